@@ -44,6 +44,7 @@ def test_a_domain_lives_and_ends_in_each_way():
         xen.create("calm", "echo", "net=none ip=none verbose", vif=False)
         text = xen.wait_console("calm", "net up")
         assert re.search(r"clock \d+ kHz from Xen", text), text
+        assert "FIFO event channels" in text, text
         # It may have been given the processor a moment ago; one that ticks never has a span without.
         until("a cell without work uses no processor time", lambda: rests(xen, "calm"), 120)
         # Into the terminal that `xl console` opens; itself it reads only what a person types. More than the ring's 1024 bytes.
@@ -56,8 +57,8 @@ def test_a_domain_lives_and_ends_in_each_way():
         xen.wait_gone("calm")
         assert "powered off by the toolstack" in xen.console("calm")
 
-        xen.create("again", "echo", "net=none ip=none", vif=False)
-        xen.wait_console("again", "net up")
+        xen.create("again", "echo", "net=none ip=none events=2l verbose", vif=False)
+        assert "two-level event channels" in xen.wait_console("again", "net up")
         xen.run("xl reboot again")
         until("the domain stopped for a reboot", lambda: (xen.state("again") or "")[3:4] == "s")
         assert "c" not in xen.state("again"), "a reboot counts as a crash"
@@ -97,7 +98,8 @@ def test_the_network_over_netback():
         xen.run("xl shutdown web")
         xen.wait_gone("web")
 
-        xen.create("flow", "iperf", f"ip={CELL}/24")
+        # Over the older form of event channels, as under a Xen that has no other.
+        xen.create("flow", "iperf", f"ip={CELL}/24 events=2l")
         xen.wait_console("flow", "net up")
         for direction in ("", "-R"):
             text = xen.run(f"iperf -c {CELL} -n 8M {direction} -f m", 240).text

@@ -12,7 +12,7 @@ import time
 
 from lib import scratch, timeout
 from lib.process import until
-from lib.xen import PATTERN, XenHost, fabric_files, linux_guest, sha256
+from lib.xen import PATTERN, XenHost, fabric_files, linux_guest, linux_init, sha256, xl_config
 
 HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
 CELL_MAC, LINUX_MAC = "00:16:3e:00:00:20", "00:16:3e:00:00:21"
@@ -38,36 +38,16 @@ mac = "{LINUX_MAC}"
 ip = "{LINUX}"
 """
 
-CONFIG = """name='{name}'
-type='pvh'
-kernel='{kernel}'
-{more}
-tsc_mode='native'
-on_poweroff='destroy'
-on_reboot='preserve'
-on_crash='preserve'
-vif=['mac={mac},script=/bin/true']
-"""
-
-# Process 1 of the Linux guest.
-INIT = f"""#!/bin/busybox sh
-export PATH=/bin
-/bin/busybox --install -s /bin
-mount -t proc proc /proc
-mount -t sysfs sys /sys
-mount -t devtmpfs dev /dev
-exec </dev/console >/dev/console 2>&1
-insmod /xen-netfront.ko
-until [ -e /sys/class/net/eth0 ]; do usleep 50000; done
-ip link set eth0 up
+# What process 1 of the Linux guest does. A cell that is destroyed closes no connection, so each fetch has a limit.
+INIT = linux_init(f"""ip link set eth0 up
 udhcpc -q -t 100 -T 1 -i eth0 -s /udhcpc
 httpd -h /www
 while :; do
     for from in {HOST}/up {CELL}/bytes/{FETCHED}; do
-        echo "fetched $from $(wget -q -O - http://$from | sha256sum)"
+        echo "fetched $from $(timeout 10 wget -q -O - http://$from | sha256sum)"
     done
 done
-"""
+""")
 
 
 def pattern(size):
@@ -78,10 +58,8 @@ def pattern(size):
 def host():
     ramdisk, kernel = linux_guest(INIT, {"data": DATA})
     files = fabric_files(FABRIC) | {"domu/kernel": kernel, "domu/ramdisk": ramdisk, "www/up": UP}
-    cell = CONFIG.format(name="web", kernel="/cells/httpd", more="memory=32\ncmdline='verbose'", mac=CELL_MAC)
-    linux = "memory=160\nramdisk='/domu/ramdisk'\nextra='console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr'"
-    files["domu/web.cfg"] = cell.encode()
-    files["domu/linux.cfg"] = CONFIG.format(name="linux", kernel="/domu/kernel", more=linux, mac=LINUX_MAC).encode()
+    files["domu/web.cfg"] = xl_config("web", CELL_MAC, 32, "/cells/httpd", line="verbose").encode()
+    files["domu/linux.cfg"] = xl_config("linux", LINUX_MAC, 160, ramdisk="/domu/ramdisk").encode()
     with scratch() as folder, XenHost(folder, ["httpd"], files) as xen:
         try:
             print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")

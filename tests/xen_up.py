@@ -10,7 +10,7 @@ import time
 
 from lib import timeout
 from lib.process import until
-from lib.xen import PATTERN, fabric_files, host, linux_guest, sha256
+from lib.xen import LINUX_LINE, PATTERN, fabric_files, host, linux_guest, linux_init, sha256
 
 HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
 DATA, UP = (random.Random(seed).randbytes(1_500_000) for seed in (1, 2))
@@ -35,7 +35,7 @@ BOTH = f"""{WEB}
 [vm.linux]
 kernel = "/domu/kernel"
 initrd = "/domu/ramdisk"
-cmdline = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr note='it is \\\\ \\"quoted\\"' ü"
+cmdline = "{LINUX_LINE} note='it is \\\\ \\"quoted\\"' ü"
 attach = "xen"
 memory = "160M"
 queues = 2
@@ -43,17 +43,8 @@ ip = "{LINUX}"
 xl = ["tsc_mode='native'"]
 """
 
-# Process 1 of the Linux guest.
-INIT = """#!/bin/busybox sh
-export PATH=/bin
-/bin/busybox --install -s /bin
-mount -t proc proc /proc
-mount -t sysfs sys /sys
-mount -t devtmpfs dev /dev
-exec </dev/console >/dev/console 2>&1
-echo "told $(cat /proc/cmdline)"
-insmod /xen-netfront.ko
-until [ -e /sys/class/net/eth0 ]; do usleep 50000; done
+# What process 1 of the Linux guest does.
+INIT = linux_init("""echo "told $(cat /proc/cmdline)"
 ip link set eth0 up
 udhcpc -q -t 100 -T 1 -i eth0 -s /udhcpc
 httpd -h /www
@@ -63,7 +54,7 @@ while read -r line; do
         *) echo "typed: $line" ;;
     esac
 done
-"""
+""")
 
 
 def pattern(size):

@@ -35,6 +35,9 @@ DOM0_LINE = (
     "noreplace-smp 8250.nr_uarts=0 hostname=dom0 net=none"
 )
 
+# The kernel command line of a Linux domain, whose process 1 is its /init.
+LINUX_LINE = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr"
+
 # A command that fits into what Xen buffers, and the part of a longer one that does so with what is around it.
 LINE_BYTES = 110
 PIECE_BYTES = 60
@@ -46,7 +49,7 @@ class XenHost(Process, Commands):
 
     attached = False
 
-    def __init__(self, folder, cells=(), files=None, nice=None):
+    def __init__(self, folder, cells=(), files=None, nice=None, memory_mib=MEMORY_MIB):
         if not (BUILD / "xen/version").exists():
             raise Skip("build/xen is not there: run ./x xen")
         more = Archive()
@@ -60,7 +63,7 @@ class XenHost(Process, Commands):
         ramdisk = (BUILD / "xen/dom0.cpio").read_bytes()
         (folder / "dom0.cpio").write_bytes(ramdisk + b"\0" * (-len(ramdisk) % 4) + more.bytes())
         (folder / "vmlinux").symlink_to(BUILD / "xen/vmlinux")
-        argv = [qemu_program(), "-M", "q35", "-accel", "tcg,tb-size=256", "-cpu", CPU, "-m", MEMORY_MIB, "-display", "none", "-nodefaults"]
+        argv = [qemu_program(), "-M", "q35", "-accel", "tcg,tb-size=256", "-cpu", CPU, "-m", memory_mib, "-display", "none", "-nodefaults"]
         argv += ["-no-user-config", "-no-reboot", "-serial", "stdio", "-kernel", BUILD / "xen/xen", "-append", XEN_LINE]
         argv += ["-initrd", f"vmlinux {DOM0_LINE.replace(',', ',,')},dom0.cpio"]
         super().__init__(argv, name="xen", cwd=folder, stdin=True, nice=nice)
@@ -106,9 +109,9 @@ class XenHost(Process, Commands):
 
 
 @contextlib.contextmanager
-def host(*cells, files=None):
+def host(*cells, files=None, memory_mib=MEMORY_MIB):
     """A Xen host that is up; its last lines are printed where the test fails."""
-    with scratch() as folder, XenHost(folder, cells, files) as xen:
+    with scratch() as folder, XenHost(folder, cells, files, memory_mib=memory_mib) as xen:
         try:
             print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
             yield xen
@@ -141,24 +144,65 @@ def fabric_files(text):
     return files | {name: path.read_bytes() for name, path in program_files(str(PROGRAM)) if name.startswith("lib")}
 
 
-def linux_guest(init, www, programs=()):
-    """The ramdisk of a Linux domain with `init` as process 1, the files `www` in /www and these programs, and its kernel, which is dom0's."""
+def linux_init(then, has_vif=True):
+    """Process 1 of a Linux domain: its programs, file systems, console, modules and network device (eth0, not yet up), and then these lines."""
+    wait = "until [ -e /sys/class/net/eth0 ]; do usleep 10000; done" if has_vif else ""
+    return f"""#!/bin/busybox sh
+export PATH=/bin:/usr/bin
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+mount -t tmpfs tmp /tmp
+exec </dev/console >/dev/console 2>&1
+while read -r module; do insmod /lib/modules/$module; done </lib/modules/order
+{wait}
+ip link set lo up
+{then}"""
+
+
+def xl_config(name, mac, memory_mib, kernel="/domu/kernel", ramdisk=None, line="", vif="script=/bin/true", more=()):
+    """The file for xl of a PVH domain, with one vif, or none where `mac` is None, and `more` lines. Without `ramdisk` the kernel is a cell."""
+    rest = [f"ramdisk='{ramdisk}'", f"extra='{line or LINUX_LINE}'"] if ramdisk else [f"cmdline='{line}'"]
+    return "\n".join(
+        [
+            f"name='{name}'",
+            "type='pvh'",
+            f"kernel='{kernel}'",
+            *rest,
+            f"memory={memory_mib}",
+            # The default traps each reading of the time-stamp counter on a machine whose counter Xen does not trust, as an emulated one.
+            "tsc_mode='native'",
+            "on_poweroff='destroy'",
+            "on_reboot='preserve'",
+            "on_crash='preserve'",
+            *([f"vif=['mac={mac},{vif}']"] if mac else []),
+            *more,
+            "",
+        ]
+    )
+
+
+def linux_guest(init, www, programs=(), modules=("xen_netfront",), files=None):
+    """The ramdisk of a Linux domain with `init` as process 1, the files `www` in /www, these programs and modules, and `files` (name -> bytes); and its kernel, which is dom0's."""
     busybox = shutil.which("busybox")
     if not busybox:
         raise Skip("no busybox: apt-get install busybox-static")
     if not (BUILD / "xen/version").exists():
         raise Skip("build/xen is not there: run ./x xen")
     archive = Archive()
-    for name in ("proc", "sys", "dev", "tmp", "www"):
+    for name in ("proc", "sys", "dev", "tmp", "run", "www"):
         archive.folder(name)
     archive.device("dev/console", 5, 1)
     archive.file("bin/busybox", open(busybox, "rb").read())
     archive.file("init", init.encode())
     archive.file("udhcpc", (ROOT / "tools/guest/udhcpc.script").read_bytes().replace(b"#!/bin/sh", b"#!/bin/busybox sh"))
-    archive.file("xen-netfront.ko", Modules(BUILD / "xen/tree").read("xen_netfront"))
-    for name, data in www.items():
-        archive.file(f"www/{name}", data)
-    for name, path in (file for program in programs for file in program_files(program)):
-        archive.file(name, path.read_bytes())
+    ordered = Modules(BUILD / "xen/tree").order(modules)
+    content = {f"lib/modules/{name}.ko": data for name, data in ordered.items()}
+    content["lib/modules/order"] = "".join(f"{name}.ko\n" for name in ordered).encode()
+    content |= {f"www/{name}": data for name, data in www.items()}
+    content |= {name: path.read_bytes() for program in programs for name, path in program_files(program)}
+    for name, data in (content | (files or {})).items():
+        archive.file(name, data)
     # Plain, the kernel takes 66 MB; libxl unpacks gzip in a second, and xz in six.
     return archive.bytes(), gzip.compress((BUILD / "xen/vmlinux").read_bytes(), 1)

@@ -136,6 +136,8 @@ pub enum Attachment {
         domain: String,
         /// Which of its devices.
         vif: u32,
+        /// The device's MAC.
+        mac: Option<Mac>,
         /// Most queue pairs that it may have.
         queues: u16,
     },
@@ -353,7 +355,7 @@ fn attached(fabric: &Fabric, m: &Machine, facts: &Facts, at: &str) -> Result<Att
             Attach::Stream => Attachment::Stream { socket, connect: false },
             Attach::Xen => {
                 let domain = xen::config::domain_of(&fabric.name, &m.name);
-                Attachment::Xen { domain, vif: i as u32, queues: m.queues }
+                Attachment::Xen { domain, vif: i as u32, mac: Some(nic.mac), queues: m.queues }
             }
             Attach::Ivshmem | Attach::IvshmemPlain => {
                 let vectors = if m.attach == Attach::Ivshmem { VECTORS } else { 0 };
@@ -580,7 +582,9 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         }
         PortKind::Stream { socket, connect } => Attachment::Stream { socket: path(socket)?, connect: *connect },
         PortKind::Packet { device } => Attachment::Packet { device: device.clone() },
-        PortKind::Xen { domain, vif, queues } => Attachment::Xen { domain: domain.clone(), vif: *vif, queues: *queues },
+        PortKind::Xen { domain, vif, queues } => {
+            Attachment::Xen { domain: domain.clone(), vif: *vif, mac: p.mac, queues: *queues }
+        }
         PortKind::Ivshmem { socket, version, region, vectors } => {
             let mtu = fabric.network(&p.network).map_or(1500, |n| n.mtu);
             let to = NetworkEnd { network: &p.network, mac: p.mac, mtu };
@@ -806,7 +810,7 @@ network = "ops"
             let plan = plan(&fabric(&format!("{text}{more}")), &facts(false)).unwrap();
             plan.ports.into_iter().find(|p| p.name == "db").unwrap().attachment
         };
-        let vif = |domain: &str, vif, queues| Attachment::Xen { domain: domain.into(), vif, queues };
+        let vif = |domain: &str, vif, queues| Attachment::Xen { domain: domain.into(), vif, mac: None, queues };
         assert_eq!(db(""), vif("db", 0, 1));
         assert_eq!(db("domain = \"web\"\nvif = 1\nqueues = 4\n"), vif("web", 1, 4));
         let complaint = |more: &str| {
@@ -824,7 +828,10 @@ network = "ops"
         // Without QEMU.
         let facts = Facts { qemu: Err("not looked for".into()), ..facts(false) };
         let made = plan(&fabric, &facts).unwrap();
-        let vif = |vif| Attachment::Xen { domain: "demo.web".into(), vif, queues: 2 };
+        let vif = |vif| {
+            let mac = fabric.machines[0].nics[vif as usize].mac;
+            Attachment::Xen { domain: "demo.web".into(), vif, mac: Some(mac), queues: 2 }
+        };
         let ports: Vec<_> = made.ports.iter().map(|p| (p.name.as_str(), p.attachment.clone())).collect();
         assert_eq!(ports, [("web", vif(0)), ("web.1", vif(1))]);
         let [web] = &made.machines[..] else { panic!("{:?}", made.machines) };

@@ -34,7 +34,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             Box::new(TapPort::open(&TapConfig { mtu: Some(1500), ..TapConfig::new(tap) }, registration)?)
         } else {
             let (domain, device) = name.split_once('/').unwrap_or((name, "0"));
-            let config = XenConfig { domain: domain.into(), device: device.parse()?, max_queues: 4, mtu: 1500 };
+            let (domain, device) = (domain.into(), device.parse()?);
+            let config = XenConfig { domain, device, mac: None, max_queues: 4, mtu: 1500 };
             Box::new(XenPort::open(config, registration)?)
         };
         counters.push(thread.handle().add_port(reserved, network, name, port, PortSettings::default())?);

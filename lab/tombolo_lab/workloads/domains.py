@@ -44,18 +44,8 @@ kind = "xen"
 mac = "{MAC}"
 ip = "{ADDRESS}"
 """
-LINUX_INIT = f"""#!/bin/busybox sh
-export PATH=/bin:/usr/bin
-/bin/busybox --install -s /bin
-mount -t proc proc /proc
-mount -t sysfs sys /sys
-mount -t devtmpfs dev /dev
-mount -t tmpfs tmp /tmp
-exec </dev/console >/dev/console 2>&1
-insmod /xen-netfront.ko
-until [ -e /sys/class/net/eth0 ]; do usleep 10000; done
-ip link set lo up
-ip addr add {ADDRESS}/24 dev eth0
+# What process 1 of a Linux domain does.
+LINUX_SERVES = f"""ip addr add {ADDRESS}/24 dev eth0
 ip link set eth0 up
 mkdir -p /tmp/www/bytes
 for size in {" ".join(map(str, BYTES))}; do truncate -s $size /tmp/www/bytes/$size; done
@@ -97,14 +87,12 @@ def check(guest: str, bytes_wanted: int) -> None:
 def config(guest: str, backend: str) -> str:
     """The domain's file for xl."""
     vif = "bridge=br0" if backend == "netback" else "script=/bin/true"
-    lines = [f"name='{NAME}'", "type='pvh'", f"memory={MEMORY_MIB[guest]}", "tsc_mode='native'"]
-    lines += ["on_poweroff='destroy'", "on_reboot='preserve'", "on_crash='preserve'"]
-    if guest == "cell":
-        lines += ["kernel='/cells/httpd'", f"cmdline='ip={ADDRESS}/24'"]
-    else:
-        line = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr"
-        lines += ["kernel='/domu/kernel'", "ramdisk='/domu/ramdisk'", f"extra='{line}'"]
-    return "\n".join([*lines, f"vif=['mac={MAC},{vif}']"]) + "\n"
+    what = (
+        {"kernel": "/cells/httpd", "line": f"ip={ADDRESS}/24"}
+        if guest == "cell"
+        else {"ramdisk": "/domu/ramdisk"}
+    )
+    return _lib().xl_config(NAME, MAC, MEMORY_MIB[guest], vif=vif, **what)
 
 
 def dom0_files(guest: str, backend: str) -> dict[str, bytes]:
@@ -114,7 +102,7 @@ def dom0_files(guest: str, backend: str) -> dict[str, bytes]:
     if backend == "tombolo":
         files |= xen.fabric_files(FABRIC)
     if guest == "linux":
-        ramdisk, kernel = xen.linux_guest(LINUX_INIT, {})
+        ramdisk, kernel = xen.linux_guest(xen.linux_init(LINUX_SERVES), {})
         files |= {"domu/kernel": kernel, "domu/ramdisk": ramdisk}
     for program in PROGRAMS:
         path = harness.need_program(program)

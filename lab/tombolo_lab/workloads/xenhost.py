@@ -17,7 +17,7 @@ from tombolo_lab.workloads.xen import BACKENDS, HTTP, UDP, http_key
 harness.lib()
 sys.path.insert(0, str(harness.tree() / "tools/guest"))
 from build import program_files
-from lib.xen import XenHost, fabric_files, linux_guest
+from lib.xen import XenHost, fabric_files, linux_guest, linux_init, xl_config
 
 HOST = "10.87.0.3"
 # Domain: its image, memory in MiB, MAC and address. A cell has one app, so it is two domains.
@@ -55,18 +55,8 @@ ip = "{address}"
     for name, (_, _, mac, address) in DOMAINS.items()
 )
 
-LINUX_INIT = f"""#!/bin/busybox sh
-export PATH=/bin:/usr/bin
-/bin/busybox --install -s /bin
-mount -t proc proc /proc
-mount -t sysfs sys /sys
-mount -t devtmpfs dev /dev
-mount -t tmpfs tmp /tmp
-exec </dev/console >/dev/console 2>&1
-insmod /xen-netfront.ko
-until [ -e /sys/class/net/eth0 ]; do usleep 10000; done
-ip link set lo up
-ip addr add {DOMAINS["linux"][3]}/24 dev eth0
+LINUX_INIT = linux_init(
+    f"""ip addr add {DOMAINS["linux"][3]}/24 dev eth0
 ip link set eth0 up
 mkdir -p /tmp/www/bytes
 for size in {" ".join(str(size) for size in sorted({size for size, _ in HTTP}))}; do
@@ -76,6 +66,7 @@ httpd -h /tmp/www
 iperf -s >/dev/null 2>&1 &
 exec iperf -s -u >/dev/null 2>&1
 """
+)
 
 # The time of the first reply after the domain's creation, both by the clock of `ping -D`.
 FIRST_REPLY = """#!/bin/sh
@@ -94,24 +85,12 @@ sed -n 's/^\\[\\([0-9.]*\\)\\].*bytes from.*/\\1/p;T;q' /tmp/first
 def guest_config(name, backend):
     app, memory, mac, address = DOMAINS[name]
     vif = "bridge=br0" if backend == "netback" else "script=/bin/true"
-    lines = [
-        f"name='{name}'",
-        "type='pvh'",
-        f"memory={memory}",
-        "tsc_mode='native'",
-        "on_poweroff='destroy'",
-        "on_reboot='preserve'",
-        "on_crash='preserve'",
-    ]
-    if app:
-        lines += [f"kernel='/cells/{app}'", f"cmdline='ip={address}/24'"]
-    else:
-        lines += [
-            "kernel='/domu/kernel'",
-            "ramdisk='/domu/ramdisk'",
-            "extra='console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr'",
-        ]
-    return "\n".join([*lines, f"vif=['mac={mac},{vif}']"]).encode() + b"\n"
+    what = (
+        {"kernel": f"/cells/{app}", "line": f"ip={address}/24"}
+        if app
+        else {"ramdisk": "/domu/ramdisk"}
+    )
+    return xl_config(name, mac, memory, vif=vif, **what).encode()
 
 
 def dom0_files():

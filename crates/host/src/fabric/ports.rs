@@ -591,8 +591,9 @@ fn attach(
             Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(text)?)
         }
         // Nothing is handed over: the rings and the nodes in XenStore say where the port before it stood.
-        Attachment::Xen { domain, vif, queues } => {
-            let config = XenConfig { domain: domain.clone(), device: *vif, max_queues: u32::from(*queues), mtu };
+        Attachment::Xen { domain, vif, mac, queues } => {
+            let (domain, device, mac) = (domain.clone(), *vif, mac.map(|mac| mac.0));
+            let config = XenConfig { domain, device, mac, max_queues: u32::from(*queues), mtu };
             Box::new(XenPort::open(config, registration).map_err(text)?)
         }
         Attachment::Ivshmem { .. } | Attachment::User(_) => return Err("its peer is the fabric's own to start".into()),

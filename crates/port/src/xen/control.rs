@@ -18,6 +18,7 @@ use tombolo_ring::xen::XenError;
 use tombolo_ring::xen::bus::{BackAction, BusState, back_step};
 use tombolo_ring::xen::store::{Request, StoreError};
 use tombolo_shm::doorbell::Doorbell;
+use tombolo_switch::frame::Mac;
 
 /// Where a backend's nodes are, below the domain's own.
 const FOLDER: &str = "backend/vif";
@@ -152,26 +153,33 @@ impl Control<'_> {
         }
         if self.vif.is_none() {
             self.vif = self.find(store)?;
-            match &self.vif {
-                Some(vif) => {
-                    store.ask(&Request::Watch(&format!("{}/state", vif.front), "frontend"))?;
-                }
-                None => self.exchange.say("waiting for the domain".into()),
-            };
+            if let Some(vif) = &self.vif {
+                store.ask(&Request::Watch(&format!("{}/state", vif.front), "frontend"))?;
+            }
         }
         while self.step(store)? {}
         Ok(())
     }
 
-    /// The vif of the domain's name and device number.
+    /// The vif of the domain's name and device number. Where XenStore does not tell names, the one of the MAC and the device
+    /// number.
     fn find(&self, store: &mut Store) -> Result<Option<Vif>, AskError> {
         let device = self.config.device.to_string();
+        let mut is_nameless = false;
         for child in store.children(FOLDER)? {
             let Ok(domain) = child.parse::<u16>() else { continue };
-            if store.text(&format!("/local/domain/{domain}/name"))? != self.config.domain {
+            let back = format!("{FOLDER}/{domain}/{device}");
+            let is_ours = match store.text(&format!("/local/domain/{domain}/name")) {
+                Err(AskError::Refused(StoreError::Access)) => {
+                    is_nameless = true;
+                    let mac = store.text(&format!("{back}/mac"))?;
+                    self.config.mac.is_some_and(|own| mac.eq_ignore_ascii_case(&mac_text(own)))
+                }
+                name => name? == self.config.domain,
+            };
+            if !is_ours {
                 continue;
             }
-            let back = format!("{FOLDER}/{domain}/{device}");
             let front = store.text(&format!("{back}/{GUARD}"))?;
             // The path goes into further ones: it is where a domain of this number has its devices, and nowhere else.
             let expected = format!("/local/domain/{domain}/");
@@ -184,6 +192,11 @@ impl Control<'_> {
             let own = if held_until.is_some() { BusState::Initialising } else { own };
             return Ok(Some(Vif { domain, back, front, own, trouble: None, held_until }));
         }
+        self.exchange.say(if is_nameless && self.config.mac.is_none() {
+            "waiting for the domain, whose name cannot be read here: the port needs the `mac` of its vif line".into()
+        } else {
+            "waiting for the domain".into()
+        });
         Ok(None)
     }
 
@@ -251,6 +264,11 @@ impl Control<'_> {
         drop(self.exchange.hand_over(None)?);
         Ok(())
     }
+}
+
+/// As libxl writes it.
+fn mac_text([a, b, c, d, e, f]: Mac) -> String {
+    format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
 }
 
 /// What the backend offers.

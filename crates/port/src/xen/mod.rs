@@ -34,7 +34,7 @@
 //! # Life
 //!
 //! A vif is named by its domain's name and its number in the domain's `vif=` list, so it is found again after the domain was
-//! started again. A port whose process ends leaves the guest's nodes as they are, and the kernel closes its event channels,
+//! started again. In a driver domain, which cannot read names, its MAC is looked for instead. A port whose process ends leaves the guest's nodes as they are, and the kernel closes its event channels,
 //! mappings and watches. The next port finds the frontend connected and attaches to its rings where they stand: the
 //! guest is told nothing and keeps its link. Frames that were answered are not taken again.
 //!
@@ -69,7 +69,7 @@ use rustix::io::Errno;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
-use tombolo_switch::frame::{Batch, Frame};
+use tombolo_switch::frame::{Batch, Frame, Mac};
 use tombolo_switch::port::{Caps, Fault, Link, MAX_RINGS, Port, Rechecked, Sent};
 
 use crate::pages::Pages;
@@ -90,6 +90,9 @@ pub struct XenConfig {
     pub domain: String,
     /// The vif's number: its place in the domain's `vif=` list, from 0.
     pub device: u32,
+    /// Its MAC address in that list, by which it is found in a driver domain: XenStore does not tell that one the names of other
+    /// domains.
+    pub mac: Option<Mac>,
     /// Queues that the frontend may have, 1 to [`MAX_QUEUES`].
     pub max_queues: u32,
     /// The network's MTU in bytes.

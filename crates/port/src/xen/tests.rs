@@ -20,7 +20,7 @@ struct XenFixture {
 }
 
 fn config(max_queues: u32) -> XenConfig {
-    XenConfig { domain: "guest".into(), device: 0, max_queues, mtu: 1500 }
+    XenConfig { domain: "guest".into(), device: 0, mac: None, max_queues, mtu: 1500 }
 }
 
 fn port(world: &World, max_queues: u32, registration: Registration) -> Box<dyn Port> {
@@ -270,6 +270,32 @@ fn a_port_waits_for_event_channels_that_the_one_before_it_still_holds() {
     rig.until_woken("the port has them", |rig| rig.port.link() == Link::Up);
     both_ways(&mut rig);
     assert_eq!((world.mapped(), world.bound(), rig.peer.frontend.back("state").as_deref()), (2, 2, Some("4")));
+}
+
+#[test]
+fn in_a_driver_domain_the_vif_is_found_by_its_mac() {
+    let mut rig = rig(1, true);
+    let world = rig.peer.world.clone();
+    rig.peer.frontend.vanish();
+    world.hide_names();
+    rig.peer.frontend.make(1);
+    rig.peer.frontend.write_back("mac", "00:16:3E:00:00:0a");
+    rig.peer.frontend.publish();
+    let says = |rig: &Rig<XenFixture>| rig.port.details().iter().find(|(key, _)| *key == "state").unwrap().1.clone();
+    rig.until("it says what it needs", |rig| says(rig).contains("the port needs the `mac`"));
+    for (last, expected) in [(0x0b, Link::Down), (0x0a, Link::Up)] {
+        let registration = rig.port_registration();
+        drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+        let config = XenConfig { mac: Some([0, 0x16, 0x3e, 0, 0, last]), ..config(1) };
+        rig.port = Box::new(XenPort::open_on(Box::new(Machine(world.clone())), config, registration).unwrap());
+        if expected == Link::Up {
+            rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+        } else {
+            rig.until("it has looked", |rig| says(rig) == "waiting for the domain");
+        }
+        assert_eq!(rig.port.link(), expected);
+    }
+    both_ways(&mut rig);
 }
 
 #[test]

@@ -36,6 +36,8 @@ struct State {
     revoked: bool,
     /// So many transactions end with EAGAIN and change nothing.
     conflicts: usize,
+    /// As in a domain that is not the toolstack's.
+    hides_names: bool,
 }
 
 /// What is shared by all.
@@ -73,6 +75,11 @@ impl World {
     /// Has the next transactions meet others.
     pub(super) fn conflict(&self, transactions: usize) {
         self.lock().conflicts = transactions;
+    }
+
+    /// From now on XenStore refuses to tell the names of domains, as in a driver domain.
+    pub(super) fn hide_names(&self) {
+        self.lock().hides_names = true;
     }
 
     pub(super) fn nodes_below(&self, path: &str) -> usize {
@@ -143,6 +150,7 @@ impl State {
                 }
                 (1, names.iter().flat_map(|name| name.bytes().chain([0])).collect())
             }
+            2 if self.hides_names && path.ends_with("/name") => (16, b"EACCES\0".to_vec()),
             2 => self.nodes.get(&path).map_or(missing, |value| (2, value.clone())),
             4 => {
                 self.watches.push((connection, parts[0].into(), parts[1].into()));
