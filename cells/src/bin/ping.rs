@@ -5,7 +5,7 @@
 extern crate alloc;
 
 use alloc::vec::Vec;
-use tombolo_cell::{ExitCode, IpAddress, Net, exit, println};
+use tombolo_cell::{ExitCode, Net, exit, println};
 
 tombolo_cell::app!(ping);
 
@@ -18,8 +18,7 @@ async fn ping(net: Net) {
     net.up().await;
     let host = net.config().get("host").unwrap_or("gateway");
     let address = match net.resolve(host).await {
-        Ok(IpAddress::Ipv4(address)) => address,
-        Ok(other) => return fail(format_args!("{host} is {other}, and only IPv4 is pinged")),
+        Ok(address) => address,
         Err(error) => return fail(format_args!("{host}: {error}")),
     };
     let count = net.config().number("count").unwrap_or(3).max(1);

@@ -5,12 +5,14 @@ use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::fmt;
 use core::str::FromStr;
-use smoltcp::wire::{IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
+use smoltcp::wire::{EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
 
 /// Frames taken from the network in one turn, unless `budget=` says otherwise.
 const DEFAULT_BUDGET: usize = 64;
 /// The largest and the smallest budget.
 const BUDGET: core::ops::RangeInclusive<usize> = 1..=4096;
+/// Network devices that are taken, each with an interface of its own.
+pub(crate) const MAX_NICS: usize = 8;
 /// Vifs of a domain of Xen, and queues of each.
 pub(crate) const MAX_VIFS: usize = 3;
 const QUEUES: core::ops::RangeInclusive<usize> = 1..=8;
@@ -25,18 +27,79 @@ pub(crate) enum Ipv4Config {
     None,
 }
 
+/// The addresses of one network device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NicConfig {
+    pub(crate) ipv4: Ipv4Config,
+    pub(crate) gateway: Option<Ipv4Address>,
+    pub(crate) ipv6: Option<Ipv6Cidr>,
+    pub(crate) gateway6: Option<Ipv6Address>,
+    /// Whether addresses of announced prefixes are taken.
+    pub(crate) slaac: bool,
+}
+
+impl NicConfig {
+    /// What the command line says of the device with these keys.
+    fn parse(line: &str, keys: &NicKeys) -> Result<NicConfig, ConfigError> {
+        let ipv4 = match value(line, keys.ipv4) {
+            None | Some("dhcp") => Ipv4Config::Dhcp,
+            Some("none") => Ipv4Config::None,
+            Some(_) => match typed(line, keys.ipv4, "dhcp, none, or ADDRESS/PREFIX, for example 10.0.0.5/24")? {
+                Some(IpCidr::Ipv4(cidr)) => Ipv4Config::Static(cidr),
+                _ => {
+                    let value = value(line, keys.ipv4).unwrap_or_default().to_string();
+                    return Err(ConfigError { key: keys.ipv4, value, expected: "an IPv4 address; IPv6 goes to ip6=" });
+                }
+            },
+        };
+        let slaac = value(line, keys.ipv6) != Some("none");
+        let ipv6 = if slaac {
+            typed(line, keys.ipv6, "none, or an IPv6 ADDRESS/PREFIX, for example fd00::5/64")?
+        } else {
+            None
+        };
+        let gateway = typed(line, keys.gateway, "an IPv4 address")?;
+        let gateway6 = typed(line, keys.gateway6, "an IPv6 address")?;
+        Ok(NicConfig { ipv4, gateway, ipv6, gateway6, slaac })
+    }
+
+    /// The addresses that the command line gives.
+    pub(crate) fn addresses(&self) -> Vec<IpCidr> {
+        let ipv4 = if let Ipv4Config::Static(cidr) = self.ipv4 { Some(IpCidr::Ipv4(cidr)) } else { None };
+        ipv4.into_iter().chain(self.ipv6.map(IpCidr::Ipv6)).collect()
+    }
+}
+
+/// The keys of one network device.
+struct NicKeys {
+    ipv4: &'static str,
+    gateway: &'static str,
+    ipv6: &'static str,
+    gateway6: &'static str,
+}
+
+const NIC_KEYS: [NicKeys; MAX_NICS] = [
+    NicKeys { ipv4: "ip", gateway: "gw", ipv6: "ip6", gateway6: "gw6" },
+    NicKeys { ipv4: "ip.1", gateway: "gw.1", ipv6: "ip6.1", gateway6: "gw6.1" },
+    NicKeys { ipv4: "ip.2", gateway: "gw.2", ipv6: "ip6.2", gateway6: "gw6.2" },
+    NicKeys { ipv4: "ip.3", gateway: "gw.3", ipv6: "ip6.3", gateway6: "gw6.3" },
+    NicKeys { ipv4: "ip.4", gateway: "gw.4", ipv6: "ip6.4", gateway6: "gw6.4" },
+    NicKeys { ipv4: "ip.5", gateway: "gw.5", ipv6: "ip6.5", gateway6: "gw6.5" },
+    NicKeys { ipv4: "ip.6", gateway: "gw.6", ipv6: "ip6.6", gateway6: "gw6.6" },
+    NicKeys { ipv4: "ip.7", gateway: "gw.7", ipv6: "ip6.7", gateway6: "gw6.7" },
+];
+
 /// A vif of Xen after the first, and its addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct VifConfig {
     /// Its number in the domain's configuration.
     pub(crate) number: u32,
-    pub(crate) ipv4: Option<Ipv4Cidr>,
-    pub(crate) ipv6: Option<Ipv6Cidr>,
+    addresses: Vec<IpCidr>,
 }
 
 impl VifConfig {
     pub(crate) fn addresses(&self) -> Vec<IpCidr> {
-        self.ipv4.map(IpCidr::Ipv4).into_iter().chain(self.ipv6.map(IpCidr::Ipv6)).collect()
+        self.addresses.clone()
     }
 }
 
@@ -57,10 +120,10 @@ pub(crate) enum NetChoice {
 #[derive(Clone, Debug)]
 pub struct Config {
     line: String,
-    pub(crate) ipv4: Ipv4Config,
-    pub(crate) gateway: Option<Ipv4Address>,
-    pub(crate) ipv6: Option<Ipv6Cidr>,
-    pub(crate) gateway6: Option<Ipv6Address>,
+    /// The first device, and those after it.
+    pub(crate) nics: [NicConfig; MAX_NICS],
+    /// In which order the devices are, by their Ethernet addresses; those that are not named come last.
+    pub(crate) order: Vec<EthernetAddress>,
     pub(crate) dns: Vec<IpAddress>,
     pub(crate) hostname: String,
     pub(crate) budget: usize,
@@ -73,7 +136,7 @@ pub struct Config {
     pub(crate) offloads: bool,
     /// Most queues of a vif of Xen.
     pub(crate) queues: usize,
-    /// Vifs of Xen after the first.
+    /// Vifs of Xen after the first: those with an address.
     pub(crate) vifs: Vec<VifConfig>,
     pub(crate) verbose: bool,
 }
@@ -119,16 +182,19 @@ fn typed<T: FromStr>(line: &str, key: &'static str, expected: &'static str) -> R
 impl Config {
     /// Parses the command line.
     pub fn parse(line: &str) -> Result<Config, ConfigError> {
-        let ipv4 = match value(line, "ip") {
-            None | Some("dhcp") => Ipv4Config::Dhcp,
-            Some("none") => Ipv4Config::None,
-            Some(_) => match typed(line, "ip", "dhcp, none, or ADDRESS/PREFIX, for example 10.0.0.5/24")? {
-                Some(IpCidr::Ipv4(cidr)) => Ipv4Config::Static(cidr),
-                _ => {
-                    let value = value(line, "ip").unwrap_or_default().to_string();
-                    return Err(ConfigError { key: "ip", value, expected: "an IPv4 address; IPv6 goes to ip6=" });
-                }
-            },
+        let [k0, k1, k2, k3, k4, k5, k6, k7] = &NIC_KEYS;
+        let nic = |keys| NicConfig::parse(line, keys);
+        let nics = [nic(k0)?, nic(k1)?, nic(k2)?, nic(k3)?, nic(k4)?, nic(k5)?, nic(k6)?, nic(k7)?];
+        let order = match value(line, "macs") {
+            None => Vec::new(),
+            Some(list) => list
+                .split(',')
+                .map(|one| {
+                    let value = one.to_string();
+                    let expected = "Ethernet addresses, separated by commas";
+                    one.parse().map_err(|_| ConfigError { key: "macs", value, expected })
+                })
+                .collect::<Result<_, _>>()?,
         };
         let dns = match value(line, "dns") {
             None => Vec::new(),
@@ -201,14 +267,10 @@ impl Config {
                 expected: "a number of queues from 1 to 8",
             })?,
         };
-        let mut vifs = Vec::new();
-        for (number, key, key6) in [(1, "ip.1", "ip6.1"), (2, "ip.2", "ip6.2")] {
-            let ipv4 = typed(line, key, "an IPv4 ADDRESS/PREFIX, for example 10.0.1.5/24")?;
-            let ipv6 = typed(line, key6, "an IPv6 ADDRESS/PREFIX, for example fd01::5/64")?;
-            if ipv4.is_some() || ipv6.is_some() {
-                vifs.push(VifConfig { number, ipv4, ipv6 });
-            }
-        }
+        let vifs = (1..MAX_VIFS)
+            .map(|number| VifConfig { number: number as u32, addresses: nics[number].addresses() })
+            .filter(|vif| !vif.addresses.is_empty())
+            .collect();
         let offloads = match value(line, "offloads") {
             None | Some("carried") => true,
             Some("none") => false,
@@ -223,10 +285,8 @@ impl Config {
             net,
             queues,
             vifs,
-            ipv4,
-            gateway: typed(line, "gw", "an IPv4 address")?,
-            ipv6: typed(line, "ip6", "an IPv6 ADDRESS/PREFIX, for example fd00::5/64")?,
-            gateway6: typed(line, "gw6", "an IPv6 address")?,
+            nics,
+            order,
             dns,
             hostname,
             budget,
@@ -290,7 +350,7 @@ mod tests {
     #[test]
     fn an_empty_line_means_dhcp_and_defaults() {
         let config = Config::parse("").unwrap();
-        assert_eq!(config.ipv4, Ipv4Config::Dhcp);
+        assert!(config.nics.iter().all(|nic| nic.ipv4 == Ipv4Config::Dhcp && nic.slaac));
         assert_eq!((config.hostname.as_str(), config.budget, config.verbose), ("cell", 64, false));
     }
 
@@ -299,10 +359,10 @@ mod tests {
         let line =
             "ip=10.0.0.5/24 gw=10.0.0.1 dns=10.0.0.1,fd00::1 ip6=fd00::5/64 hostname=web-1 budget=16 verbose app=x";
         let config = Config::parse(line).unwrap();
-        assert_eq!(config.ipv4, Ipv4Config::Static(Ipv4Cidr::new(Ipv4Address::new(10, 0, 0, 5), 24)));
-        assert_eq!(config.gateway, Some(Ipv4Address::new(10, 0, 0, 1)));
+        assert_eq!(config.nics[0].ipv4, Ipv4Config::Static(Ipv4Cidr::new(Ipv4Address::new(10, 0, 0, 5), 24)));
+        assert_eq!(config.nics[0].gateway, Some(Ipv4Address::new(10, 0, 0, 1)));
         assert_eq!(config.dns.len(), 2);
-        assert_eq!(config.ipv6.unwrap().prefix_len(), 64);
+        assert_eq!(config.nics[0].ipv6.unwrap().prefix_len(), 64);
         assert_eq!((config.hostname.as_str(), config.budget, config.verbose), ("web-1", 16, true));
         assert_eq!(config.get("app"), Some("x"));
         assert!(config.has("verbose") && config.has("app") && !config.has("ap"));
@@ -320,7 +380,10 @@ mod tests {
             ("hostname=", "hostname"),
             ("budget=0", "budget"),
             ("queues=9", "queues"),
-            ("ip.1=dhcp", "ip.1"),
+            ("ip.1=10.0.0.5", "ip.1"),
+            ("ip.7=fd00::1/64", "ip.7"),
+            ("gw.3=x", "gw.3"),
+            ("macs=02:00:00:00:00", "macs"),
             ("ip6.2=10.0.0.1/8", "ip6.2"),
             ("busy_poll_us=1000001", "busy_poll_us"),
             ("offloads=some", "offloads"),
@@ -351,6 +414,16 @@ mod tests {
         assert_eq!(numbers, [(1, 2), (2, 1)]);
         let config = Config::parse("").unwrap();
         assert_eq!((config.queues, config.vifs.len()), (1, 0));
+    }
+
+    #[test]
+    fn each_device_has_its_own_addresses() {
+        let line = "ip=10.0.0.5/24 ip.1=none ip6.1=none ip.2=10.2.0.5/24 gw.2=10.2.0.1 macs=02:00:00:00:00:02,02:00:00:00:00:01";
+        let config = Config::parse(line).unwrap();
+        assert_eq!((config.nics[1].ipv4, config.nics[1].slaac), (Ipv4Config::None, false));
+        assert_eq!(config.nics[2].gateway, Some(Ipv4Address::new(10, 2, 0, 1)));
+        assert_eq!((config.nics[3].ipv4, config.nics[3].slaac), (Ipv4Config::Dhcp, true));
+        assert_eq!(config.order.iter().map(|mac| mac.0[5]).collect::<Vec<_>>(), [2, 1]);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use crate::neighbor::NeighborEvent;
 use crate::virtio::net::{DeviceStats, Received, TransmitPermit as VirtioPermit, VirtioNet};
 use crate::xen::net::{TransmitPermit as XenPermit, XenNet};
 use alloc::boxed::Box;
+use alloc::vec::Vec;
 use core::num::NonZeroUsize;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
 use smoltcp::time::Instant;
@@ -16,16 +17,14 @@ const DEFAULT_MTU: usize = 1500;
 const ETHERNET_HEADER_BYTES: usize = 14;
 
 /// What a device tells the stack: frames of the MTU, no sums of TCP and UDP wanted, and frames of `segmented_bytes` to be cut where
-/// it takes those.
-pub(crate) fn capabilities(mtu: usize, segmented_bytes: usize, tcpv4: bool, tcpv6: bool) -> DeviceCapabilities {
-    let segmented = |takes: bool| NonZeroUsize::new(segmented_bytes).filter(|_| takes);
+/// it takes those of IPv4. Those of IPv6 are cut by the stack: smoltcp 0.14 drops what is longer than the MTU there.
+pub(crate) fn capabilities(mtu: usize, segmented_bytes: usize, tcpv4: bool) -> DeviceCapabilities {
     let mut caps = DeviceCapabilities::default();
     caps.medium = Medium::Ethernet;
     caps.max_transmission_unit = mtu + ETHERNET_HEADER_BYTES;
     caps.checksum.tcp = Checksum::None;
     caps.checksum.udp = Checksum::None;
-    caps.segmentation.tcpv4 = segmented(tcpv4);
-    caps.segmentation.tcpv6 = segmented(tcpv6);
+    caps.segmentation.tcpv4 = NonZeroUsize::new(segmented_bytes).filter(|_| tcpv4);
     caps
 }
 
@@ -97,6 +96,16 @@ impl NetDevice {
             NetDevice::Ivshmem(device) => device.take_syn(),
             NetDevice::Xen(device) => device.take_syn(),
             NetDevice::None => false,
+        }
+    }
+
+    /// The router advertisement that was received last, from its IPv6 header on.
+    pub(crate) fn take_router_advert(&mut self) -> Option<Vec<u8>> {
+        match self {
+            NetDevice::Virtio(device) => device.take_router_advert(),
+            NetDevice::Ivshmem(device) => device.take_router_advert(),
+            NetDevice::Xen(device) => device.take_router_advert(),
+            NetDevice::None => None,
         }
     }
 
@@ -280,7 +289,7 @@ impl Device for NetDevice {
             NetDevice::Virtio(device) => device.capabilities(),
             NetDevice::Ivshmem(device) => device.capabilities(),
             NetDevice::Xen(device) => device.capabilities(),
-            NetDevice::None => capabilities(DEFAULT_MTU, 0, false, false),
+            NetDevice::None => capabilities(DEFAULT_MTU, 0, false),
         }
     }
 }

@@ -25,14 +25,14 @@
 //! | --- | --- | --- |
 //! | `ip=dhcp`, `ip=none`, `ip=ADDR/PREFIX` | IPv4 address | `dhcp` |
 //! | `gw=ADDR` | IPv4 router | by DHCP |
-//! | `ip6=ADDR/PREFIX` | a further IPv6 address; link-local is always there | |
-//! | `slaac` | an IPv6 address of the prefix that a router announces (SLAAC); costs a look at the stack every 10 ms | off |
-//! | `ip.N=ADDR/PREFIX`, `ip6.N=ADDR/PREFIX` | on Xen: takes the vif of number N (1 or 2) as well, with these addresses; routes lead through the first | |
+//! | `ip6=ADDR/PREFIX`, `ip6=none` | a further IPv6 address; or none but the link-local one, and no router is asked for | by router advertisement (SLAAC) |
+//! | `ip.N=`, `gw.N=`, `ip6.N=`, `gw6.N=` | the same of the network device of number N, 1 to 7; the first one has number 0, and no `.N` | as above |
+//! | `macs=ADDR[,ADDR]` | the Ethernet addresses of the devices, in the order of their numbers; others come behind | virtio by MMIO, by PCI, then ivshmem links, each as found |
 //! | `queues=N` | on Xen: queues of each vif, 1 to 8, and no more than its backend offers | 1 |
-//! | `gw6=ADDR` | IPv6 router | with `slaac` by router advertisement |
-//! | `dns=ADDR[,ADDR]` | DNS servers; the first is used | by DHCP |
+//! | `gw6=ADDR` | IPv6 router | by router advertisement |
+//! | `dns=ADDR[,ADDR]` | DNS servers; the first is used | by DHCP, else by router advertisement |
 //! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
-//! | `net=virtio`, `net=none`, `net=NAME` | the network: a virtio device, none, or the ivshmem link of this name | on Xen its first vif; else the first virtio device, else the first ivshmem link that is a network |
+//! | `net=virtio`, `net=none`, `net=NAME` | the network: virtio devices only, none, or the ivshmem link of this name | on Xen its vifs; else all virtio devices and all ivshmem links that are networks, up to eight |
 //! | `budget=N` | frames taken from the network in one turn, 1 to 4096 | 64 |
 //! | `offloads=none` | a network link over shared memory carries frames as they are on a wire, also where the fabric offers more | carried |
 //! | `busy_poll_us=N` | how long the cell goes on looking after the last frame before it sleeps, 0 to 1000000 | 0 |
@@ -46,6 +46,14 @@
 //! | `selftest=memory` | compares memcpy and its family with loops over bytes, and ends with success | |
 //!
 //! Further words are the app's own: [`Net::config`].
+//!
+//! # Several networks
+//!
+//! Each network device has an interface of its own, with its own addresses, DHCP client and routes. Listeners and UDP sockets serve
+//! all of them. What comes in by a device is answered by it. A connection that the app opens leaves by the first device that has
+//! the peer on its network, else by the first that knows a router. Names are asked for at the first device's server, then at the
+//! next one's. On Xen the vifs after the first, up to three in all, have only addresses that `ip.N=` and `ip6.N=` give, and all
+//! routes lead through the first.
 //!
 //! # Shared memory without a network
 //!
@@ -64,8 +72,8 @@
 //!
 //! # What it is not
 //!
-//! At most 3 GiB of memory are used, even if the machine has more. The cell has one processor, one network device (on
-//! Xen up to three), no disk, no threads and no user mode: isolation is the hypervisor's.
+//! At most 3 GiB of memory are used, even if the machine has more. The cell has one processor, up to eight network devices
+//! (on Xen three), no disk, no threads and no user mode: isolation is the hypervisor's.
 #![cfg_attr(not(test), no_std)]
 #![warn(unreachable_pub)]
 // On the host only the pure parts are tested; what runs on the machine alone has no caller there.
@@ -89,6 +97,7 @@ mod net;
 mod pci;
 #[cfg(not(test))]
 mod selftest;
+mod slaac;
 mod stack;
 mod tcp;
 mod udp;

@@ -13,6 +13,7 @@
 //! a second, the rest waits for the stack's own questions. A question that is lost is asked again when the neighbour is
 //! next wanted, or by the stack.
 
+use crate::slaac;
 use alloc::vec::Vec;
 use smoltcp::phy::ChecksumCapabilities;
 use smoltcp::wire::{
@@ -78,6 +79,7 @@ impl NeighborEvent {
 /// Where a device keeps whom it has seen, without the further packets of the same sender.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
+    router_advert: Option<Vec<u8>>,
     news: Option<NeighborEvent>,
     last: Option<NeighborEvent>,
 }
@@ -91,6 +93,14 @@ impl Watch {
             self.news = event;
             self.last = event;
         }
+        if slaac::is_router_advert(frame) {
+            self.router_advert = frame.get(ETHERNET_HEADER_BYTES..).map(<[u8]>::to_vec);
+        }
+    }
+
+    /// The router advertisement that was received last, from its IPv6 header on.
+    pub(crate) fn take_router_advert(&mut self) -> Option<Vec<u8>> {
+        self.router_advert.take()
     }
 
     /// Who sent the frame that was received last, where that is news.
@@ -164,8 +174,18 @@ impl Neighbors {
 
 /// The question for a neighbour, to be written into a frame.
 pub(crate) enum Question {
-    Arp { to: Ipv4Address, own: Ipv4Address },
-    Solicitation { to: Ipv6Address, own: Ipv6Address },
+    /// For all routers (RFC 4861 §4.1).
+    Routers {
+        own: Ipv6Address,
+    },
+    Arp {
+        to: Ipv4Address,
+        own: Ipv4Address,
+    },
+    Solicitation {
+        to: Ipv6Address,
+        own: Ipv6Address,
+    },
 }
 
 impl Question {
@@ -181,7 +201,9 @@ impl Question {
     }
 
     fn solicitation(mac: EthernetAddress, own: Ipv6Address, to: Ipv6Address) -> (Ipv6Repr, Icmpv6Repr<'static>) {
-        let message = Icmpv6Repr::Ndisc(NdiscRepr::NeighborSolicit { target_addr: to, lladdr: Some(mac.into()) });
+        // Without an own address it asks whether another has the address (RFC 4862 §5.4.2).
+        let lladdr = (!own.is_unspecified()).then(|| mac.into());
+        let message = Icmpv6Repr::Ndisc(NdiscRepr::NeighborSolicit { target_addr: to, lladdr });
         let header = Ipv6Repr {
             src_addr: own,
             dst_addr: solicited_node(to),
@@ -192,14 +214,31 @@ impl Question {
         (header, message)
     }
 
+    fn routers(mac: EthernetAddress, own: Ipv6Address) -> (Ipv6Repr, Icmpv6Repr<'static>) {
+        let message = Icmpv6Repr::Ndisc(NdiscRepr::RouterSolicit { lladdr: Some(mac.into()) });
+        let header = Ipv6Repr {
+            src_addr: own,
+            dst_addr: ALL_ROUTERS,
+            next_header: IpProtocol::Icmpv6,
+            payload_len: message.buffer_len(),
+            hop_limit: 255,
+        };
+        (header, message)
+    }
+
+    fn icmpv6(&self, mac: EthernetAddress) -> Option<(Ipv6Repr, Icmpv6Repr<'static>)> {
+        match *self {
+            Question::Arp { .. } => None,
+            Question::Solicitation { to, own } => Some(Self::solicitation(mac, own, to)),
+            Question::Routers { own } => Some(Self::routers(mac, own)),
+        }
+    }
+
     pub(crate) fn frame_bytes(&self, mac: EthernetAddress) -> usize {
         ETHERNET_HEADER_BYTES
             + match *self {
                 Question::Arp { to, own } => Self::arp(mac, own, to).buffer_len(),
-                Question::Solicitation { to, own } => {
-                    let (header, message) = Self::solicitation(mac, own, to);
-                    header.buffer_len() + message.buffer_len()
-                }
+                _ => self.icmpv6(mac).map_or(0, |(header, message)| header.buffer_len() + message.buffer_len()),
             }
     }
 
@@ -212,8 +251,8 @@ impl Question {
                 frame.set_ethertype(EthernetProtocol::Arp);
                 Self::arp(mac, own, to).emit(&mut ArpPacket::new_unchecked(frame.payload_mut()));
             }
-            Question::Solicitation { to, own } => {
-                let (header, message) = Self::solicitation(mac, own, to);
+            _ => {
+                let Some((header, message)) = self.icmpv6(mac) else { return };
                 let [.., a, b, c, d] = header.dst_addr.octets();
                 frame.set_dst_addr(EthernetAddress([0x33, 0x33, a, b, c, d]));
                 frame.set_ethertype(EthernetProtocol::Ipv6);
@@ -225,6 +264,8 @@ impl Question {
         }
     }
 }
+
+const ALL_ROUTERS: Ipv6Address = Ipv6Address::new(0xff02, 0, 0, 0, 0, 0, 0, 2);
 
 /// The group that a neighbour listens to for questions after it (RFC 4291 §2.7.1).
 fn solicited_node(address: Ipv6Address) -> Ipv6Address {

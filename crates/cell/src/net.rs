@@ -71,10 +71,10 @@ impl Net {
 
     /// The addresses of the cell, with their prefix lengths.
     pub fn addresses(&self) -> Vec<IpCidr> {
-        self.with(|stack| stack.interface.ip_addrs().to_vec())
+        self.with(|stack| stack.addresses())
     }
 
-    /// Waits until the cell has its IPv4 address, or at once where it is to have none.
+    /// Waits until the cell has an IPv4 address at one of its devices, or at once where it is to have none.
     pub async fn up(&self) {
         poll_fn(|cx| self.with(|stack| if stack.poll_up(cx.waker()) { Poll::Ready(()) } else { Poll::Pending })).await
     }
@@ -211,26 +211,34 @@ impl Net {
             return Ok(address);
         }
         let mut error = ResolveError::NotFound;
-        for kind in [DnsQueryType::A, DnsQueryType::Aaaa] {
-            match self.query(name, kind).await {
-                Ok(address) => return Ok(address),
-                Err(e) => error = e,
+        // Each network may have its own server, for its own names; the first one's counts first.
+        for nic in 0..self.with(|stack| stack.nics.len()) {
+            if !self.with(|stack| stack.nics[nic].has_dns(&self.0.config)) {
+                continue;
+            }
+            for kind in [DnsQueryType::A, DnsQueryType::Aaaa] {
+                match self.query(nic, name, kind).await {
+                    Ok(address) => return Ok(address),
+                    Err(e) => error = e,
+                }
             }
         }
         Err(error)
     }
 
-    async fn query(&self, name: &str, kind: DnsQueryType) -> Result<IpAddress, ResolveError> {
+    async fn query(&self, nic: usize, name: &str, kind: DnsQueryType) -> Result<IpAddress, ResolveError> {
         let handle = self.with(|stack| {
-            let socket = stack.sockets.get_mut::<dns::Socket<'_>>(stack.dns);
-            socket.start_query(stack.interface.context(), name, kind).map_err(|error| match error {
+            let nic = &mut stack.nics[nic];
+            let socket = nic.sockets.get_mut::<dns::Socket<'_>>(nic.dns);
+            socket.start_query(nic.interface.context(), name, kind).map_err(|error| match error {
                 dns::StartQueryError::NoFreeSlot => ResolveError::NotFound,
                 _ => ResolveError::InvalidName,
             })
         })?;
         poll_fn(|cx| {
             self.with(|stack| {
-                let socket = stack.sockets.get_mut::<dns::Socket<'_>>(stack.dns);
+                let nic = &mut stack.nics[nic];
+                let socket = nic.sockets.get_mut::<dns::Socket<'_>>(nic.dns);
                 match socket.get_query_result(handle) {
                     Ok(addresses) => Poll::Ready(addresses.first().copied().ok_or(ResolveError::NotFound)),
                     Err(dns::GetQueryResultError::Failed) => Poll::Ready(Err(ResolveError::NotFound)),
@@ -285,7 +293,7 @@ impl Drop for Sleep {
 #[cfg(not(test))]
 mod start {
     use super::*;
-    use crate::config::NetChoice;
+    use crate::config::{MAX_NICS, NetChoice};
     use crate::device::NetDevice;
     use crate::executor::Executor;
     use crate::ivshmem::link::Links;
@@ -297,6 +305,7 @@ mod start {
     use crate::virtio::net::VirtioNet;
     use crate::virtio::pci::PciTransport;
     use crate::virtio::{DEVICE_NET, Transport};
+    use crate::xen::Domain;
     use crate::xen::net::XenNet;
     use crate::{ExitCode, app, exit, ivshmem, println, selftest, stack};
     use alloc::boxed::Box;
@@ -304,30 +313,47 @@ mod start {
     use core::cell::RefCell;
     use tombolo_ring::ivshmem::protocol::NETWORK;
 
-    /// The first virtio network device: by MMIO if the command line names one, by PCI, and `everywhere` by MMIO in microvm's places.
+    /// The virtio network devices: by MMIO if the command line names some, by PCI, and `everywhere` by MMIO in microvm's places.
     fn find_virtio(
         platform: &Platform,
         pci: Option<&mut Pci<'_>>,
         line: &str,
         everywhere: bool,
-    ) -> Option<Box<dyn Transport>> {
-        if let Some(transport) = MmioTransport::find(platform, line, false, DEVICE_NET) {
-            return Some(Box::new(transport));
+    ) -> Vec<Box<dyn Transport>> {
+        let mmio = |with_scan| {
+            let found = MmioTransport::find(platform, line, with_scan, DEVICE_NET, MAX_NICS);
+            found.into_iter().map(|transport| Box::new(transport) as Box<dyn Transport>)
+        };
+        let mut all: Vec<Box<dyn Transport>> = mmio(false).collect();
+        if let Some(pci) = pci {
+            let left = MAX_NICS - all.len();
+            let found = PciTransport::find(platform, pci, DEVICE_NET, left);
+            all.extend(found.into_iter().map(|transport| Box::new(transport) as Box<dyn Transport>));
         }
-        if let Some(transport) = pci.and_then(|pci| PciTransport::find(platform, pci, DEVICE_NET)) {
-            return Some(Box::new(transport));
+        if all.is_empty() && everywhere {
+            all.extend(mmio(true));
         }
-        everywhere.then(|| MmioTransport::find(platform, line, true, DEVICE_NET))?.map(|found| Box::new(found) as _)
+        all
     }
 
-    /// The first link over shared memory that may be the network, taken out of `links`.
-    fn take_link(links: &mut Vec<ivshmem::device::Device>, choice: &NetChoice) -> Option<ivshmem::device::Device> {
-        let at = links.iter().position(|link| match choice {
-            NetChoice::Any => link.protocol() == NETWORK,
-            NetChoice::Link(name) => link.name() == name.as_str(),
-            NetChoice::Virtio | NetChoice::None => false,
-        })?;
-        Some(links.remove(at))
+    /// The links over shared memory that are the network, `most` at most, taken out of `links`.
+    fn take_links(
+        links: &mut Vec<ivshmem::device::Device>,
+        choice: &NetChoice,
+        most: usize,
+    ) -> Vec<ivshmem::device::Device> {
+        let mut taken = Vec::new();
+        while taken.len() < most {
+            let Some(at) = links.iter().position(|link| match choice {
+                NetChoice::Any => link.protocol() == NETWORK,
+                NetChoice::Link(name) => link.name() == name.as_str(),
+                NetChoice::Virtio | NetChoice::None => false,
+            }) else {
+                break;
+            };
+            taken.push(links.remove(at));
+        }
+        taken
     }
 
     fn fail(why: core::fmt::Arguments<'_>) -> ! {
@@ -335,80 +361,97 @@ mod start {
         exit(ExitCode::Failure)
     }
 
-    /// The network device that the command line asks for, or the first that there is.
-    fn find_network(
+    fn xen_network(domain: &Rc<Domain>, config: &Config, seed: u64) -> NetDevice {
+        match &config.net {
+            NetChoice::None => NetDevice::None,
+            NetChoice::Any => {
+                let device = XenNet::new(domain, config, seed);
+                if config.verbose {
+                    let (mac, mtu, queues) = (device.mac(), device.mtu(), device.queues());
+                    println!("tombolo-cell: network of Xen: {mac}, MTU {mtu}, queues {queues}");
+                }
+                NetDevice::Xen(Box::new(device))
+            }
+            _ => fail(format_args!("a domain of Xen has no virtio and no ivshmem; leave net= out, or say net=none")),
+        }
+    }
+
+    fn virtio_network(transport: Box<dyn Transport>, config: &Config, seed: u64, devices: usize) -> NetDevice {
+        let Some(device) = VirtioNet::new(transport, seed, devices) else {
+            fail(format_args!("the network device refused the features"))
+        };
+        if config.verbose {
+            let (name, mac, features, mtu) = (device.name(), device.mac(), device.features(), device.mtu());
+            println!("tombolo-cell: {name}: {mac}, features {features:#x}, MTU {mtu}");
+        }
+        if !device.link_is_up() {
+            println!("tombolo-cell: the network device says that its link is down");
+        }
+        NetDevice::Virtio(Box::new(device))
+    }
+
+    fn link_network(device: ivshmem::device::Device, config: &Config, seed: u64) -> NetDevice {
+        let name = device.name().to_string();
+        match IvshmemNet::new(device, config, seed) {
+            Ok(device) => {
+                if config.verbose {
+                    let (name, mac, mtu) = (device.name(), device.mac(), device.mtu());
+                    println!("tombolo-cell: network over ivshmem link {name:?}: {mac}, MTU {mtu}");
+                }
+                NetDevice::Ivshmem(Box::new(device))
+            }
+            Err(refusal) => fail(format_args!("ivshmem link {name:?}: {refusal}")),
+        }
+    }
+
+    /// The network devices that the command line asks for, or all that there are, in the order that it says; never none.
+    fn find_networks(
         platform: &Platform,
         pci: Option<&mut Pci<'_>>,
         links: &mut Vec<ivshmem::device::Device>,
         line: &str,
         config: &Config,
         seed: u64,
-    ) -> NetDevice {
+    ) -> Vec<NetDevice> {
         if let Some(domain) = &platform.xen {
-            return match &config.net {
-                NetChoice::None => NetDevice::None,
-                NetChoice::Any => {
-                    let device = XenNet::new(domain, config, seed);
-                    if config.verbose {
-                        let (mac, mtu, queues) = (device.mac(), device.mtu(), device.queues());
-                        println!("tombolo-cell: network of Xen: {mac}, MTU {mtu}, queues {queues}");
-                    }
-                    NetDevice::Xen(Box::new(device))
-                }
-                _ => {
-                    fail(format_args!("a domain of Xen has no virtio and no ivshmem; leave net= out, or say net=none"))
-                }
-            };
+            return alloc::vec![xen_network(domain, config, seed)];
         }
-        if !config.vifs.is_empty() {
-            fail(format_args!("ip.N= and ip6.N= are for vifs of Xen; this machine has one network device"))
-        }
-        let has_link = || links.iter().any(|link| link.protocol() == NETWORK);
-        let transport = match config.net {
-            NetChoice::Any => {
-                let everywhere = !has_link();
-                find_virtio(platform, pci, line, everywhere)
-            }
+        let has_link = links.iter().any(|link| link.protocol() == NETWORK);
+        let transports = match config.net {
+            NetChoice::Any => find_virtio(platform, pci, line, !has_link),
             NetChoice::Virtio => find_virtio(platform, pci, line, true),
-            NetChoice::Link(_) | NetChoice::None => None,
+            NetChoice::Link(_) | NetChoice::None => Vec::new(),
         };
-        if let Some(transport) = transport {
-            let Some(device) = VirtioNet::new(transport, seed) else {
-                fail(format_args!("the network device refused the features"))
-            };
-            if config.verbose {
-                let (name, mac, features, mtu) = (device.name(), device.mac(), device.features(), device.mtu());
-                println!("tombolo-cell: {name}: {mac}, features {features:#x}, MTU {mtu}");
-            }
-            if !device.link_is_up() {
-                println!("tombolo-cell: the network device says that its link is down");
-            }
-            return NetDevice::Virtio(Box::new(device));
+        let taken = take_links(links, &config.net, MAX_NICS - transports.len());
+        let count = transports.len() + taken.len();
+        let seed_of = |at: usize| seed.rotate_left(13 * at as u32);
+        let mut devices: Vec<NetDevice> = Vec::with_capacity(count.max(1));
+        for transport in transports {
+            devices.push(virtio_network(transport, config, seed_of(devices.len()), count));
         }
-        if let Some(device) = take_link(links, &config.net) {
-            let name = device.name().to_string();
-            return match IvshmemNet::new(device, config, seed) {
-                Ok(device) => {
-                    if config.verbose {
-                        let (name, mac, mtu) = (device.name(), device.mac(), device.mtu());
-                        println!("tombolo-cell: network over ivshmem link {name:?}: {mac}, MTU {mtu}");
-                    }
-                    NetDevice::Ivshmem(Box::new(device))
+        for link in taken {
+            devices.push(link_network(link, config, seed_of(devices.len())));
+        }
+        if devices.is_empty() {
+            match &config.net {
+                NetChoice::None => {}
+                NetChoice::Any if !links.is_empty() => {
+                    println!("tombolo-cell: no network: {} ivshmem links, none of them a network", links.len());
                 }
-                Err(refusal) => fail(format_args!("ivshmem link {name:?}: {refusal}")),
-            };
-        }
-        match &config.net {
-            NetChoice::None => NetDevice::None,
-            NetChoice::Any if !links.is_empty() => {
-                println!("tombolo-cell: no network: {} ivshmem links, none of them a network", links.len());
-                NetDevice::None
+                NetChoice::Link(name) => fail(format_args!("net={name}: no such link over ivshmem")),
+                NetChoice::Any | NetChoice::Virtio => fail(format_args!(
+                    "no virtio network device on PCI or MMIO, and no link over ivshmem; add one to the machine"
+                )),
             }
-            NetChoice::Link(name) => fail(format_args!("net={name}: no such link over ivshmem")),
-            NetChoice::Any | NetChoice::Virtio => fail(format_args!(
-                "no virtio network device on PCI or MMIO, and no link over ivshmem; add one to the machine"
-            )),
+            devices.push(NetDevice::None);
         }
+        let place = |device: &NetDevice| {
+            let mac = device.mac();
+            config.order.iter().position(|listed| *listed == mac).unwrap_or(config.order.len())
+        };
+        // Stable: what is not listed keeps its order.
+        devices.sort_by_key(place);
+        devices
     }
 
     /// From a machine that is set up to the app; never returns.
@@ -441,9 +484,10 @@ mod start {
             None => Vec::new(),
         };
         let seed = cpu::seed();
-        let device = find_network(&platform, pci.as_mut(), &mut links, &machine.command_line, &config, seed);
-        let seed = device.mac().0.iter().fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(*byte));
-        let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));
+        let devices = find_networks(&platform, pci.as_mut(), &mut links, &machine.command_line, &config, seed);
+        let macs = devices.iter().flat_map(|device| device.mac().0);
+        let seed = macs.fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(byte));
+        let stack = RefCell::new(Stack::new(devices, &config, platform.clock.now_ns(), seed));
         let shared =
             Rc::new(Shared { stack, executor: Executor::default(), links: Links::new(links), platform, config });
         app::start(Net(shared.clone()));

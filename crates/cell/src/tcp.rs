@@ -14,13 +14,13 @@
 
 use crate::Net;
 use crate::machine::heap;
-use crate::stack::Stack;
+use crate::stack::{Handle, Nic, Stack};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 use core::fmt;
 use core::future::poll_fn;
 use core::task::{Poll, Waker};
-use smoltcp::iface::{SocketHandle, SocketSet};
+use smoltcp::iface::SocketSet;
 use smoltcp::socket::Socket;
 use smoltcp::socket::tcp::{self, State};
 use smoltcp::time::Duration;
@@ -85,9 +85,9 @@ pub(crate) struct ListenState {
     port: u16,
     options: TcpOptions,
     /// Sockets that listen, or whose handshake is under way.
-    backlog: Vec<SocketHandle>,
+    backlog: Vec<Handle>,
     /// Connections that wait to be accepted.
-    ready: VecDeque<SocketHandle>,
+    ready: VecDeque<Handle>,
     waker: Option<Waker>,
     /// Connections that were accepted and still hold their socket.
     accepted: usize,
@@ -95,7 +95,7 @@ pub(crate) struct ListenState {
 
 /// A connection whose stream was dropped.
 pub(crate) struct Closing {
-    handle: SocketHandle,
+    handle: Handle,
     listener: Option<usize>,
     pub(crate) deadline_ns: u64,
 }
@@ -123,44 +123,54 @@ fn new_socket(options: TcpOptions, window_bytes: usize) -> tcp::Socket<'static> 
     socket
 }
 
+fn is_listening(nics: &[Nic], handle: &Handle) -> bool {
+    nics[handle.nic].sockets.get::<tcp::Socket<'_>>(handle.socket).is_listening()
+}
+
 impl Stack {
-    /// How many bytes each stream may have on the way.
-    fn share_bytes(&self) -> usize {
-        (self.transmit_bytes() / 2 / self.streams.max(1)).max(MIN_SHARE_BYTES)
+    /// How many bytes each stream may have on the way by a device.
+    fn share_bytes(&self, nic: usize) -> usize {
+        (self.nics[nic].transmit_bytes() / 2 / self.streams.max(1)).max(MIN_SHARE_BYTES)
     }
 
-    fn socket(&mut self, handle: SocketHandle) -> &mut tcp::Socket<'static> {
-        self.sockets.get_mut(handle)
+    fn socket(&mut self, handle: Handle) -> &mut tcp::Socket<'static> {
+        self.nics[handle.nic].sockets.get_mut(handle.socket)
     }
 
-    /// Sees that each listener has enough sockets that listen.
+    /// Sees that each listener has enough sockets that listen at each device. A limit holds for all devices together; where it is
+    /// nearly reached, each may still take one connection.
     pub(crate) fn refill_listeners(&mut self) {
-        let whole = self.receive_bytes();
-        for listener in &mut self.listeners {
-            let listening = |handle: &&SocketHandle| self.sockets.get::<tcp::Socket<'_>>(**handle).is_listening();
-            let mut idle = listener.backlog.iter().filter(listening).count();
+        let Stack { nics, listeners, stats, .. } = self;
+        for listener in listeners {
+            let idle_at = |nics: &[Nic], listener: &ListenState, at: usize| {
+                listener.backlog.iter().filter(|handle| handle.nic == at && is_listening(nics, handle)).count()
+            };
+            let idle: usize = (0..nics.len()).map(|at| idle_at(nics, listener, at)).sum();
             let busy = listener.backlog.len() - idle + listener.ready.len() + listener.accepted;
             let room = listener.options.limit.saturating_sub(busy);
-            while idle < *BACKLOG.start() && idle < room {
-                let window = window_bytes(listener.options.receive_bytes, whole, windows(&self.sockets));
-                let mut socket = new_socket(listener.options, window);
-                // Cannot fail: the socket is new and the port is not 0.
-                let _ = socket.listen(listener.port);
-                listener.backlog.push(self.sockets.add(socket));
-                idle += 1;
+            for at in 0..nics.len() {
+                let mut idle = idle_at(nics, listener, at);
+                while idle < *BACKLOG.start() && idle < room {
+                    let nic = &mut nics[at];
+                    let window =
+                        window_bytes(listener.options.receive_bytes, nic.receive_bytes(), windows(&nic.sockets));
+                    let mut socket = new_socket(listener.options, window);
+                    // Cannot fail: the socket is new and the port is not 0.
+                    let _ = socket.listen(listener.port);
+                    listener.backlog.push(Handle { nic: at, socket: nic.sockets.add(socket) });
+                    idle += 1;
+                }
+                // Over the limit no socket may listen.
+                while idle > room {
+                    let fits = |handle: &Handle| handle.nic == at && is_listening(nics, handle);
+                    let Some(found) = listener.backlog.iter().position(fits) else { break };
+                    let handle = listener.backlog.swap_remove(found);
+                    nics[at].sockets.remove(handle.socket);
+                    idle -= 1;
+                }
             }
             if room == 0 {
-                self.stats.refused += 1;
-            }
-            // Over the limit no socket may listen.
-            while idle > room {
-                let Some(at) =
-                    listener.backlog.iter().position(|h| self.sockets.get::<tcp::Socket<'_>>(*h).is_listening())
-                else {
-                    break;
-                };
-                self.sockets.remove(listener.backlog.swap_remove(at));
-                idle -= 1;
+                stats.refused += 1;
             }
         }
     }
@@ -172,7 +182,7 @@ impl Stack {
             let mut at = 0;
             while at < listener.backlog.len() {
                 let handle = listener.backlog[at];
-                let socket = self.sockets.get_mut::<tcp::Socket<'_>>(handle);
+                let socket = self.nics[handle.nic].sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
                 match socket.state() {
                     State::Listen | State::SynReceived => at += 1,
                     State::Closed => {
@@ -199,20 +209,23 @@ impl Stack {
 
     /// Replaces listening sockets that were made when there were many connections by some with the windows of now.
     fn renew_listeners(&mut self) {
-        let whole = self.receive_bytes();
-        let mut taken = windows(&self.sockets);
+        let Stack { nics, listeners, .. } = self;
         let mut renewed = false;
-        for listener in &mut self.listeners {
+        let mut taken: Vec<usize> = nics.iter().map(|nic| windows(&nic.sockets)).collect();
+        for listener in listeners {
             listener.backlog.retain(|handle| {
-                let socket = self.sockets.get::<tcp::Socket<'_>>(*handle);
+                let nic = &mut nics[handle.nic];
+                let whole = nic.receive_bytes();
+                let taken = &mut taken[handle.nic];
+                let socket = nic.sockets.get::<tcp::Socket<'_>>(handle.socket);
                 let window = socket.recv_capacity();
-                let fresh = window_bytes(listener.options.receive_bytes, whole, taken - window);
+                let fresh = window_bytes(listener.options.receive_bytes, whole, *taken - window);
                 // Half of it is good enough, so that not each end of a connection costs two sockets.
                 let keep = !socket.is_listening() || 2 * window > fresh;
                 if !keep {
-                    taken -= window;
+                    *taken -= window;
                     renewed = true;
-                    self.sockets.remove(*handle);
+                    nic.sockets.remove(handle.socket);
                 }
                 keep
             });
@@ -227,12 +240,13 @@ impl Stack {
         if self.closing.is_empty() {
             return;
         }
-        let whole = self.receive_bytes();
         let before = self.closing.len();
         let mut at = 0;
         while at < self.closing.len() {
             let Closing { handle, listener, deadline_ns } = self.closing[at];
-            let socket = self.sockets.get_mut::<tcp::Socket<'_>>(handle);
+            let nic = &mut self.nics[handle.nic];
+            let whole = nic.receive_bytes();
+            let socket = nic.sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
             // TIME-WAIT is left at once: the peer has said its last word and was answered in the turn before; one that
             // says it again gets a reset.
             let ended = matches!(socket.state(), State::Closed | State::TimeWait);
@@ -249,21 +263,22 @@ impl Stack {
             }
             self.closing.swap_remove(at);
             let window = socket.recv_capacity();
-            let taken = windows(&self.sockets) - window;
-            let socket = self.sockets.get_mut::<tcp::Socket<'_>>(handle);
+            let taken = windows(&nic.sockets) - window;
+            let socket = nic.sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
             let reused = listener.is_some_and(|index| {
                 let listener = &mut self.listeners[index];
                 listener.accepted -= 1;
                 // One that was made when there were many others has too small a window for its successor.
                 let fits = window == window_bytes(listener.options.receive_bytes, whole, taken);
-                let keep = fits && listener.backlog.len() < *BACKLOG.end() && socket.listen(listener.port).is_ok();
+                let waiting = listener.backlog.iter().filter(|other| other.nic == handle.nic).count();
+                let keep = fits && waiting < *BACKLOG.end() && socket.listen(listener.port).is_ok();
                 if keep {
                     listener.backlog.push(handle);
                 }
                 keep
             });
             if !reused {
-                self.sockets.remove(handle);
+                nic.sockets.remove(handle.socket);
             }
         }
         if self.closing.len() < before {
@@ -324,12 +339,12 @@ impl TcpListener {
 /// A TCP connection. Dropped, it delivers what was written, closes, and gives its socket back.
 pub struct TcpStream {
     net: Net,
-    handle: SocketHandle,
+    handle: Handle,
     listener: Option<usize>,
 }
 
 impl TcpStream {
-    fn new(net: Net, handle: SocketHandle, listener: Option<usize>) -> TcpStream {
+    fn new(net: Net, handle: Handle, listener: Option<usize>) -> TcpStream {
         net.with(|stack| stack.streams += 1);
         TcpStream { net, handle, listener }
     }
@@ -337,12 +352,14 @@ impl TcpStream {
     pub(crate) async fn connect(net: Net, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
         let now_ns = net.now_ns();
         let handle = net.with(|stack| {
-            stack.expect_sending_to(to.addr, now_ns);
+            let at = stack.route(to.addr);
+            stack.expect_sending_to(at, to.addr, now_ns);
             let port = stack.ephemeral_port();
-            let window = window_bytes(options.receive_bytes, stack.receive_bytes(), windows(&stack.sockets));
+            let nic = &mut stack.nics[at];
+            let window = window_bytes(options.receive_bytes, nic.receive_bytes(), windows(&nic.sockets));
             let mut socket = new_socket(options, window);
-            socket.connect(stack.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;
-            Ok(stack.sockets.add(socket))
+            socket.connect(nic.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;
+            Ok(Handle { nic: at, socket: nic.sockets.add(socket) })
         })?;
         let stream = TcpStream::new(net, handle, None);
         let answer = poll_fn(|cx| {
@@ -410,7 +427,7 @@ impl TcpStream {
     /// The socket, and how many bytes may be written now.
     fn with_room<R>(&self, f: impl FnOnce(&mut tcp::Socket<'static>, usize) -> R) -> R {
         self.net.with(|stack| {
-            let share = stack.share_bytes();
+            let share = stack.share_bytes(self.handle.nic);
             let socket = stack.socket(self.handle);
             let room = share.saturating_sub(socket.send_queue());
             f(socket, if socket.can_send() { room } else { 0 })

@@ -215,6 +215,11 @@ impl IvshmemNet {
         core::mem::take(&mut self.saw_syn)
     }
 
+    /// The router advertisement that was received last, from its IPv6 header on.
+    pub(crate) fn take_router_advert(&mut self) -> Option<Vec<u8>> {
+        self.watch.take_router_advert()
+    }
+
     /// Who sent the frame that was received last, where that is news.
     pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
         self.watch.take()
@@ -405,7 +410,7 @@ impl IvshmemNet {
 
     pub(crate) fn capabilities(&self) -> DeviceCapabilities {
         let segments = self.machine.uses_offloads() && self.geometry.takes_segments();
-        capabilities(self.mtu, MAX_SEGMENTED_BYTES, segments, segments)
+        capabilities(self.mtu, MAX_SEGMENTED_BYTES, segments)
     }
 }
 

@@ -64,9 +64,15 @@ fn candidates(platform: &Platform, command_line: &str, with_scan: bool) -> Vec<M
 }
 
 impl MmioTransport {
-    /// The first device of kind `device_id`. `with_scan`: look in microvm's places if the command line names none.
-    pub(crate) fn find(platform: &Platform, line: &str, with_scan: bool, device_id: u32) -> Option<MmioTransport> {
-        candidates(platform, line, with_scan).into_iter().find_map(|device| {
+    /// The devices of kind `device_id`, `most` at most. `with_scan`: look in microvm's places if the command line names none.
+    pub(crate) fn find(
+        platform: &Platform,
+        line: &str,
+        with_scan: bool,
+        device_id: u32,
+        most: usize,
+    ) -> Vec<MmioTransport> {
+        let found = candidates(platform, line, with_scan).into_iter().filter_map(|device| {
             let registers = platform.map_device(device.address, usize::try_from(device.bytes).ok()?)?;
             if registers.len() < CONFIG || registers.read32(MAGIC) != MAGIC_VALUE {
                 return None;
@@ -77,7 +83,8 @@ impl MmioTransport {
             }
             let interrupt = platform.interrupt().filter(|interrupt| platform.route(device.gsi, *interrupt));
             Some(MmioTransport { registers, legacy: version == 1, interrupt })
-        })
+        });
+        found.take(most).collect()
     }
 
     fn write64(&self, at: usize, value: u64) {

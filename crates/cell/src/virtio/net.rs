@@ -87,6 +87,25 @@ pub struct DeviceStats {
     pub link_faults: u64,
 }
 
+impl DeviceStats {
+    /// Adds those of another device.
+    pub(crate) fn add(&mut self, other: &DeviceStats) {
+        let DeviceStats { rx_frames, rx_bytes, tx_frames, tx_bytes, rx_bad_checksum, rx_malformed, .. } = other;
+        self.rx_frames += rx_frames;
+        self.rx_bytes += rx_bytes;
+        self.tx_frames += tx_frames;
+        self.tx_bytes += tx_bytes;
+        self.rx_bad_checksum += rx_bad_checksum;
+        self.rx_malformed += rx_malformed;
+        let DeviceStats { rx_other_link, tx_dropped, notifications, link_resets, link_faults, .. } = other;
+        self.rx_other_link += rx_other_link;
+        self.tx_dropped += tx_dropped;
+        self.notifications += notifications;
+        self.link_resets += link_resets;
+        self.link_faults += link_faults;
+    }
+}
+
 /// The sending half, apart from the receiving one since the stack holds both at a time.
 struct Sender {
     queue: Box<DriverQueue<'static, { MAX_QUEUE as usize }>>,
@@ -129,8 +148,15 @@ fn broken(what: &str, error: tombolo_ring::virtio::RingError) -> ! {
     panic!("the network device broke the {what} ring: {error}")
 }
 
-fn ring(transport: &dyn Transport, queue: u16, features: u64) -> Box<DriverQueue<'static, { MAX_QUEUE as usize }>> {
-    let limit = if heap::bytes() < SMALL_HEAP_BYTES { SMALL_QUEUE } else { MAX_QUEUE };
+/// `devices`: how many share the memory for buffers.
+fn ring(
+    transport: &dyn Transport,
+    queue: u16,
+    features: u64,
+    devices: usize,
+) -> Box<DriverQueue<'static, { MAX_QUEUE as usize }>> {
+    let share = MAX_QUEUE as usize / devices.next_power_of_two();
+    let limit = if heap::bytes() < SMALL_HEAP_BYTES { SMALL_QUEUE } else { (share as u16).max(SMALL_QUEUE) };
     let offered = transport.queue_max(queue);
     assert!(
         offered.is_power_of_two(),
@@ -152,8 +178,8 @@ fn address(view: ForeignMut<'static>) -> u64 {
 }
 
 impl VirtioNet {
-    /// Brings the device up; `None` where it refuses the features.
-    pub(crate) fn new(transport: Box<dyn Transport>, seed: u64) -> Option<VirtioNet> {
+    /// Brings the device up, one of `devices`; `None` where it refuses the features.
+    pub(crate) fn new(transport: Box<dyn Transport>, seed: u64, devices: usize) -> Option<VirtioNet> {
         let with_segmentation = GUEST_TSO4 | GUEST_TSO6 | HOST_TSO4 | HOST_TSO6;
         let plain = VERSION_1 | EVENT_IDX | MAC | MTU | STATUS | MRG_RXBUF | CSUM | GUEST_CSUM;
         let offered = transport.features();
@@ -181,8 +207,8 @@ impl VirtioNet {
             if features & MRG_RXBUF != 0 { 65535 } else { WHOLE_BUFFER_BYTES - HEADER_BYTES - ETHERNET_HEADER_BYTES };
         let mtu = if features & MTU != 0 && (MIN_MTU..=room).contains(&told) { told } else { DEFAULT_MTU };
 
-        let receive = ring(&*transport, RECEIVE, features);
-        let transmit = ring(&*transport, TRANSMIT, features);
+        let receive = ring(&*transport, RECEIVE, features, devices);
+        let transmit = ring(&*transport, TRANSMIT, features, devices);
         let buffer_bytes = if features & MRG_RXBUF != 0 { MERGED_BUFFER_BYTES } else { WHOLE_BUFFER_BYTES };
         let pool = dma::alloc_buffers(buffer_bytes * usize::from(receive.size()));
         let pages = transmit.size();
@@ -270,6 +296,11 @@ impl VirtioNet {
     /// Whether a frame since the last call asked for a TCP connection.
     pub(crate) fn take_syn(&mut self) -> bool {
         core::mem::take(&mut self.saw_syn)
+    }
+
+    /// The router advertisement that was received last, from its IPv6 header on.
+    pub(crate) fn take_router_advert(&mut self) -> Option<Vec<u8>> {
+        self.watch.take_router_advert()
     }
 
     /// Who sent the frame that was received last, where that is news.
@@ -554,7 +585,7 @@ impl Device for VirtioNet {
 
     fn capabilities(&self) -> DeviceCapabilities {
         let has = |feature| self.features & feature != 0;
-        capabilities(self.mtu, MAX_SEGMENTED_BYTES, has(HOST_TSO4), has(HOST_TSO6))
+        capabilities(self.mtu, MAX_SEGMENTED_BYTES, has(HOST_TSO4))
     }
 }
 

@@ -4,6 +4,7 @@ use super::Transport;
 use crate::machine::mmio::Mmio;
 use crate::machine::{Interrupt, Platform};
 use crate::pci::{Capability, Function, Pci};
+use alloc::vec::Vec;
 use core::cell::Cell;
 use tombolo_ring::virtio::Layout;
 
@@ -51,14 +52,12 @@ pub(crate) struct PciTransport {
 }
 
 impl PciTransport {
-    /// The first device of kind `device_id` (VirtIO 1.3 §5).
-    pub(crate) fn find(platform: &Platform, pci: &mut Pci<'_>, device_id: u32) -> Option<PciTransport> {
+    /// The devices of kind `device_id` (VirtIO 1.3 §5), `most` at most.
+    pub(crate) fn find(platform: &Platform, pci: &mut Pci<'_>, device_id: u32, most: usize) -> Vec<PciTransport> {
         let wanted = [MODERN_DEVICE + device_id as u16, TRANSITIONAL_NET + device_id as u16 - 1];
         let functions = pci.functions();
-        functions
-            .into_iter()
-            .filter(|f| f.vendor_id == VENDOR && wanted.contains(&f.device_id))
-            .find_map(|f| PciTransport::new(platform, pci, f))
+        let fitting = functions.into_iter().filter(|f| f.vendor_id == VENDOR && wanted.contains(&f.device_id));
+        fitting.filter_map(|f| PciTransport::new(platform, pci, f)).take(most).collect()
     }
 
     fn new(platform: &Platform, pci: &mut Pci<'_>, f: Function) -> Option<PciTransport> {

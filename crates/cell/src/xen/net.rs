@@ -182,6 +182,11 @@ impl XenNet {
         core::mem::take(&mut self.saw_syn)
     }
 
+    /// The router advertisement that was received last, from its IPv6 header on.
+    pub(crate) fn take_router_advert(&mut self) -> Option<Vec<u8>> {
+        self.watch.take_router_advert()
+    }
+
     /// Who sent the frame that was received last, where that is news.
     pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
         self.watch.take()
@@ -307,6 +312,10 @@ impl XenNet {
             let syn = offload::is_tcp_syn(frame);
             self.saw_syn |= syn;
             self.watch.note(frame, self.mac, syn);
+            if at > 0 {
+                // Only the first vif has addresses that the command line does not give.
+                self.watch.take_router_advert();
+            }
             return true;
         }
     }
@@ -356,7 +365,7 @@ impl XenNet {
     /// What the stack is told of the devices. Where another may come later, it may take what this one cannot.
     pub(crate) fn capabilities(&self) -> DeviceCapabilities {
         let features = self.features();
-        capabilities(self.mtu(), MAX_SEGMENTED_BYTES, features.tcpv4, features.tcpv6)
+        capabilities(self.mtu(), MAX_SEGMENTED_BYTES, features.tcpv4)
     }
 }
 

@@ -125,6 +125,11 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
         Boot::Cell(_) => {
             let image = with.image.map(|p| p.display().to_string()).unwrap_or_default();
             let mut words = format!("hostname={}{told} {}", machine.name, machine.cmdline);
+            // Machines differ in the order in which a guest finds its devices; the first network's is to be the first.
+            if machine.nics.len() > 1 && !words.contains("macs=") {
+                let macs: Vec<String> = machine.nics.iter().map(|nic| nic.mac.to_string()).collect();
+                words = format!("macs={} {words}", macs.join(","));
+            }
             // An emulated guest reads the counter as it is; told its rate, a cell need not measure it, which is a
             // noticeable part of its start.
             if let Some(Tsc { khz, .. }) = with.tsc.filter(|tsc| tsc.told && !with.kvm && !words.contains("tsc_khz=")) {
@@ -243,6 +248,13 @@ mod tests {
             image: Some(Path::new("/i")),
             tsc: Some(Tsc { khz: 2_300_000, told: true }),
         }
+    }
+
+    #[test]
+    fn a_cell_on_several_networks_is_told_the_order_of_its_devices() {
+        let text = "[network.ops]\n[cell.web]\nimage = \"Cargo.toml\"\nnetwork = [\"ops\", \"lan\"]\nmac = [\"02:00:00:00:00:02\", \"02:00:00:00:00:01\"]\n";
+        let line = after(&argv(text, (7, 2, 22), true), "-append", 0).to_string();
+        assert_eq!(line, "macs=02:00:00:00:00:02,02:00:00:00:00:01 hostname=web");
     }
 
     #[test]

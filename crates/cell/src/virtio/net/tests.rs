@@ -91,7 +91,7 @@ fn pair(offered: u64, legacy: bool) -> (VirtioNet, Peer) {
         rings: RefCell::default(),
         notified: RefCell::default(),
     });
-    let driver = VirtioNet::new(Box::new(Played(registers.clone())), 0x1234).expect("the features fit");
+    let driver = VirtioNet::new(Box::new(Played(registers.clone())), 0x1234, 1).expect("the features fit");
     let queue = |index: usize| {
         let (size, address) = registers.rings.borrow()[index].expect("the driver has set up its queues");
         let layout = Layout::new(size);
@@ -190,7 +190,7 @@ fn features_follow_from_what_is_offered() {
         rings: RefCell::default(),
         notified: RefCell::default(),
     };
-    assert!(VirtioNet::new(Box::new(Played(Rc::new(refused))), 1).is_none());
+    assert!(VirtioNet::new(Box::new(Played(Rc::new(refused))), 1, 1).is_none());
 }
 
 #[test]
