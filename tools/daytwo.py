@@ -5,6 +5,7 @@ usage: ./x bench daytwo
 
 install   Debian's packages of the release build: the size of them all, lintian's errors, how exposed the
           system's unit is, and what is left after they were installed, used, upgraded and purged in a bare system
+web       the tests of the page in a browser (tests/daytwo_web.py): how many things they checked
 
 A part is a function that gives fields of the last line; a part that fails is an error, not a zero. Needs
 root (namespaces).
@@ -45,8 +46,18 @@ def install():
     }
 
 
+def web():
+    """The page in a browser: how many things its tests checked. All hold, or the bench fails."""
+    import daytwo_web
+    for name, test in list(vars(daytwo_web).items()):
+        if name.startswith("test_"):
+            note(name)
+            test()
+    return {"web_tests": daytwo_web.Checks.count}
+
+
 # In the order of the fields of the last line.
-PARTS = (install,)
+PARTS = (install, web)
 
 
 def main():

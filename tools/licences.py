@@ -5,6 +5,7 @@ Reads `cargo metadata`; a licence it does not know, or none at all, fails. An ex
 hold one all of whose "AND" parts are allowed. Prints the licences with the number of packages under each.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -14,6 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import sbom  # noqa: E402
+
 ALLOWED = {
     "0BSD",
     "Apache-2.0",
@@ -97,8 +101,19 @@ def check_deny():
         sys.exit(f"licences: deny.toml and tools/licences.py differ in {', '.join(sorted(listed ^ ALLOWED))}")
 
 
+def check_vendored():
+    """Scripts that are copies of others' are unchanged, and their licence is allowed too."""
+    packages = [package for root in sbom.VENDORED for package in sbom.vendored(root)]
+    assert packages and all(allowed(package["license"]) for package in packages), packages
+    for line in (sbom.XTERM / "SHA256SUMS").read_text().splitlines():
+        wanted, name = line.split()
+        if hashlib.sha256((sbom.XTERM / name).read_bytes()).hexdigest() != wanted:
+            sys.exit(f"licences: {name} of {sbom.XTERM.relative_to(ROOT)} is not the file of SHA256SUMS")
+
+
 def main():
     check_deny()
+    check_vendored()
     self_check()
     counts, bad = Counter(), []
     for folder in (".", "cells"):

@@ -21,6 +21,21 @@ come with them, each once, with the crates that have it.
 """
 
 
+# What is in the program and no crate: scripts of its page (crates/host/src/web/assets/xterm/README.md).
+VENDORED = {
+    "tombolo-cli": [
+        {"name": "@xterm/xterm", "version": "6.0.0", "license": "MIT", "authors": ["The xterm.js authors"], "purl": "pkg:npm/%40xterm/xterm@6.0.0"},
+        {"name": "@xterm/addon-fit", "version": "0.11.0", "license": "MIT", "authors": ["The xterm.js authors"], "purl": "pkg:npm/%40xterm/addon-fit@0.11.0"},
+    ]
+}
+XTERM = ROOT / "crates/host/src/web/assets/xterm"
+
+
+def vendored(root):
+    """The vendored packages in a program, in the form of cargo's metadata."""
+    return [{**package, "manifest_path": str(XTERM / "README.md"), "source": "npm"} for package in VENDORED.get(root, [])]
+
+
 @cache
 def metadata(folder):
     command = ["cargo", "metadata", "--format-version", "1", "--locked", "--filter-platform", PLATFORM]
@@ -33,6 +48,7 @@ def crates(roots):
     found = {}
     for folder, root in roots:
         data = metadata(folder)
+        found |= {(package["name"], package["version"]): package for package in vendored(root)}
         packages = {package["id"]: package for package in data["packages"]}
         nodes = {node["id"]: node for node in data["resolve"]["nodes"]}
         waiting = [next(id for id, package in packages.items() if package["name"] == root)]
@@ -89,7 +105,7 @@ def spdx(name, version, packages):
             "SPDXID": reference, "name": package["name"], "versionInfo": package["version"], "licenseConcluded": licence(package),
             "licenseDeclared": licence(package), "copyrightText": "NOASSERTION", "downloadLocation": "NOASSERTION", "filesAnalyzed": False,
             "externalRefs": [{"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl",
-                              "referenceLocator": f"pkg:cargo/{package['name']}@{package['version']}"}],
+                              "referenceLocator": package.get("purl") or f"pkg:cargo/{package['name']}@{package['version']}"}],
         })
         relations.append(("SPDXRef-Package", "STATIC_LINK", reference))
     content = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

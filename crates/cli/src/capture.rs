@@ -2,13 +2,13 @@
 
 use std::fs::{File, Permissions};
 use std::io::{self, IsTerminal, Write};
-use std::ops::ControlFlow;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use tombolo_host::api::CaptureOf;
+use tombolo_host::api::blocks::Blocks;
 use tombolo_host::api::client::{Client, Ending};
 
 use crate::exit::{Exit, Failure};
@@ -50,50 +50,6 @@ pub(crate) struct Capture {
     /// Bytes to keep of each frame [default: all]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..))]
     snaplen: Option<u32>,
-}
-
-/// The blocks of a pcapng file (draft-ietf-opsawg-pcapng §3.1), so that what is written ends with a whole one.
-#[derive(Debug, Default)]
-struct Blocks {
-    pending: Vec<u8>,
-    frames: u64,
-}
-
-/// Enhanced packet block.
-const FRAME_BLOCK: u32 = 6;
-/// The first bytes of each block: type and total length.
-const BLOCK_HEAD: usize = 8;
-
-impl Blocks {
-    /// Writes the blocks that `piece` completes; ends with frame number `limit`.
-    fn feed(&mut self, piece: &[u8], limit: Option<u64>, out: &mut impl Write) -> io::Result<ControlFlow<()>> {
-        self.pending.extend_from_slice(piece);
-        let mut at = 0;
-        let mut flow = ControlFlow::Continue(());
-        while let Some(head) = self.pending[at..].first_chunk::<BLOCK_HEAD>() {
-            // The fabric writes little-endian sections.
-            let word = |i: usize| u32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
-            let (kind, length) = (word(0), word(4) as usize);
-            if length < BLOCK_HEAD + 4 || length % 4 != 0 {
-                return Err(io::Error::other(format!("the capture is not valid pcapng: a block of {length} bytes")));
-            }
-            if self.pending.len() - at < length {
-                break;
-            }
-            at += length;
-            if kind == FRAME_BLOCK {
-                self.frames += 1;
-                if limit.is_some_and(|n| self.frames >= n) {
-                    flow = ControlFlow::Break(());
-                    break;
-                }
-            }
-        }
-        out.write_all(&self.pending[..at])?;
-        out.flush()?;
-        self.pending.drain(..at);
-        Ok(flow)
-    }
 }
 
 /// A file for our own user only: it holds what others said to each other. What is no file, like a pipe, stays as it is.
@@ -185,7 +141,7 @@ impl Capture {
         })?;
         let what = format!(
             "{}, {}",
-            counted(usize::try_from(blocks.frames).unwrap_or(usize::MAX), "frame"),
+            counted(usize::try_from(blocks.frames()).unwrap_or(usize::MAX), "frame"),
             scaled(bytes as f64, "B")
         );
         if path.is_some() {
@@ -248,30 +204,5 @@ mod tests {
         assert!(text(full.write_all(b"x").unwrap_err().into()).starts_with("writing /dev/full: No space left"));
         let gone = io::Error::from(io::ErrorKind::BrokenPipe);
         assert_eq!(full.named(&gone).kind(), io::ErrorKind::BrokenPipe);
-    }
-
-    fn block(kind: u32, body: &[u8]) -> Vec<u8> {
-        let length = (12 + body.len()) as u32;
-        [&kind.to_le_bytes(), &length.to_le_bytes(), body, &length.to_le_bytes()].concat()
-    }
-
-    #[test]
-    fn a_file_ends_with_a_whole_block_wherever_it_is_cut() {
-        let head = block(0x0a0d_0d0a, &[1; 16]);
-        let stream = [head.clone(), block(6, &[2; 24]), block(6, &[3; 8]), block(6, &[4; 8])].concat();
-        let two = head.len() + 36 + 20;
-        for size in 1..=stream.len() {
-            let (mut out, mut blocks) = (Vec::new(), Blocks::default());
-            for piece in stream.chunks(size) {
-                if blocks.feed(piece, Some(2), &mut out).unwrap().is_break() {
-                    break;
-                }
-            }
-            assert_eq!((out.len(), blocks.frames), (two, 2), "pieces of {size}");
-            let (mut out, mut blocks) = (Vec::new(), Blocks::default());
-            assert!(blocks.feed(&stream[..size], None, &mut out).unwrap().is_continue());
-            assert!([0, head.len(), head.len() + 36, two, stream.len()].contains(&out.len()), "cut at {size}");
-        }
-        assert!(Blocks::default().feed(&[0; 16], None, &mut Vec::new()).is_err());
     }
 }

@@ -34,6 +34,7 @@ mod terminal;
 mod top;
 mod up;
 mod wait;
+mod web;
 
 use std::ffi::OsString;
 
@@ -91,6 +92,8 @@ enum Command {
     Wait(wait::Wait),
     /// Show rates per port and worker, updated every interval
     Top(top::Top),
+    /// Show the fabric in a browser: networks, ports, consoles, captures, services
+    Web(web::Web),
     /// Add, remove, list and inspect ports of a running fabric
     #[command(subcommand)]
     Port(port::Port),
@@ -150,6 +153,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Logs(logs) => logs.run(select),
         Command::Wait(wait) => wait.run(select),
         Command::Top(top) => top.run(select),
+        Command::Web(web) => web.run(select),
         Command::Port(port) => port.run(select),
         Command::Table(table) => table.run(select),
         Command::Capture(capture) => capture.run(select),

@@ -8,6 +8,7 @@
 //! * [`bridge`]: the process that passes calls on between a link and the services of this machine.
 //! * [`confine`]: takes from the daemon and its machines what they do not need.
 //! * [`daemon`]: a fabric with its API, from start to end, signals included; [`notify`]: what a service manager hears of it.
+//! * [`web`]: the page that shows a fabric in a browser, a client of the API.
 //! * [`doctor`]: what this machine can do, probed for real.
 #![warn(unreachable_pub)]
 
@@ -34,6 +35,7 @@ pub mod routes;
 mod run;
 pub mod rundir;
 pub mod stamps;
+pub mod web;
 pub mod xen;
 
 /// The form of captures, for commands that write some which no port makes.

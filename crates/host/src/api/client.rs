@@ -630,7 +630,7 @@ fn typed(mut source: impl Read + Send + 'static) -> Outgoing {
 }
 
 /// A name as a piece of a path: everything but letters, digits, `-`, `.` and `_` as %XX.
-fn quoted(name: &str) -> String {
+pub(crate) fn quoted(name: &str) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_');
     name.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
 }

@@ -5,6 +5,7 @@
 //! every `--json`: one schema, described in docs/api.md and by the OpenAPI document.
 
 pub mod apply;
+pub mod blocks;
 pub mod client;
 pub mod connections;
 mod events;
