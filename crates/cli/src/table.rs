@@ -44,10 +44,11 @@ impl Of {
 }
 
 fn macs(tables: &Tables) -> Grid {
-    let mut grid = Grid::new(&["NETWORK", "MAC", "PORT", ">LAST SEEN"]);
+    let mut grid = Grid::new(&["NETWORK", "MAC", "PORT", "VLAN", ">LAST SEEN"]);
     for mac in &tables.macs {
         let age = mac.age_ms.map_or_else(|| "pinned".into(), |ms| span(ms as f64 / 1000.0));
-        grid.row(&[&mac.network, &mac.mac, &mac.port, &age]);
+        let vlan = mac.vlan.map_or_else(|| "-".into(), |vlan| vlan.to_string());
+        grid.row(&[&mac.network, &mac.mac, &mac.port, &vlan, &age]);
     }
     grid
 }
@@ -94,6 +95,7 @@ mod tests {
             mac: "02:00:00:00:00:01".into(),
             port: "web".into(),
             age_ms,
+            vlan: age_ms.map(|_| 10),
         };
         let neighbour = NeighbourReport {
             network: "lan".into(),
@@ -110,7 +112,7 @@ mod tests {
         let wan = of(Some("wan")).pick(all.clone());
         assert_eq!((wan.macs.len(), wan.neighbours.len()), (1, 0));
         let text = macs(&all).render(false);
-        assert!(text.contains("1 s\n") && text.contains("pinned\n"), "{text}");
+        assert!(text.contains("1 s\n") && text.contains("pinned\n") && text.contains(" 10 "), "{text}");
         let text = neighbours(&all).render(false);
         assert_eq!(
             text.lines().nth(1).unwrap().split_whitespace().collect::<Vec<_>>(),

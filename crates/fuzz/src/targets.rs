@@ -412,7 +412,7 @@ pub fn offload(input: &[u8], behaviour: &mut Behaviour) {
         let (a, b) = frame.split_at(usize::from(flags >> 4).min(frame.len()));
         batch.push_pieces([Foreign::from(a), Foreign::from(b)], offload);
         let mut drops = Drops::default();
-        network.decide(Nanos::SECOND, 0, &Guard::default(), &batch, &mut plan, &mut drops);
+        network.decide(Nanos::SECOND, 0, &Guard::default(), &mut batch, &mut plan, &mut drops);
         let passes = plan.frames_to(1) == [0];
         plan.clear();
         drops.drain(|reason, _| behaviour.note(reason.name()));

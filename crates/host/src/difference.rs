@@ -17,6 +17,7 @@ use std::fmt::Debug;
 use tombolo_shm::ivshmem::links::Config;
 use tombolo_switch::limit::{Limit, Rate, Rates, Storm};
 use tombolo_switch::policy::Isolation;
+use tombolo_switch::vlan::Membership;
 
 use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Target, Uplink};
 use crate::plan::{self, KernelUplink, MachinePlan, Plan, PortPlan};
@@ -296,7 +297,7 @@ pub fn difference(old: &Model, new: &Model) -> Vec<Change> {
 /// Keys of a network that its members have learned.
 const FIXED: [&str; 4] = ["subnet", "gateway", "mtu", "worker"];
 /// Keys of a member that change while it runs.
-const LIVE: [&str; 7] = ["guard", "ip6", "allow", "storm", "rate", "groups", "isolated"];
+const LIVE: [&str; 10] = ["guard", "ip6", "allow", "storm", "rate", "groups", "isolated", "vlan", "trunk", "native"];
 
 /// The names of `keys`, for people.
 fn named(keys: &[KeyChange]) -> String {
@@ -476,10 +477,31 @@ impl Keys {
             Isolation::Alone => Some("true".into()),
             Isolation::Community(name) => Some(name.to_string()),
         });
+        let (vlans, vlans_b) = (vlan_texts(&traffic.vlans), vlan_texts(&traffic_b.vlans));
+        for (key, (before, after)) in ["vlan", "trunk", "native"].into_iter().zip(vlans.iter().zip(&vlans_b)) {
+            self.say(key, before, after, Clone::clone);
+        }
     }
 }
 
 type Limits<'a> = (Guard, &'a Ip6, &'a file::Traffic);
+
+/// The keys `vlan`, `trunk` and `native`.
+fn vlan_texts(vlans: &Option<Membership>) -> [Option<String>; 3] {
+    let native = |vlans: &Membership| vlans.native.map(|vlan| vlan.to_string());
+    match vlans {
+        None => [None, None, None],
+        Some(access @ Membership { trunk: None, .. }) => [native(access), None, None],
+        Some(port @ Membership { trunk: Some(ranges), .. }) => {
+            let texts = ranges.iter().map(|range| match range.start() == range.end() {
+                true => range.start().to_string(),
+                false => format!("{}-{}", range.start(), range.end()),
+            });
+            let list = texts.collect::<Vec<_>>().join(", ");
+            [None, Some(if list.is_empty() { "[]".into() } else { list }), native(port)]
+        }
+    }
+}
 
 fn ip6_text(ip6: &Ip6) -> Option<String> {
     match ip6 {

@@ -429,3 +429,25 @@ fn rules_mirrors_and_isolation_are_read_for_their_networks() {
     assert!(isolation.contains(&("web", &Isolation::Alone)) && isolation.contains(&("app", &community)));
     assert!(isolation.contains(&("ids", &Isolation::Off)));
 }
+
+#[test]
+fn vlans_are_read_for_access_ports_and_trunks() {
+    use tombolo_switch::vlan::Membership;
+    let text = r#"
+        [network.lan]
+        [tap.plain]
+        [tap.camera]
+        vlan = 10
+        [tap.uplinked]
+        trunk = [10, "20-29"]
+        native = 1
+        [tap.sniffer]
+        trunk = "all"
+    "#;
+    let fabric = file::parse(text, Path::new("x.toml")).unwrap();
+    let of = |name: &str| fabric.taps.iter().find(|tap| tap.name == name).unwrap().traffic.vlans.clone();
+    assert_eq!(of("plain"), None);
+    assert_eq!(of("camera"), Some(Membership::access(10)));
+    assert_eq!(of("uplinked"), Some(Membership { native: Some(1), trunk: Some(vec![10..=10, 20..=29]) }));
+    assert_eq!(of("sniffer"), Some(Membership { native: None, trunk: Some(vec![1..=4094]) }));
+}

@@ -23,6 +23,7 @@ use tombolo_switch::mac::MacSettings;
 use tombolo_switch::network::{Network, Plan};
 use tombolo_switch::policy::{Action, Labels, Protocol, Rule, Settings, Who};
 use tombolo_switch::port::Caps;
+use tombolo_switch::vlan::Membership;
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
 use tombolo_switch::worker::Worker;
 
@@ -38,7 +39,25 @@ fn main() {
         for (policy, settings) in [("", Settings::default()), (", rules for others", others()), (", rules", rules())] {
             let name = format!("decision, {name}{policy}");
             if name.contains(&wanted) {
-                decision(&name, flows, settings);
+                decision(&name, flows, settings, [None, None]);
+            }
+        }
+    }
+    let (access, trunk) = (Membership::access(10), Membership { native: None, trunk: Some(vec![10..=20]) });
+    let pairs =
+        [("access ports of a VLAN", [access.clone(), access.clone()]), ("access port to trunk", [access, trunk])];
+    for (what, pair) in pairs {
+        let pair = pair.map(Some);
+        for (flows, many) in [(1, "one flow"), (64, "64 flows")] {
+            let name = format!("decision, {many}, {what}");
+            if name.contains(&wanted) {
+                decision(&name, flows, Settings::default(), pair.clone());
+            }
+        }
+        for bytes in [64, 1500] {
+            let name = format!("turn between two ports, {bytes} bytes, {what}");
+            if name.contains(&wanted) {
+                turn(&name, bytes, Settings::default(), pair.clone());
             }
         }
     }
@@ -46,7 +65,7 @@ fn main() {
         for (policy, settings) in [("", Settings::default()), (", rules for others", others()), (", rules", rules())] {
             let name = format!("turn between two ports, {bytes} bytes{policy}");
             if name.contains(&wanted) {
-                turn(&name, bytes, settings);
+                turn(&name, bytes, settings, [None, None]);
             }
         }
     }
@@ -94,7 +113,7 @@ fn measure(name: &str, frames: usize, mut work: impl FnMut()) {
     println!("{name:<44} {:>8.2} {:>8.2}", results[0], results[ROUNDS / 2]);
 }
 
-fn decision(name: &str, flows: usize, policy: Settings) {
+fn decision(name: &str, flows: usize, policy: Settings, vlans: [Option<Membership>; 2]) {
     let mut network = Network::new(MacSettings::default(), 42);
     let mut plan = Plan::default();
     for port in 0..2 {
@@ -104,6 +123,10 @@ fn decision(name: &str, flows: usize, policy: Settings) {
         plan.add_port(port, BATCH);
     }
     network.set_policy(policy);
+    for (port, vlans) in (0..).zip(vlans.clone()) {
+        network.set_vlans(port, vlans);
+    }
+    let tagged = vlans[1].as_ref().is_some_and(|vlans| vlans.trunk.is_some());
     let guard = Guard::default();
     let mut drops = Drops::default();
     let frames: Vec<_> = (0..flows.max(BATCH)).map(|n| frame(100_000 + n % flows, n % flows, 64)).collect();
@@ -115,11 +138,14 @@ fn decision(name: &str, flows: usize, policy: Settings) {
         reply[6..12].copy_from_slice(&back[..6]);
         reply[26..30].copy_from_slice(&back[30..34]);
         reply[30..34].copy_from_slice(&back[26..30]);
+        if tagged {
+            reply.splice(12..12, [0x81, 0, 0, 10]);
+        }
         batch.push(Foreign::from(&reply[..]), Offload::NONE);
-        network.decide(Nanos(0), 1, &guard, &batch, &mut plan, &mut drops);
+        network.decide(Nanos(0), 1, &guard, &mut batch, &mut plan, &mut drops);
         plan.clear();
     }
-    let batches: Vec<_> = frames
+    let mut batches: Vec<_> = frames
         .chunks(BATCH)
         .map(|frames| {
             let mut batch = Batch::with_capacity(BATCH);
@@ -132,8 +158,12 @@ fn decision(name: &str, flows: usize, policy: Settings) {
     let passes = 20_000usize.div_ceil(frames.len());
     measure(name, passes * frames.len(), || {
         for _ in 0..passes {
-            for batch in &batches {
+            for batch in &mut batches {
                 black_box(network.decide(Nanos(0), 0, &guard, batch, &mut plan, &mut drops));
+                for port in plan.destinations() {
+                    network.shape(*port, batch, plan.frames_to(*port));
+                }
+                network.restore(batch);
                 plan.clear();
             }
         }
@@ -162,14 +192,18 @@ impl Waiter for Restless {
     }
 }
 
-fn turn(name: &str, bytes: usize, policy: Settings) {
+fn turn(name: &str, bytes: usize, policy: Settings, vlans: [Option<Membership>; 2]) {
     let mut waiter = Restless { start: Instant::now(), sleeps: 0 };
     let (mut worker, handle) = Worker::new(WorkerSettings::default(), 7, || {});
     let asked = std::thread::spawn(move || {
         let network = handle.add_network("net", MacSettings::default()).expect("a worker that runs");
         handle.set_policy(network, policy).expect("a network that is there");
-        for (from, to) in [(1, 2), (2, 1)] {
-            let frames = vec![(frame(to, from, bytes), Offload::NONE)];
+        for ((from, to), vlans) in [(1, 2), (2, 1)].into_iter().zip(vlans) {
+            let mut bytes = frame(to, from, bytes);
+            if vlans.as_ref().is_some_and(|vlans| vlans.trunk.is_some()) {
+                bytes.splice(12..12, [0x81, 0, 0, 10]);
+            }
+            let frames = vec![(bytes, Offload::NONE)];
             let port = Memory::new(frames, Refill::Wake(TURN_FRAMES / 2), Caps::full(1500));
             let reserved = handle.reserve().expect("a free token");
             handle
@@ -178,7 +212,7 @@ fn turn(name: &str, bytes: usize, policy: Settings) {
                     network,
                     "memory",
                     Box::new(port),
-                    PortSettings { storm: Storm::OFF, labels: labels(), ..PortSettings::default() },
+                    PortSettings { storm: Storm::OFF, labels: labels(), vlans, ..PortSettings::default() },
                 )
                 .expect("a port that is added");
         }

@@ -15,6 +15,7 @@ use crate::mac::{Address, MacEntry, MacSettings, MacStats, Tick};
 use crate::network::Network;
 use crate::policy::{self, Labels};
 use crate::port::{Caps, HandOver, Link, Port};
+use crate::vlan::Membership;
 use crate::wait::Token;
 use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Restart, Slot};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -55,6 +56,8 @@ pub struct PortSettings {
     pub rates: Rates,
     /// What the network's policy knows of it.
     pub labels: Labels,
+    /// Its VLANs; see [`crate::network::Network::set_vlans`].
+    pub vlans: Option<Membership>,
 }
 
 /// Why a worker did not do what it was asked.
@@ -339,6 +342,20 @@ impl WorkerHandle {
         })?
     }
 
+    /// Sets the VLANs of a port; see [`Network::set_vlans`].
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn set_vlans(&self, token: Token, membership: Option<Membership>) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get(token.0 as usize).and_then(Option::as_ref);
+            let id = slot.ok_or(ControlError::NoSuchPort(token))?.network;
+            let network = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            network.network.set_vlans(token.0 as u16, membership);
+            Ok(())
+        })?
+    }
+
     /// Removes a network that has no ports.
     ///
     /// # Errors
@@ -412,6 +429,7 @@ impl WorkerHandle {
             network.join(number, settings.mac_limit);
             network.set_storm(number, settings.storm);
             network.set_labels(number, settings.labels);
+            network.set_vlans(number, settings.vlans);
             let elsewhere = network.set_pins(number, &slot.guard);
             if elsewhere != 0 {
                 network.leave(number);

@@ -93,6 +93,10 @@ reasons! {
     ConnectionsFull = "connections_full",
     /// The port gets copies of other ports' frames (a mirror), and may not send.
     MirrorPort = "mirror_port",
+    /// The frame's VLAN is not one that the port may send in, or the frame has no tag and the port has no native VLAN.
+    VlanDenied = "vlan_denied",
+    /// The frame has more than one VLAN tag, or one of another kind than 802.1Q's, and its network has VLANs.
+    VlanTags = "vlan_tags",
     /// A page of a Xen guest, in which the frame lies or was to go to, could not be copied: it is not granted.
     BadGrant = "bad_grant",
     /// The frame's multicast address is not one that the destination, a Xen guest, asked for.

@@ -21,6 +21,11 @@ pub const ETHERNET_HEADER_BYTES: usize = 14;
 /// The longest frame that anything here carries: a segmentation-offload frame of 64 KiB with its header and tags.
 pub const MAX_FRAME_BYTES: usize = 65_535 + ETHERNET_HEADER_BYTES + 8;
 
+/// Bytes of a VLAN tag (IEEE 802.1Q §9.6): type 0x8100 and the tag control information.
+pub const TAG_BYTES: usize = 4;
+
+const TAG_TYPE: [u8; 2] = [0x81, 0];
+
 /// A MAC address, in wire order.
 pub type Mac = [u8; 6];
 
@@ -81,7 +86,8 @@ impl Offload {
 /// One frame of a [`Batch`]: the local copy of its head, and where its remaining bytes are.
 #[derive(Clone, Debug)]
 pub struct Frame {
-    head: [u8; HEAD_BYTES],
+    /// With room for a tag that is put in.
+    head: [u8; HEAD_BYTES + TAG_BYTES],
     /// Length of the whole frame, head included.
     len: u32,
     first_segment: u32,
@@ -92,8 +98,14 @@ pub struct Frame {
 }
 
 impl Frame {
-    const EMPTY: Frame =
-        Frame { head: [0; HEAD_BYTES], len: 0, first_segment: 0, segments: 0, head_len: 0, offload: Offload::NONE };
+    const EMPTY: Frame = Frame {
+        head: [0; HEAD_BYTES + TAG_BYTES],
+        len: 0,
+        first_segment: 0,
+        segments: 0,
+        head_len: 0,
+        offload: Offload::NONE,
+    };
 
     /// Length of the frame in bytes: Ethernet header and payload, without frame check sequence.
     #[inline]
@@ -102,7 +114,8 @@ impl Frame {
         self.len as usize
     }
 
-    /// The local copy of the first bytes: all of them, or [`HEAD_BYTES`].
+    /// The local copy of the first bytes: all of them, or about [`HEAD_BYTES`]. A tag that was put in or taken out makes
+    /// the head of a longer frame longer or shorter.
     #[inline]
     pub fn head(&self) -> &[u8] {
         &self.head[..self.head_len as usize]
@@ -128,6 +141,49 @@ impl Frame {
     pub fn source(&self) -> Mac {
         let [_, _, _, _, _, _, a, b, c, d, e, f, ..] = self.head;
         [a, b, c, d, e, f]
+    }
+}
+
+impl Frame {
+    /// The control information of the frame's outer VLAN tag of type 0x8100, where all of it is there.
+    #[inline]
+    pub fn tag(&self) -> Option<u16> {
+        (self.head_len as usize >= ETHERNET_HEADER_BYTES + TAG_BYTES && self.head[12..14] == TAG_TYPE)
+            .then(|| u16::from_be_bytes([self.head[14], self.head[15]]))
+    }
+
+    /// Gives the frame this VLAN tag, in place of the one it has, or none. The offload state follows. A frame without a
+    /// tag is not longer than [`MAX_FRAME_BYTES`] less a tag's, nor was a tag put into it that it had not before.
+    pub(crate) fn set_tag(&mut self, tag: Option<u16>) {
+        const AT: usize = ETHERNET_HEADER_BYTES - 2;
+        let shift = match (self.tag(), tag) {
+            (Some(_), None) => {
+                self.head.copy_within(AT + TAG_BYTES..self.head_len as usize, AT);
+                -(TAG_BYTES as i16)
+            }
+            (None, Some(_)) => {
+                // One that ends with the array is there only if the frame came with its tag.
+                let end = (self.head_len as usize).min(HEAD_BYTES);
+                debug_assert_eq!(end, self.head_len as usize);
+                self.head.copy_within(AT..end, AT + TAG_BYTES);
+                TAG_BYTES as i16
+            }
+            _ => 0,
+        };
+        if let Some(tag) = tag {
+            self.head[AT..AT + 2].copy_from_slice(&TAG_TYPE);
+            self.head[AT + 2..AT + 4].copy_from_slice(&tag.to_be_bytes());
+        }
+        if shift != 0 {
+            self.head_len = self.head_len.saturating_add_signed(shift);
+            self.len = self.len.saturating_add_signed(shift.into());
+            if let Checksum::Partial { start, .. } = &mut self.offload.checksum {
+                *start = start.saturating_add_signed(shift);
+            }
+            if let Some(cut) = self.offload.segmentation.as_mut().filter(|cut| cut.header_bytes != 0) {
+                cut.header_bytes = cut.header_bytes.saturating_add_signed(shift);
+            }
+        }
     }
 }
 
@@ -192,7 +248,7 @@ impl<'m> Batch<'m> {
         debug_assert!(!bytes.is_empty() && bytes.len() <= MAX_FRAME_BYTES);
         let first_segment = self.segments.len() as u32;
         let slot = self.slot();
-        let head_len = bytes.read_into(&mut slot.head);
+        let head_len = bytes.read_into(&mut slot.head[..HEAD_BYTES]);
         // A runt leaves no bytes of an earlier frame where its addresses would be.
         if head_len < ETHERNET_HEADER_BYTES {
             slot.head[head_len..ETHERNET_HEADER_BYTES].fill(0);
@@ -221,7 +277,7 @@ impl<'m> Batch<'m> {
         slot.first_segment = first_segment as u32;
         for piece in pieces {
             len += piece.len();
-            let taken = piece.read_into(&mut self.slots[used].head[head_len..]);
+            let taken = piece.read_into(&mut self.slots[used].head[head_len..HEAD_BYTES]);
             head_len += taken;
             if piece.len() > taken {
                 self.segments.push(piece.skip(taken));

@@ -38,6 +38,7 @@ pub mod pcapng;
 pub mod policy;
 pub mod port;
 pub mod recheck;
+pub mod vlan;
 pub mod vnet;
 pub mod wait;
 pub mod worker;

@@ -7,6 +7,10 @@
 //! touches neither of these two. Deletion shifts back, so there are no tombstones. All memory is allocated when
 //! the table is made.
 //!
+//! # VLANs
+//! In a network with VLANs an address is learned once in each. A further array, which is empty otherwise, has the VLAN of each
+//! slot. Pinned addresses are in VLAN 0, which stands for all: no port can have the address of another port's pin in any.
+//!
 //! # Invariants
 //! * A slot is 0 or `port << 48 | address`; an address is never 0 and never a group address.
 //! * From an address's home slot to its slot no slot is empty, and the distance is below `MAX_PROBE`.
@@ -145,6 +149,8 @@ pub struct MacEntry {
     pub address: Address,
     /// The port behind which it was seen.
     pub port: PortNumber,
+    /// The VLAN in which it was seen; `None` where the network has no VLANs, or it is pinned in all.
+    pub vlan: Option<u16>,
     /// Time since it was seen, to the tick; `None` where it is pinned.
     pub age: Option<Nanos>,
 }
@@ -180,6 +186,8 @@ impl PortList {
 pub struct MacTable {
     slots: Box<[u64]>,
     seen: Box<[u32]>,
+    /// The VLAN of each slot; empty where the network has none.
+    vlans: Box<[u16]>,
     links: Box<[Links]>,
     ports: Vec<PortList>,
     present_ports: u32,
@@ -201,6 +209,7 @@ impl MacTable {
         MacTable {
             slots: vec![0; slots].into_boxed_slice(),
             seen: vec![0; slots].into_boxed_slice(),
+            vlans: Box::default(),
             links: vec![Links { newer: NIL, older: NIL }; slots].into_boxed_slice(),
             ports: Vec::new(),
             present_ports: 0,
@@ -228,35 +237,68 @@ impl MacTable {
 
     /// Forgets `port` and every address behind it, pinned ones included.
     pub fn remove_port(&mut self, port: PortNumber) {
-        let Some(list) = self.ports.get(port as usize).filter(|l| l.present) else { return };
-        self.present_ports -= 1;
-        let mut oldest = list.oldest;
-        while oldest != NIL {
-            self.remove(oldest as usize);
-            oldest = self.ports[port as usize].oldest;
+        if !self.ports.get(port as usize).is_some_and(|l| l.present) {
+            return;
         }
+        self.present_ports -= 1;
+        self.forget_learned(port);
         self.unpin_port(port);
         self.ports[port as usize] = PortList::ABSENT;
+    }
+
+    /// Forgets every address that was learned behind `port`.
+    pub fn forget_learned(&mut self, port: PortNumber) {
+        while let Some(oldest) = self.ports.get(port as usize).map(|list| list.oldest).filter(|oldest| *oldest != NIL) {
+            self.remove(oldest as usize);
+        }
+    }
+
+    /// Begins to keep VLANs apart, or ends it. Then everything that was learned is forgotten.
+    pub fn keep_vlans(&mut self, on: bool) {
+        if on != self.vlans.is_empty() {
+            return;
+        }
+        (0..self.ports.len()).for_each(|port| self.forget_learned(port as PortNumber));
+        self.vlans = vec![0; if on { self.slots.len() } else { 0 }].into_boxed_slice();
     }
 
     /// The port behind which `address` was seen.
     #[inline]
     pub fn find(&self, address: Address) -> Option<PortNumber> {
-        self.slot_of(address).map(|slot| port_of(self.slots[slot]))
+        self.slot_of(address, 0).map(|slot| port_of(self.slots[slot]))
+    }
+
+    /// The port behind which `address` was seen in `vlan`, or to which it is pinned.
+    #[inline]
+    pub fn find_in(&self, vlan: u16, address: Address) -> Option<PortNumber> {
+        let slot = self.slot_of(address, vlan).or_else(|| self.slot_of(address, 0));
+        slot.map(|slot| port_of(self.slots[slot]))
     }
 
     /// Remembers that `address`, a station's, was seen behind `port` at `now`. `port` was added.
     #[inline]
     pub fn learn(&mut self, now: Tick, address: Address, port: PortNumber) -> Learned {
+        self.learn_in(now, 0, address, port)
+    }
+
+    /// As [`MacTable::learn`], in `vlan`; 0 where VLANs are not kept apart.
+    #[inline]
+    pub fn learn_in(&mut self, now: Tick, vlan: u16, address: Address, port: PortNumber) -> Learned {
         debug_assert!(address.is_station() && self.ports[port as usize].present);
-        match self.slot_of(address) {
+        debug_assert_eq!(vlan == 0, self.vlans.is_empty());
+        if vlan != 0
+            && let Some(pinned) = self.slot_of(address, 0)
+        {
+            return if port_of(self.slots[pinned]) == port { Learned::Known } else { Learned::Pinned };
+        }
+        match self.slot_of(address, vlan) {
             Some(slot) if port_of(self.slots[slot]) == port => {
                 if self.seen[slot] != now.0 {
                     self.refresh(slot, now);
                 }
                 Learned::Known
             }
-            found => self.learn_slow(now, address, port, found),
+            found => self.learn_slow(now, vlan, address, port, found),
         }
     }
 
@@ -266,17 +308,28 @@ impl MacTable {
         if !address.is_station() {
             return false;
         }
-        if let Some(slot) = self.slot_of(address) {
+        if let Some(slot) = self.slot_of(address, 0) {
             if self.seen[slot] == Tick::PINNED.0 {
                 return port_of(self.slots[slot]) == port;
             }
             self.remove(slot);
         }
+        let in_a_vlan = |(slot, vlan): (usize, &u16)| {
+            (*vlan != 0 && Address::from_low_bits(self.slots[slot]) == address).then_some(*vlan)
+        };
+        let vlans: Vec<_> = self.vlans.iter().enumerate().filter_map(in_a_vlan).collect();
+        for vlan in vlans {
+            // One at a time, since a removal moves others.
+            if let Some(slot) = self.slot_of(address, vlan) {
+                self.remove(slot);
+            }
+        }
         if self.pinned as usize >= self.slots.len() / 4 {
             return false;
         }
-        let Some(slot) = self.free_slot(address) else { return false };
+        let Some(slot) = self.free_slot(address, 0) else { return false };
         self.slots[slot] = word(address, port);
+        self.set_vlan(slot, 0);
         self.seen[slot] = Tick::PINNED.0;
         self.links[slot] = Links { newer: NIL, older: NIL };
         self.pinned += 1;
@@ -291,7 +344,7 @@ impl MacTable {
         };
         let addresses: Vec<_> = self.slots.iter().enumerate().filter_map(mine).collect();
         for address in addresses {
-            let slot = self.slot_of(address).expect("it was listed just now, and others' removal keeps it");
+            let slot = self.slot_of(address, 0).expect("it was listed just now, and others' removal keeps it");
             self.remove(slot);
         }
     }
@@ -350,23 +403,24 @@ impl MacTable {
         self.slots.iter().enumerate().filter(|(_, word)| **word != 0).map(move |(slot, word)| {
             let seen = self.seen[slot];
             let age = (seen != Tick::PINNED.0).then(|| now.since(Nanos((seen as u64) << Tick::SHIFT)));
-            MacEntry { address: Address::from_low_bits(*word), port: port_of(*word), age }
+            let vlan = self.vlans.get(slot).copied().filter(|vlan| *vlan != 0);
+            MacEntry { address: Address::from_low_bits(*word), port: port_of(*word), vlan, age }
         })
     }
 
     #[inline]
-    fn home(&self, address: Address) -> usize {
-        let product = (address.0 ^ self.key.0) as u128 * self.key.1 as u128;
+    fn home(&self, address: Address, vlan: u16) -> usize {
+        let product = (address.0 ^ (vlan as u64) << 48 ^ self.key.0) as u128 * self.key.1 as u128;
         ((product >> 64) as u64 ^ product as u64) as usize & (self.slots.len() - 1)
     }
 
     #[inline]
-    fn slot_of(&self, address: Address) -> Option<usize> {
+    fn slot_of(&self, address: Address, vlan: u16) -> Option<usize> {
         let mask = self.slots.len() - 1;
-        let mut slot = self.home(address);
+        let mut slot = self.home(address, vlan);
         loop {
             let word = self.slots[slot & mask];
-            if word & Address::MASK == address.0 {
+            if word & Address::MASK == address.0 && self.vlan_of(slot & mask) == vlan {
                 // The address zero is in no table, but an empty slot looks like it.
                 return (word != 0).then_some(slot & mask);
             }
@@ -377,15 +431,34 @@ impl MacTable {
         }
     }
 
+    #[inline]
+    fn vlan_of(&self, slot: usize) -> u16 {
+        self.vlans.get(slot).copied().unwrap_or(0)
+    }
+
+    #[inline]
+    fn set_vlan(&mut self, slot: usize, vlan: u16) {
+        if let Some(place) = self.vlans.get_mut(slot) {
+            *place = vlan;
+        }
+    }
+
     /// The first empty slot from the address's home, if it is near enough.
-    fn free_slot(&self, address: Address) -> Option<usize> {
+    fn free_slot(&self, address: Address, vlan: u16) -> Option<usize> {
         let mask = self.slots.len() - 1;
-        let home = self.home(address);
+        let home = self.home(address, vlan);
         (home..home + MAX_PROBE.min(mask)).map(|slot| slot & mask).find(|slot| self.slots[*slot] == 0)
     }
 
     #[cold]
-    fn learn_slow(&mut self, now: Tick, address: Address, port: PortNumber, found: Option<usize>) -> Learned {
+    fn learn_slow(
+        &mut self,
+        now: Tick,
+        vlan: u16,
+        address: Address,
+        port: PortNumber,
+        found: Option<usize>,
+    ) -> Learned {
         let mut moved = false;
         if let Some(slot) = found {
             if self.seen[slot] == Tick::PINNED.0 {
@@ -402,11 +475,12 @@ impl MacTable {
             self.stats.refused += 1;
             return Learned::Refused;
         }
-        let Some(slot) = self.free_slot(address) else {
+        let Some(slot) = self.free_slot(address, vlan) else {
             self.stats.refused += 1;
             return Learned::Refused;
         };
         self.slots[slot] = word(address, port);
+        self.set_vlan(slot, vlan);
         self.seen[slot] = now.0;
         self.push_newest(slot);
         self.learned += 1;
@@ -497,7 +571,7 @@ impl MacTable {
             if word == 0 {
                 break;
             }
-            let home = self.home(Address::from_low_bits(word));
+            let home = self.home(Address::from_low_bits(word), self.vlan_of(at));
             // It may go to the hole if its home is not between the hole and itself.
             if at.wrapping_sub(home) & mask >= at.wrapping_sub(hole) & mask {
                 self.relocate(at, hole);
@@ -505,11 +579,13 @@ impl MacTable {
             }
         }
         self.slots[hole] = 0;
+        self.set_vlan(hole, 0);
     }
 
     fn relocate(&mut self, from: usize, to: usize) {
         self.slots[to] = self.slots[from];
         self.seen[to] = self.seen[from];
+        self.set_vlan(to, self.vlan_of(from));
         let links = self.links[from];
         self.links[to] = links;
         if self.seen[to] == Tick::PINNED.0 {

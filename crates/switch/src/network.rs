@@ -21,8 +21,10 @@
 //! | flooded beyond what storm control allows ([`crate::limit`]) | dropped, `…_storm` or `flood_budget` |
 //! | not for its destination ([`crate::policy`]) | dropped, `isolated`, `denied`, `connections_full` |
 //! | from a mirror's port | dropped, `mirror_port` |
+//! | of a VLAN that its port may not send in, or with other tags ([`crate::vlan`]) | dropped, `vlan_denied`, `vlan_tags` |
 //!
-//! Where the network has a policy, floods reach only the ports that the frame may go to, and a mirror's port gets its
+//! Where the network has VLANs, each is a network of its own for all of this but pinned addresses, which are in every one.
+//! Where it has a policy, floods reach only the ports that the frame may go to, and a mirror's port gets its
 //! own copies.
 //!
 //! # Accounting
@@ -33,12 +35,13 @@
 use crate::Nanos;
 use crate::counters::Counter;
 use crate::drop::{Drops, Reason};
-use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame};
+use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, TAG_BYTES};
 use crate::guard::{self, Guard, Protected, Roles};
 use crate::limit::{Flooded, Floods, Storm};
 use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
 use crate::offload;
 use crate::policy::{self, Labels, Passes, Policy, Relation};
+use crate::vlan::{Membership, Vlans};
 use std::collections::HashMap;
 
 /// What one network counts; one writer, any number of readers.
@@ -71,6 +74,9 @@ pub struct Network {
     /// `None` where nothing is to be checked.
     policy: Option<Box<Policy>>,
     seed: u64,
+    memberships: HashMap<PortNumber, Membership>,
+    /// `None` where no port has a membership.
+    vlans: Option<Box<Vlans>>,
 }
 
 /// Facts of a batch that tell whether its frames fit a destination as they are.
@@ -187,6 +193,8 @@ impl Network {
             policy_settings: policy::Settings::default(),
             policy: None,
             seed,
+            memberships: HashMap::new(),
+            vlans: None,
         }
     }
 
@@ -223,6 +231,41 @@ impl Network {
         self.policy_settings = settings;
     }
 
+    /// Sets the VLANs of `port`, a member; `None` for an access port of [`crate::vlan::DEFAULT`]. What was learned behind it is
+    /// forgotten, where that changes anything.
+    pub fn set_vlans(&mut self, port: PortNumber, membership: Option<Membership>) {
+        if self.memberships.get(&port) == membership.as_ref() {
+            return;
+        }
+        match membership {
+            Some(membership) => self.memberships.insert(port, membership),
+            None => self.memberships.remove(&port),
+        };
+        self.vlans = Vlans::new(&self.memberships).map(Box::new);
+        self.macs.keep_vlans(self.vlans.is_some());
+        self.macs.forget_learned(port);
+    }
+
+    /// Whether the form of frames depends on their destination: see [`Network::shape`].
+    #[inline]
+    pub fn has_vlans(&self) -> bool {
+        self.vlans.is_some()
+    }
+
+    /// Gives the frames `which` of the batch that was decided on the form that `to` gets.
+    pub fn shape(&self, to: PortNumber, batch: &mut Batch<'_>, which: &[u16]) {
+        if let Some(vlans) = &self.vlans {
+            vlans.shape(to, batch, which);
+        }
+    }
+
+    /// Gives the frames of the batch that was decided on the form in which they came.
+    pub fn restore(&self, batch: &mut Batch<'_>) {
+        if let Some(vlans) = &self.vlans {
+            vlans.restore(batch);
+        }
+    }
+
     /// What the members may exchange.
     pub fn policy(&self) -> &policy::Settings {
         &self.policy_settings
@@ -238,6 +281,7 @@ impl Network {
         self.macs.remove_port(port);
         self.members.retain(|p| *p != port);
         self.labels.remove(&port);
+        self.set_vlans(port, None);
         if self.policy.as_mut().is_some_and(|policy| !policy.leave(port)) {
             self.policy = None;
         }
@@ -284,13 +328,40 @@ impl Network {
     }
 
     /// Decides on `batch`, which came from `from` at `now`: fills `plan`, which is empty, and counts in `drops`
-    /// the frames that go nowhere.
+    /// the frames that go nowhere. Where the network has VLANs, the frames lose their tags; [`Network::shape`] then gives
+    /// them the form for each destination.
+    #[inline]
     pub fn decide(
         &mut self,
         now: Nanos,
         from: PortNumber,
         guard: &Guard,
+        batch: &mut Batch<'_>,
+        plan: &mut Plan,
+        drops: &mut Drops,
+    ) -> Summary {
+        match self.vlans.take() {
+            None => self.decide_in::<false>(now, from, guard, batch, None, plan, drops),
+            Some(mut vlans) => {
+                vlans.untag(from, batch);
+                let mut summary = self.decide_in::<true>(now, from, guard, batch, Some(&vlans), plan, drops);
+                // Any of them may get a tag.
+                summary.longest += TAG_BYTES;
+                self.vlans = Some(vlans);
+                summary
+            }
+        }
+    }
+
+    /// [`Network::decide`]; a network without VLANs has code of its own, which knows nothing of them.
+    #[allow(clippy::too_many_arguments)]
+    fn decide_in<const VLANS: bool>(
+        &mut self,
+        now: Nanos,
+        from: PortNumber,
+        guard: &Guard,
         batch: &Batch<'_>,
+        vlans: Option<&Vlans>,
         plan: &mut Plan,
         drops: &mut Drops,
     ) -> Summary {
@@ -303,14 +374,32 @@ impl Network {
         let silent = policy.as_ref().is_some_and(|policy| policy.is_mirror(from));
         let mut summary = Summary::default();
         let roles = guard.roles();
-        // The address zero is no station's, so it can mean "none yet": it never has a verdict kept.
+        // The address zero is no station's, so it can mean "none yet": the verdict on it is the one kept.
         let (mut last_source, mut source_reason) = (Address::ZERO, Some(Reason::BadSource));
         let (mut last_destination, mut way) = (Address::ZERO, None);
         let mut relation = Relation { passes: Passes::Always, is_mirrored: false };
         let (mut copies, mut unknown, mut group) = (0u64, 0u64, 0u64);
+        // 0 where there are none.
+        let mut vlan = 0;
         for (index, frame) in batch.frames().iter().enumerate() {
             let len = frame.len();
-            summary.bytes += len as u64;
+            if VLANS && let Some(vlans) = vlans {
+                let (found, came_bytes) = vlans.of(index, frame);
+                summary.bytes += came_bytes as u64;
+                match found {
+                    Ok(found) if found == vlan => {}
+                    Ok(found) => {
+                        (vlan, way) = (found, None);
+                        (last_source, source_reason) = (Address::ZERO, Some(Reason::BadSource));
+                    }
+                    Err(reason) => {
+                        plan.lose(index, reason, drops);
+                        continue;
+                    }
+                }
+            } else {
+                summary.bytes += len as u64;
+            }
             summary.longest = summary.longest.max(len);
             let offloads = needs_capability(frame);
             summary.offloads |= offloads;
@@ -320,7 +409,7 @@ impl Network {
                     plan.lose(index, Reason::Runt, drops);
                     continue;
                 }
-                let (reason, changed) = self.verdict(now, source, from, guard);
+                let (reason, changed) = self.verdict::<VLANS>(now, vlan, source, from, guard);
                 (last_source, source_reason) = (source, reason);
                 if changed {
                     way = None;
@@ -351,7 +440,14 @@ impl Network {
             let to = match way {
                 Some(way) if destination == last_destination => way,
                 _ => {
-                    let found = self.destination(destination, from);
+                    let mut found = self.destination::<VLANS>(vlan, destination, from);
+                    // An address that is pinned to a port of other VLANs.
+                    if VLANS
+                        && let (Some(vlans), Destination::Port(port)) = (vlans, found)
+                        && !vlans.has(port, vlan)
+                    {
+                        found = Destination::Unknown;
+                    }
                     (last_destination, way) = (destination, Some(found));
                     if let (Some(policy), Destination::Port(port)) = (&mut policy, found) {
                         relation = policy.relation(from, port);
@@ -388,7 +484,12 @@ impl Network {
                 }
                 Destination::Unknown | Destination::Group => {
                     let own = self.is_up.get(from as usize).is_some_and(|up| *up);
-                    let (up, reached) = (self.up.len() as u64, self.up.len() as u64 - u64::from(own));
+                    let belongs = |port: PortNumber| !VLANS || vlans.is_none_or(|vlans| vlans.has(port, vlan));
+                    let up = match VLANS {
+                        true => self.up.iter().filter(|port| **port == from || belongs(**port)).count() as u64,
+                        false => self.up.len() as u64,
+                    };
+                    let reached = up - u64::from(own);
                     if reached == 0 {
                         plan.lose(index, Reason::NoDestination, drops);
                         continue;
@@ -404,14 +505,14 @@ impl Network {
                     }
                     match &mut policy {
                         None => {
-                            for port in self.up.iter().filter(|port| **port != from) {
+                            for port in self.up.iter().filter(|port| **port != from && belongs(**port)) {
                                 plan.push(*port, index as u16);
                             }
                             copies += reached;
                         }
                         Some(policy) => {
                             let shared = to == Destination::Group;
-                            let up = self.up.iter().copied().filter(|port| *port != from);
+                            let up = self.up.iter().copied().filter(|port| *port != from && belongs(*port));
                             match flood(policy, plan, now, from, frame.head(), shared, up, index as u16) {
                                 Ok(reached) => copies += reached,
                                 Err(reason) => {
@@ -436,14 +537,21 @@ impl Network {
 
     /// Why frames from `source` are dropped, if they are, and whether the table changed.
     #[inline]
-    fn verdict(&mut self, now: Tick, source: Address, from: PortNumber, guard: &Guard) -> (Option<Reason>, bool) {
+    fn verdict<const VLANS: bool>(
+        &mut self,
+        now: Tick,
+        vlan: u16,
+        source: Address,
+        from: PortNumber,
+        guard: &Guard,
+    ) -> (Option<Reason>, bool) {
         if !source.is_station() {
             return (Some(Reason::BadSource), false);
         }
         if !guard.lets_source_pass(source) {
             return (Some(Reason::Guard), false);
         }
-        match self.macs.learn(now, source, from) {
+        match if VLANS { self.macs.learn_in(now, vlan, source, from) } else { self.macs.learn(now, source, from) } {
             Learned::Known | Learned::Refused => (None, false),
             Learned::Changed => (None, true),
             Learned::Pinned => (Some(Reason::BadSource), false),
@@ -451,11 +559,11 @@ impl Network {
     }
 
     #[inline]
-    fn destination(&self, destination: Address, from: PortNumber) -> Destination {
+    fn destination<const VLANS: bool>(&self, vlan: u16, destination: Address, from: PortNumber) -> Destination {
         if destination.is_group() {
             return if is_reserved(destination) { Destination::Nowhere(Reason::Reserved) } else { Destination::Group };
         }
-        match self.macs.find(destination) {
+        match if VLANS { self.macs.find_in(vlan, destination) } else { self.macs.find(destination) } {
             Some(port) if port == from => Destination::Nowhere(Reason::Hairpin),
             Some(port) => Destination::Port(port),
             None => Destination::Unknown,

@@ -40,7 +40,7 @@ impl Bench {
         }
         let mut drops = Drops::default();
         self.plan.clear();
-        self.network.decide(Nanos(0), from, &Guard::default(), &batch, &mut self.plan, &mut drops);
+        self.network.decide(Nanos(0), from, &Guard::default(), &mut batch, &mut self.plan, &mut drops);
         let plan = &self.plan;
         assert_eq!(drops.total(), plan.dropped().len() as u64);
         let lists = plan.destinations().iter().map(|port| (*port, plan.frames_to(*port).to_vec()));
@@ -168,7 +168,7 @@ fn a_partial_checksum_is_that_of_the_transport_header_and_of_nothing_else() {
                 let mut batch = Batch::with_capacity(1);
                 batch.push(bytes[..].into(), offload);
                 let mut drops = Drops::default();
-                bench.network.decide(Nanos(0), 0, guard, &batch, &mut bench.plan, &mut drops);
+                bench.network.decide(Nanos(0), 0, guard, &mut batch, &mut bench.plan, &mut drops);
                 let case = format!("{bytes:02x?} {start} {offset}");
                 assert_eq!(bench.plan.frames_to(1).len(), expected, "{case}");
                 // Behind three tags the guard says so first.

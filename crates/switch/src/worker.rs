@@ -505,7 +505,7 @@ impl Core {
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
             let from = Source { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
-            let (cost, bytes) = self.pass_on(from, &mut slot.taps, &batch, &mut drops);
+            let (cost, bytes) = self.pass_on(from, &mut slot.taps, &mut batch, &mut drops);
             slot.debt = cost.saturating_sub(self.settings.budget as u64);
             slot.send.charge(now, taken as u64, bytes);
             slot.allowance = allowance(self.settings.budget, taken, cost, &drops);
@@ -535,7 +535,13 @@ impl Core {
     /// Decides on a batch of `index` and hands its frames to their destinations; returns how many copies and segments
     /// that took, and the bytes that came.
     #[inline]
-    fn pass_on(&mut self, from: Source<'_>, taps: &mut Vec<Tap>, batch: &Batch<'_>, drops: &mut Drops) -> (u64, u64) {
+    fn pass_on(
+        &mut self,
+        from: Source<'_>,
+        taps: &mut Vec<Tap>,
+        batch: &mut Batch<'_>,
+        drops: &mut Drops,
+    ) -> (u64, u64) {
         let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(from.network.0 as usize) else {
             // A network goes only after its ports, so this cannot be; the frames are accounted for all the same.
             drops.count(Reason::NoDestination, batch.len() as u64);
@@ -544,13 +550,18 @@ impl Core {
         self.plan.note_drops(!taps.is_empty());
         let summary = network.decide(self.now, from.index, from.guard, batch, &mut self.plan, drops);
         from.counters.rx_bytes.add(summary.bytes);
+        let shapes = network.has_vlans();
         if !taps.is_empty() {
+            network.restore(batch);
             taps.retain(|tap| tap.received(self.now, batch, self.plan.dropped(), from.counters));
         }
         let mut cost = 0;
         for at in 0..self.plan.destinations().len() {
             let to = self.plan.destinations()[at];
             self.catch_up(to);
+            if shapes && let Some(Some(NetworkSlot { network, .. })) = self.networks.get(from.network.0 as usize) {
+                network.shape(to, batch, self.plan.frames_to(to));
+            }
             match self.deliver(to, batch, summary) {
                 Some(copies) => cost += copies,
                 // A destination is a member of the network and not the source, so this cannot be; its counters would

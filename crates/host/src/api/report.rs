@@ -415,6 +415,8 @@ pub struct MacReport {
     pub port: String,
     /// Milliseconds since a frame from it came; null for one that is pinned to its port.
     pub age_ms: Option<u64>,
+    /// The VLAN in which it was seen; null where the network has no VLANs, or for one that is pinned in all.
+    pub vlan: Option<u16>,
 }
 
 /// An address of IP, and who has it.

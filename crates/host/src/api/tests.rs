@@ -1035,6 +1035,7 @@ fn the_document_describes_every_field_of_the_reports() {
             mac: "02:00:00:00:00:01".into(),
             port: "web".into(),
             age_ms: Some(1),
+            vlan: Some(10),
         }],
         neighbours: vec![super::report::NeighbourReport {
             network: "lan".into(),

@@ -669,6 +669,9 @@ impl Running {
                 if port.plan.labels() != plan.labels() {
                     handle.set_labels(port.token, plan.labels())?;
                 }
+                if port.plan.traffic.vlans != plan.traffic.vlans {
+                    handle.set_vlans(port.token, plan.traffic.vlans.clone())?;
+                }
                 port.plan = plan;
             }
             Ok(())

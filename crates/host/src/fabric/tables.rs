@@ -26,7 +26,7 @@ impl Running {
                 let mac = Mac(entry.address.bytes()).to_string();
                 places.insert(mac.clone(), port.clone());
                 let age_ms = entry.age.map(|age| age.0 / 1_000_000);
-                macs.push(MacReport { network: spec.name.clone(), mac, port: port.clone(), age_ms });
+                macs.push(MacReport { network: spec.name.clone(), mac, port: port.clone(), age_ms, vlan: entry.vlan });
             }
             let mut add = |ip: std::net::IpAddr, mac: Option<String>, name: Option<String>, source: &str| {
                 let port = mac.as_ref().and_then(|mac| places.get(mac)).cloned();

@@ -514,9 +514,10 @@ impl Check<'_, '_, '_> {
                 let reason = "it has no network device;";
                 // "xen" says who runs it, too.
                 let attach = ["attach"].into_iter().filter(|_| m.attach != Attach::Xen);
-                for key in
-                    attach.chain(["region", "queues", "guard", "ip6", "allow", "storm", "rate", "groups", "isolated"])
-                {
+                for key in attach.chain([
+                    "region", "queues", "guard", "ip6", "allow", "storm", "rate", "groups", "isolated", "vlan",
+                    "trunk", "native",
+                ]) {
                     self.idle((at, key), &[(at, "network")], "without a network", reason);
                 }
             }

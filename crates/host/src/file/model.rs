@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use tombolo_switch::guard::Roles;
 use tombolo_switch::limit::{Rates, Storm};
 use tombolo_switch::policy::{Action, Isolation, Mirror, Rule};
+use tombolo_switch::vlan::Membership;
 
 /// An Ethernet address of a member.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -312,6 +313,8 @@ pub struct Traffic {
     pub groups: Vec<String>,
     /// Whom it can reach.
     pub isolation: Isolation,
+    /// The VLANs that it is in; `None` where the file does not say.
+    pub vlans: Option<Membership>,
 }
 
 /// A rule, and the network that it is for; every one where none is named.

@@ -1,8 +1,10 @@
-//! What members may exchange: `[[rule]]`, `[[mirror]]`, and the keys `isolated` and `groups` of a member's section.
+//! What members may exchange: `[[rule]]`, `[[mirror]]`, and the keys `isolated`, `groups`, `vlan`, `trunk`
+//! and `native` of a member's section.
 
 use std::ops::RangeInclusive;
 
 use tombolo_switch::policy::{Action, Isolation, Mirror, Protocol, Rule, Who};
+use tombolo_switch::vlan::{HIGHEST, Membership};
 use toml::de::DeValue;
 
 use super::check::Check;
@@ -34,6 +36,63 @@ pub(super) fn isolation(s: &mut Section<'_, '_, '_, '_>) -> Isolation {
 /// The key `groups`.
 pub(super) fn groups(s: &mut Section<'_, '_, '_, '_>) -> Vec<String> {
     s.list("groups", true, |name| super::parse::clean_name(name).filter(|name| name != OUTSIDE)).unwrap_or_default()
+}
+
+/// A VLAN, or a range of them.
+fn vlan_range(value: &DeValue<'_>) -> Option<RangeInclusive<u16>> {
+    let vlan = |n: i64| u16::try_from(n).ok().filter(|n| (1..=HIGHEST).contains(n));
+    if let Some(number) = integer(value) {
+        return vlan(number).map(|n| n..=n);
+    }
+    match value.as_str()? {
+        "all" => Some(1..=HIGHEST),
+        text => {
+            let (from, to) = text.split_once('-')?;
+            let (from, to) = (vlan(from.trim().parse().ok()?)?, vlan(to.trim().parse().ok()?)?);
+            (from <= to).then_some(from..=to)
+        }
+    }
+}
+
+/// The keys `vlan`, `trunk` and `native`.
+pub(super) fn vlans(s: &mut Section<'_, '_, '_, '_>) -> Option<Membership> {
+    let highest = i64::from(HIGHEST);
+    let access = s.number("vlan", 1, highest).map(|vlan| vlan as u16);
+    let native = s.number("native", 1, highest).map(|vlan| vlan as u16);
+    let given = |s: &Section<'_, '_, '_, '_>, key| s.raw(key).is_some();
+    s.applies("trunk", given(s, "trunk").then_some("given"));
+    let Some((value, span)) = s.raw("trunk") else { return access.map(Membership::access) };
+    if let Some((there, span)) = s.raw("vlan") {
+        let hint = "`vlan` is for frames without a tag only; for those of a trunk write `native`, or leave `trunk` out";
+        s.wrong("vlan", &span, format!("{} beside `trunk`", found(there)), Some(hint.into()));
+    }
+    let trunk = ranges(s, "trunk", value, &span, vlan_range);
+    Some(Membership { native, trunk: Some(trunk) })
+}
+
+/// The values of a key that takes one or a list.
+fn ranges(
+    s: &mut Section<'_, '_, '_, '_>,
+    key: &str,
+    value: &DeValue<'_>,
+    span: &std::ops::Range<usize>,
+    read: impl Fn(&DeValue<'_>) -> Option<RangeInclusive<u16>>,
+) -> Vec<RangeInclusive<u16>> {
+    let DeValue::Array(array) = value else {
+        let one = read(value);
+        if one.is_none() {
+            s.wrong(key, span, found(value), None);
+        }
+        return one.into_iter().collect();
+    };
+    let mut list = Vec::new();
+    for item in array.iter() {
+        match read(item.get_ref()) {
+            Some(range) => list.push(range),
+            None => s.wrong(key, &item.span(), format!("{} in the list", found(item.get_ref())), None),
+        }
+    }
+    list
 }
 
 /// A member, a group, `outside`, an address or a prefix.
@@ -80,22 +139,10 @@ pub(super) fn rule(s: &mut Section<'_, '_, '_, '_>) -> RuleDecl {
     let (from, to) = (s.list("from", true, who), s.list("to", true, who));
     let network = s.string("network");
     let by = s.take("protocol", protocol).unwrap_or_default();
-    let mut list = Vec::new();
-    match s.raw("ports") {
-        None => {}
-        Some((DeValue::Array(array), _)) => {
-            for item in array.iter() {
-                match ports(item.get_ref()) {
-                    Some(range) => list.push(range),
-                    None => s.wrong("ports", &item.span(), format!("{} in the list", found(item.get_ref())), None),
-                }
-            }
-        }
-        Some((value, span)) => match ports(value) {
-            Some(range) => list.push(range),
-            None => s.wrong("ports", &span, found(value), None),
-        },
-    }
+    let list = match s.raw("ports") {
+        None => Vec::new(),
+        Some((value, span)) => ranges(s, "ports", value, &span, ports),
+    };
     if let (false, Some((value, span))) = (by.has_ports(), s.raw("ports"))
         && !s.doubted("protocol")
     {

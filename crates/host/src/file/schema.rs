@@ -81,6 +81,24 @@ const ISOLATED: Key = key(
     "false",
     "true: it can reach only members that are not isolated; a name: also the isolated ones with the same name here",
 );
+const VLAN: Key = key(
+    "vlan",
+    "a number from 1 to 4094",
+    "1, if other members have VLANs",
+    "the VLAN that it is in; it sends and gets frames without a tag",
+);
+const TRUNK: Key = key(
+    "trunk",
+    "\"all\", a number from 1 to 4094, a range like \"100-199\", or a list of them",
+    "no trunk",
+    "the VLANs that it is in at the same time; its frames have tags",
+);
+const NATIVE: Key = key(
+    "native",
+    "a number from 1 to 4094",
+    "none: such frames are dropped",
+    "the VLAN of its frames without a tag, besides those of `trunk`",
+);
 const ACTION: &str = "\"allow\" or \"deny\"";
 const WHO: &str = "a member, a group, \"outside\", an address or a prefix, or a list of them";
 const EVERY_NETWORK: Key = key("network", "the name of a network", "every network of the file", "where it applies");
@@ -141,6 +159,9 @@ const MACHINE_KEYS: &[Key] = &[
     RATE,
     GROUPS,
     ISOLATED,
+    VLAN,
+    TRUNK,
+    NATIVE,
     key(
         "restart",
         "\"no\", \"on-failure\" or \"always\"",
@@ -310,6 +331,9 @@ pub const SECTIONS: &[SectionSchema] = &[
             RATE,
             GROUPS,
             ISOLATED,
+            VLAN,
+            TRUNK,
+            NATIVE,
             key(
                 "accept_ra",
                 "true or false",
@@ -368,6 +392,9 @@ pub const SECTIONS: &[SectionSchema] = &[
             RATE,
             GROUPS,
             ISOLATED,
+            VLAN,
+            TRUNK,
+            NATIVE,
         ],
         shared: &[],
     },
@@ -510,6 +537,10 @@ pub const CONDITIONS: &[Condition] = &[
     only("vm", "initrd", "kernel", &[]),
     only("vm", "cmdline", "kernel", &[]),
     only("vm", "disk_format", "disk", &[]),
+    only("cell", "native", "trunk", &[]),
+    only("vm", "native", "trunk", &[]),
+    only("tap", "native", "trunk", &[]),
+    only("port", "native", "trunk", &[]),
     only("tap", "accept_ra", "adopt", &["false"]),
     only("port", "socket", "kind", &["vhost-user", "stream", "ivshmem"]),
     only("port", "connect", "kind", &["vhost-user", "stream"]),

@@ -63,7 +63,14 @@ pub(super) fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
         dhcp_server: a.dhcp_server | b.dhcp_server,
         gateway: a.gateway | b.gateway,
     });
-    Traffic { roles, storm: storm(s), rates: rates(s), groups: policy::groups(s), isolation: policy::isolation(s) }
+    Traffic {
+        roles,
+        storm: storm(s),
+        rates: rates(s),
+        groups: policy::groups(s),
+        isolation: policy::isolation(s),
+        vlans: policy::vlans(s),
+    }
 }
 
 /// Each entry of the table `key`, by name; `read` says whether it fits.

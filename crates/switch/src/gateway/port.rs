@@ -25,7 +25,7 @@ use super::{
 };
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
-use crate::frame::{Batch, HEAD_BYTES, Offload};
+use crate::frame::{Batch, Offload};
 use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
 use crate::gateway::names::Members;
 use crate::port::{Caps, Fault, Link, Port, Sent};
@@ -370,7 +370,7 @@ impl Port for GatewayPort {
                 continue;
             } else {
                 let checksum = frame.offload.checksum;
-                let done = if frame.len() <= HEAD_BYTES {
+                let done = if frame.len() == frame.head().len() {
                     self.gateway.input(self.now, frame.head(), checksum, batch.ingress())
                 } else {
                     self.scratch.clear();
