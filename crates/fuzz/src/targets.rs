@@ -1,7 +1,7 @@
 //! What peers may send, one function per reader of it. Each panics where the code under test breaks a promise.
 
 use std::io::Write;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use tombolo_port::reactor::Reactor;
@@ -16,7 +16,7 @@ use tombolo_rpc_proto::envelope;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Checksum, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, LeaseStore, Member, Start};
+use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, Ipv6Config, LeaseStore, Member, Start};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::nat::{Config, Forward, Nat, Protocol, Verdict};
@@ -265,6 +265,7 @@ pub fn gateway(input: &[u8], behaviour: &mut Behaviour) {
         name: "gateway".into(),
         forward: true,
         dhcp: Some(DhcpConfig { range, lease_secs: 3600, leases_per_port: None }),
+        ipv6: Some(Ipv6Config::new(Ipv6Addr::new(0xfd00, 9, 0, 0, 0, 0, 0, 0))),
     };
     let start = Start { now: Nanos::SECOND, unix_secs: 1_800_000_000, entropy: [7; 16] };
     let mut gateway = match Gateway::new(config, &LeaseStore::default(), start) {
@@ -294,11 +295,12 @@ pub fn gateway(input: &[u8], behaviour: &mut Behaviour) {
             assert!((14..=1514).contains(&frame.len()), "a frame of {} bytes", frame.len());
             assert_eq!(frame[6..12], ROUTER_MAC, "it speaks as itself");
             assert_ne!(frame[..6], ROUTER_MAC, "it speaks to others");
-            behaviour.note((frame[12], frame[13], frame.get(23), frame.get(34)));
+            behaviour.note((frame[12], frame[13], frame.get(23), frame.get(34), frame.get(54)));
             behaviour.note_size(frame.len());
         }
         let leases = gateway.leases().leases;
-        assert!(leases.len() <= 5, "{} leases of a range of 4, and a member", leases.len());
+        let four = leases.iter().filter(|lease| lease.address.is_ipv4()).count();
+        assert!(four <= 5, "{four} leases of a range of 4, and a member");
         behaviour.note(leases.len());
     }
     // What it counted tells branches apart that send nothing.

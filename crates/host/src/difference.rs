@@ -392,6 +392,9 @@ fn judge_network(old: &Model, a: &NetworkPart, b: &NetworkPart, keys: &[KeyChang
             told.push("members learn of the router when they renew their leases");
         }
     }
+    if a.spec.ipv6 != b.spec.ipv6 && a.spec.ipv6.is_some() {
+        told.push("its IPv6 prefix is withdrawn");
+    }
     if gateway_differs(&a.spec, &b.spec) {
         told.push("its gateway is made again, leases stay");
     }
@@ -400,7 +403,8 @@ fn judge_network(old: &Model, a: &NetworkPart, b: &NetworkPart, keys: &[KeyChang
 
 /// Whether the gateway of a network has to be made again.
 pub(crate) fn gateway_differs(a: &Network, b: &Network) -> bool {
-    let told = |n: &Network| (n.gateway, n.router, n.dhcp, n.domain.clone(), n.dns.clone(), n.uplink != Uplink::None);
+    let told =
+        |n: &Network| (n.gateway, n.router, n.dhcp, n.domain.clone(), n.dns.clone(), n.uplink != Uplink::None, n.ipv6);
     told(a) != told(b)
 }
 
@@ -614,6 +618,7 @@ fn network_keys(out: &mut Keys, a: &NetworkPart, b: &NetworkPart) {
     out.plain("mtu", &n.mtu, &m.mtu);
     out.list("dns", &n.dns, &m.dns, ToString::to_string);
     out.plain("worker", &n.worker, &m.worker);
+    out.say("ipv6", &n.ipv6, &m.ipv6, |p| Some(p.map_or("off".into(), |prefix| format!("{prefix}/64"))));
     out.say("policy", &n.policy, &m.policy, |policy| Some(format!("{policy:?}").to_lowercase()));
     out.say("bypass", &n.bypass, &m.bypass, |b| b.as_ref().map(|names| names.join(", ")));
     let texts = |part: &NetworkPart| part.forwards.iter().map(forward_texts).collect::<BTreeMap<_, _>>();

@@ -1,7 +1,7 @@
 //! What a fabric file comes to on this machine: ports, processes and rules, with nothing done yet. Pure: the facts about
 //! the machine come in as [`Facts`].
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use tombolo_ring::ivshmem::protocol;
@@ -9,7 +9,7 @@ use tombolo_ring::ivshmem::region::{Header, Layout, Name, PAGE_BYTES, RegionErro
 use tombolo_shm::ivshmem::links::{Config, Door};
 use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 
-use tombolo_switch::guard::{Guard, Roles};
+use tombolo_switch::guard::{self, Guard, Learn, Roles};
 use tombolo_switch::policy::Labels;
 
 use crate::file::{
@@ -165,18 +165,28 @@ pub struct PortGuard {
     pub ip: Option<Ipv4Addr>,
     /// Its IPv6 addresses besides that of its MAC, where it is held to them.
     pub ip6: Option<Vec<Prefix6>>,
+    /// The prefix of which it may claim addresses in place of a list.
+    pub learn6: Option<Ipv6Addr>,
 }
 
 impl PortGuard {
-    fn new(guard: file::Guard, mac: Mac, ip: Option<Ipv4Addr>, ip6: &Ip6) -> Option<PortGuard> {
+    fn new(
+        guard: file::Guard,
+        mac: Mac,
+        ip: Option<Ipv4Addr>,
+        ip6: &Ip6,
+        prefix: Option<Ipv6Addr>,
+    ) -> Option<PortGuard> {
+        let learn6 = prefix.filter(|_| *ip6 == Ip6::Unsaid);
         let ip6 = match ip6 {
+            Ip6::Unsaid if learn6.is_some() => None,
             Ip6::Unsaid => ip.map(|_| vec![]),
             Ip6::Any => None,
             Ip6::Only(list) => Some(list.clone()),
         };
         match guard {
-            file::Guard::Ip => Some(PortGuard { mac, ip, ip6 }),
-            file::Guard::Mac => Some(PortGuard { mac, ip: None, ip6: None }),
+            file::Guard::Ip => Some(PortGuard { mac, ip, ip6, learn6 }),
+            file::Guard::Mac => Some(PortGuard { mac, ip: None, ip6: None, learn6: None }),
             file::Guard::Off => None,
         }
     }
@@ -186,6 +196,10 @@ impl PortGuard {
         let guard = Guard::new(&[self.mac.0], self.ip.as_slice());
         let guard = match &self.ip6 {
             Some(list) => guard.with_ipv6(&list.iter().map(|p| (p.base, p.bits)).collect::<Vec<_>>()),
+            None => guard,
+        };
+        let guard = match self.learn6 {
+            Some(prefix) => guard.learning(Learn { prefix, limit: guard::LIMIT, strict: self.ip.is_some() }),
             None => guard,
         };
         guard.pinned()
@@ -366,7 +380,8 @@ fn attached(fabric: &Fabric, m: &Machine, facts: &Facts, at: &str) -> Result<Att
                 Attachment::Ivshmem { link: Box::new(link) }
             }
         };
-        let guard = PortGuard::new(m.guard, nic.mac, nic.ip, &m.ip6);
+        let prefix = fabric.network(&nic.network).and_then(|n| n.ipv6);
+        let guard = PortGuard::new(m.guard, nic.mac, nic.ip, &m.ip6, prefix);
         ports.push(PortPlan {
             name,
             network: nic.network.clone(),
@@ -563,7 +578,7 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
             mac: (!t.adopt).then_some(t.mac),
             accept_ra: t.accept_ra,
         },
-        guard: PortGuard::new(t.guard, t.mac, t.ip, &t.ip6),
+        guard: PortGuard::new(t.guard, t.mac, t.ip, &t.ip6, network.and_then(|n| n.ipv6)),
         traffic: t.traffic.clone(),
         mtu: network.map_or(1500, |n| n.mtu),
         machine: None,
@@ -597,7 +612,9 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         name: p.name.clone(),
         network: p.network.clone(),
         attachment,
-        guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip, &p.ip6)),
+        guard: p.mac.and_then(|mac| {
+            PortGuard::new(p.guard, mac, p.ip, &p.ip6, fabric.network(&p.network).and_then(|n| n.ipv6))
+        }),
         traffic: p.traffic.clone(),
         mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
         machine: None,
@@ -615,7 +632,7 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
     let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
     // The router's MAC belongs to it alone, even if a port without a guard sends with it; what it
     // forwards comes from anywhere.
-    let guard = PortGuard::new(file::Guard::Mac, mac, None, &Ip6::Any);
+    let guard = PortGuard::new(file::Guard::Mac, mac, None, &Ip6::Any, None);
     // The host and passt are trusted. Behind a bridge is a real network, whose routers and DHCP servers are not ours to refuse.
     let roles = Roles { gateway: !matches!(n.uplink, Uplink::Bridge { .. }), ..Roles::ALL };
     let port = |attachment| PortPlan {

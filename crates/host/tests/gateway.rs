@@ -72,6 +72,7 @@ impl Fabric {
             name: "gateway".into(),
             forward: true,
             dhcp: Some(DhcpConfig { range: (ip(16), ip(60)), lease_secs: 600, leases_per_port: None }),
+            ipv6: None,
         };
         let unix_secs = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
         let start = Start { now, unix_secs, entropy: [3; 16] };
@@ -222,7 +223,7 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     assert_eq!(facts[7], "1400");
     let address: Ipv4Addr = said("ip").parse().unwrap();
     let leases = fabric.gateway.leases();
-    assert_eq!((leases.leases.len(), leases.leases[0].mac, leases.leases[0].address), (1, TAP_MAC, address));
+    assert_eq!((leases.leases.len(), leases.leases[0].mac, leases.leases[0].address), (1, TAP_MAC, address.into()));
     assert_eq!(leases.leases[0].name.as_deref(), Some("alpha"));
 
     let ping = fabric.run("busybox ping -c 3 -i 0.1 -s 1300 10.213.7.1");

@@ -73,6 +73,13 @@ reasons! {
     RogueDhcp = "rogue_dhcp",
     /// The frame comes from an address of the gateway or the router, or claims it, and the port is neither.
     GatewayClaim = "gateway_claim",
+    /// The IPv6 source address is not one that the port may use: another port has it, or it is not of the network.
+    Source6 = "source6",
+    /// A message of neighbour discovery is about an address that the port does not have, tells another MAC address than the
+    /// frame's source, or is hidden.
+    NdInspection = "nd_inspection",
+    /// The port has as many IPv6 addresses as it may have.
+    AddressLimit = "address_limit",
     /// The port sends more broadcast frames than its `storm` limit allows.
     BroadcastStorm = "broadcast_storm",
     /// The port sends more multicast frames than its `storm` limit allows.

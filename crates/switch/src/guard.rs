@@ -5,14 +5,18 @@
 //! any VLAN tags and an LLC/SNAP header. Where the header is cut short nothing passes, since nothing could be checked.
 //! A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass. With a list of IPv6
 //! addresses, which may be empty, IPv6 is held to that list and to the link-local address of the frame's Ethernet
-//! source. The same holds for neighbour discovery, and the port may not act as a router (`ipv6`). Without such a list,
-//! IPv6 passes unchecked, as other protocols do.
+//! source. The same holds for neighbour discovery, and the port may not act as a router (`ipv6`). A guard that learns has no
+//! such list: its port may claim addresses that no other port has (`bindings`). Without either, IPv6 passes unchecked, as
+//! other protocols do.
 //!
 //! What no ordinary member does is refused to every port that has no role for it, with or without lists ([`Roles`]).
 
+mod bindings;
 mod ipv6;
 mod roles;
 
+pub(crate) use bindings::Bindings;
+pub use bindings::{LIMIT, Learn};
 pub(crate) use roles::refuse;
 pub use roles::{Protected, Roles, link_local};
 
@@ -26,6 +30,7 @@ pub struct Guard {
     sources: Vec<Address>,
     ipv4: Vec<[u8; 4]>,
     ipv6: Option<ipv6::List>,
+    learn: Option<Learn>,
     pinned: bool,
     roles: Roles,
 }
@@ -48,7 +53,7 @@ impl Guard {
         let mut ipv4: Vec<_> = ipv4.iter().map(Ipv4Addr::octets).collect();
         ipv4.sort_unstable();
         ipv4.dedup();
-        Guard { sources, ipv4, ipv6: None, pinned: false, roles: Roles::default() }
+        Guard { sources, ipv4, ipv6: None, learn: None, pinned: false, roles: Roles::default() }
     }
 
     /// The same guard, which lets only these addresses and prefixes (with their bits that count) pass as IPv6 senders, and
@@ -57,6 +62,18 @@ impl Guard {
     pub fn with_ipv6(mut self, entries: &[(Ipv6Addr, u8)]) -> Guard {
         self.ipv6 = Some(ipv6::List::new(entries));
         self
+    }
+
+    /// The same guard, which learns the IPv6 addresses of its port, in place of a list.
+    #[must_use]
+    pub fn learning(mut self, learn: Learn) -> Guard {
+        self.learn = Some(learn);
+        self
+    }
+
+    /// What its port may claim in IPv6; `None` where nothing is learned.
+    pub fn learns(&self) -> Option<Learn> {
+        self.learn
     }
 
     /// The same guard, with its source addresses locked to the port: no other port of the network can take

@@ -336,6 +336,12 @@ impl MacTable {
         true
     }
 
+    /// The port to which `address` is pinned, if it is.
+    pub fn pinned_to(&self, address: Address) -> Option<PortNumber> {
+        let slot = self.slot_of(address, 0).filter(|slot| self.seen[*slot] == Tick::PINNED.0)?;
+        Some(port_of(self.slots[slot]))
+    }
+
     /// Ends every pin of `port`.
     pub fn unpin_port(&mut self, port: PortNumber) {
         let mine = |(slot, word): (usize, &u64)| {

@@ -10,6 +10,7 @@
 //! | shorter than a header | dropped, `runt` |
 //! | source is a group, zero, or pinned to another port | dropped, `bad_source` |
 //! | source or sender that the port's guard does not let pass | dropped, `guard` |
+//! | IPv6 of a port that learns its addresses ([`crate::guard::Learn`]) | dropped, `source6`, `nd_inspection`, `address_limit` |
 //! | what the port has no role for ([`crate::guard::Roles`]) | dropped, `rogue_router`, `rogue_dhcp`, `gateway_claim` |
 //! | partial checksum of anything but the TCP or UDP header behind the IP headers | dropped, `bad_offload` |
 //! | represents several segments, and would be flooded | dropped, `not_transformable` |
@@ -36,7 +37,7 @@ use crate::Nanos;
 use crate::counters::Counter;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, TAG_BYTES};
-use crate::guard::{self, Guard, Protected, Roles};
+use crate::guard::{self, Bindings, ETHERTYPE_IPV6, Guard, Protected, Roles};
 use crate::limit::{Flooded, Floods, Storm};
 use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
 use crate::offload;
@@ -69,6 +70,7 @@ pub struct Network {
     is_up: Vec<bool>,
     floods: Floods,
     protected: Protected,
+    bindings: Bindings,
     labels: HashMap<PortNumber, Labels>,
     policy_settings: policy::Settings,
     /// `None` where nothing is to be checked.
@@ -189,6 +191,7 @@ impl Network {
             is_up: Vec::new(),
             floods: Floods::default(),
             protected: Protected::default(),
+            bindings: Bindings::default(),
             labels: HashMap::new(),
             policy_settings: policy::Settings::default(),
             policy: None,
@@ -279,6 +282,7 @@ impl Network {
     /// Removes `port` and every address behind it.
     pub fn leave(&mut self, port: PortNumber) {
         self.macs.remove_port(port);
+        self.bindings.leave(port);
         self.members.retain(|p| *p != port);
         self.labels.remove(&port);
         self.set_vlans(port, None);
@@ -321,6 +325,8 @@ impl Network {
     /// locked. Returns how many are pinned to another port already and so could not be had.
     pub fn set_pins(&mut self, port: PortNumber, guard: &Guard) -> usize {
         self.macs.unpin_port(port);
+        let listed = guard.ipv6().into_iter().flatten().filter(|(_, bits)| *bits == 128);
+        self.bindings.list(port, listed.map(|(address, _)| address));
         if !guard.is_pinned() {
             return 0;
         }
@@ -432,6 +438,18 @@ impl Network {
             if guard.checks_senders() && !guard.lets_sender_pass(frame.head()) {
                 plan.lose(index, Reason::Guard, drops);
                 continue;
+            }
+            if let Some(learn) = guard.learns()
+                && let Some((ETHERTYPE_IPV6, at)) = guard::network_layer(frame.head())
+            {
+                let macs = &self.macs;
+                let locked_to = |mac: crate::frame::Mac| macs.pinned_to(mac.into());
+                let packet = &frame.head()[at..];
+                let who = (learn, roles);
+                if let Some(reason) = self.bindings.refuse(instant, from, who, packet, &source.bytes(), &locked_to) {
+                    plan.lose(index, reason, drops);
+                    continue;
+                }
             }
             if offloads && !is_honest(frame) {
                 plan.lose(index, Reason::BadOffload, drops);

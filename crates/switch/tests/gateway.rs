@@ -94,6 +94,7 @@ fn trapped() -> (Bench, GatewayHandle, [Peer; 2], Arc<AtomicBool>) {
         name: "gateway".into(),
         forward: true,
         dhcp: Some(DhcpConfig { range, lease_secs: 3600, leases_per_port: None }),
+        ipv6: None,
     };
     let now = bench.waiter.lock().now;
     let start = Start { now, unix_secs: 1_800_000_000, entropy: [1; 16] };

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 /// The version of this schema.
 pub const SCHEMA: u32 = 1;
@@ -146,7 +146,7 @@ pub struct LeaseReport {
     /// The client's MAC address, such as "52:54:00:12:34:56".
     pub mac: String,
     /// IPv4 address that the client may use.
-    pub ip: Ipv4Addr,
+    pub ip: IpAddr,
     /// Host name, where the client gave one or the file names it.
     pub name: Option<String>,
     /// Whether the file reserves the address for the MAC.

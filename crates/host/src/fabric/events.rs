@@ -22,7 +22,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, TrySendError, channel, sync_channel};
@@ -569,7 +569,7 @@ impl Running {
 pub(crate) struct LeaseWatch {
     network: String,
     events: Events,
-    holders: HashMap<Ipv4Addr, [u8; 6]>,
+    holders: HashMap<IpAddr, [u8; 6]>,
     ration: Ration,
     untold: u64,
 }
@@ -722,7 +722,7 @@ mod tests {
         events.open(None, &quiet());
         let lease = |n: u8, mac: u8| LeaseRecord {
             mac: [2, 0, 0, 0, 0, mac],
-            address: Ipv4Addr::new(10, 0, 0, n),
+            address: IpAddr::from([10, 0, 0, n]),
             name: (n == 1).then(|| "web".into()),
             expires_unix_secs: 0,
         };

@@ -32,7 +32,7 @@
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl LeaseFiles {
 
     /// What was kept. Files that are not there are a fabric's first start; what cannot be read is told and left out.
     pub(crate) fn load(&self, say: &Say) -> LeaseStore {
-        let mut table: BTreeMap<Ipv4Addr, LeaseRecord> = BTreeMap::new();
+        let mut table: BTreeMap<IpAddr, LeaseRecord> = BTreeMap::new();
         if let Some(bytes) = self.read(&self.snapshot, say) {
             match serde_json::from_slice::<LeaseStore>(&bytes) {
                 Ok(store) => table.extend(store.leases.into_iter().map(|record| (record.address, record))),
@@ -112,7 +112,7 @@ struct Writer {
     journal_bytes: u64,
     snapshot_bytes: u64,
     /// Changes that are in neither file yet. At most one for each address of the network.
-    pending: BTreeMap<Ipv4Addr, LeaseChange>,
+    pending: BTreeMap<IpAddr, LeaseChange>,
     failing: bool,
     /// Is told of each change once, when it is taken from the gateway.
     watch: Option<LeaseWatch>,
@@ -300,7 +300,7 @@ mod tests {
 
     fn record(last: u8, expires_unix_secs: u64) -> LeaseRecord {
         let name = Some(format!("host-{last}"));
-        LeaseRecord { mac: [2, 0, 0, 0, 0, last], address: Ipv4Addr::new(10, 0, 0, last), name, expires_unix_secs }
+        LeaseRecord { mac: [2, 0, 0, 0, 0, last], address: IpAddr::from([10, 0, 0, last]), name, expires_unix_secs }
     }
 
     fn listener() -> (Say, Arc<Mutex<Vec<String>>>) {
@@ -324,7 +324,7 @@ mod tests {
         for n in 1..=3 {
             put(&mut writer, LeaseChange::Bound(record(n, 100))).unwrap();
         }
-        put(&mut writer, LeaseChange::Freed(Ipv4Addr::new(10, 0, 0, 2))).unwrap();
+        put(&mut writer, LeaseChange::Freed(IpAddr::from([10, 0, 0, 2]))).unwrap();
         put(&mut writer, LeaseChange::Bound(record(1, 200))).unwrap();
         assert_eq!(files.load(&say).leases, [record(1, 200), record(3, 100)]);
         assert!(said.lock().unwrap().is_empty());
@@ -352,7 +352,7 @@ mod tests {
         for n in [1, 2, 1] {
             put(&mut writer, LeaseChange::Bound(record(n, 100 + u64::from(n)))).unwrap();
         }
-        put(&mut writer, LeaseChange::Freed(Ipv4Addr::new(10, 0, 0, 2))).unwrap();
+        put(&mut writer, LeaseChange::Freed(IpAddr::from([10, 0, 0, 2]))).unwrap();
         let journal = std::fs::read(&files.journal).unwrap();
         let store = files.load(&say);
         writer.fold(&store).unwrap();

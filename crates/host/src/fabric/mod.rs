@@ -908,6 +908,8 @@ impl Running {
         if let Err(error) = self.end_bypass() {
             trouble("the bypass", &error);
         }
+        self.networks.values().for_each(Net::withdraw);
+        self.networks.values().for_each(Net::finish_withdrawal);
         let names: Vec<String> = self.ports.keys().cloned().collect();
         for name in names {
             self.drop_port(&name);

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::Notify;
@@ -13,7 +13,9 @@ use tokio::task::AbortHandle;
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
-use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, Member, Start};
+use tombolo_switch::gateway::{
+    DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, Ipv6Config, Member, Name6, Start,
+};
 use tombolo_switch::guard::{Guard, Protected, Roles, link_local};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
@@ -26,6 +28,9 @@ use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
 use crate::resolver::{Resolver, Servers, Timing};
 use crate::rundir::RunDirError;
+
+/// How long the withdrawal of a prefix is waited for.
+const WITHDRAWAL: Duration = Duration::from_millis(200);
 
 /// A network that runs.
 pub(crate) struct Net {
@@ -45,6 +50,19 @@ impl Net {
     pub(crate) fn counters(&self) -> BTreeMap<String, u64> {
         let all = self.gateway.iter().flat_map(|g| g.counters().all());
         all.map(|(name, _, n)| (name.to_string(), n)).collect()
+    }
+
+    /// Has what the gateway advertises for IPv6 withdrawn; [`Net::finish_withdrawal`] waits for that.
+    pub(crate) fn withdraw(&self) {
+        self.gateway.iter().for_each(GatewayHandle::withdraw);
+    }
+
+    /// Waits a moment for the withdrawal to reach the ports: a worker's turn takes far less.
+    pub(crate) fn finish_withdrawal(&self) {
+        let until = Instant::now() + WITHDRAWAL;
+        while self.gateway.as_ref().is_some_and(|g| !g.is_withdrawn()) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Has the last changes of leases written; [`Net::finish_leases`] waits for that.
@@ -125,6 +143,7 @@ impl Running {
             name: "gateway".into(),
             forward: spec.uplink != Uplink::None,
             dhcp: spec.dhcp.map(|d| DhcpConfig { range: (d.from, d.to), lease_secs: d.lease_s, leases_per_port: None }),
+            ipv6: spec.ipv6.map(Ipv6Config::new),
         };
         let stored = handed.unwrap_or_else(|| files.load(&self.say));
         let now = clock_gettime(ClockId::Monotonic);
@@ -179,6 +198,12 @@ impl Running {
 
     /// Gives a network that runs another gateway; leases stay, and the members' ports are not touched.
     pub(crate) fn restart_gateway(&mut self, spec: &file::Network) -> Result<(), FabricError> {
+        let changed =
+            |net: &Net| net.gateway.as_ref().and_then(|g| Some(g.config().ipv6.as_ref()?.prefix)) != spec.ipv6;
+        if let Some(net) = self.networks.get(&spec.name).filter(|net| changed(net)) {
+            net.withdraw();
+            net.finish_withdrawal();
+        }
         self.stop_gateway(&spec.name);
         let Some(id) = self.networks.get(&spec.name).map(|net| net.id) else { return Ok(()) };
         self.start_gateway(spec, id)
@@ -199,7 +224,8 @@ impl Running {
     fn protected(&self, spec: &file::Network) -> Protected {
         let link_local_of =
             |role: &str| IpAddr::from(link_local(&Mac::derived(&[&self.spec.name, &spec.name, role]).0));
-        let gateway = spec.gateway.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("gateway")]);
+        let six = spec.ipv6.map(|prefix| IpAddr::from(Ipv6Config::new(prefix).address()));
+        let gateway = spec.gateway.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("gateway")]).chain(six);
         let router = spec.router.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("router")]);
         Protected::new(&gateway.chain(router).collect::<Vec<_>>())
     }
@@ -247,6 +273,14 @@ impl Running {
                     Err(error) => (self.say)(&format!("{}: {error}", member.name)),
                 }
             }
+            let ours = |all: Vec<Ipv6Addr>| match &gateway.config().ipv6 {
+                Some(six) => all.into_iter().filter(|address| six.holds(*address)).collect(),
+                None => vec![],
+            };
+            let names = self.spec.addresses6(network).into_iter();
+            gateway.set_names6(
+                names.map(|(name, mac, all)| Name6 { name, mac: mac.map(|mac| mac.0), addresses: ours(all) }).collect(),
+            );
         }
     }
 }

@@ -32,6 +32,9 @@ fn offloads(caps: &Caps) -> Vec<String> {
 fn guarded(guard: &Guard) -> Vec<String> {
     let mut out: Vec<_> = guard.sources().iter().map(|a| Mac(a.bytes()).to_string()).collect();
     out.extend(guard.ipv4().map(|ip| ip.to_string()));
+    if let Some(learn) = guard.learns() {
+        out.push(format!("{} of {}/64 and fe80::/64", learn.limit, learn.prefix));
+    }
     if let Some(ipv6) = guard.ipv6() {
         out.push("fe80::/64 by MAC".into());
         out.extend(ipv6.map(|(ip, bits)| if bits == 128 { ip.to_string() } else { format!("{ip}/{bits}") }));
@@ -207,13 +210,13 @@ impl Running {
         let stored = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default();
         // By address: with thousands of each, a search per lease would keep the control plane busy for seconds.
         let by_address: BTreeMap<_, _> = stored.leases.iter().map(|lease| (lease.address, lease)).collect();
-        let fixed_addresses: BTreeSet<_> = fixed.iter().map(|(_, _, ip, _)| *ip).collect();
+        let fixed_addresses: BTreeSet<_> = fixed.iter().map(|(_, _, ip, _)| std::net::IpAddr::from(*ip)).collect();
         let mut leases: Vec<LeaseReport> = Vec::new();
         for (_, mac, ip, name) in &fixed {
-            let held = by_address.get(ip);
+            let held = by_address.get(&std::net::IpAddr::from(*ip));
             leases.push(LeaseReport {
                 mac: mac.map(|m| m.to_string()).unwrap_or_default(),
-                ip: *ip,
+                ip: (*ip).into(),
                 name: Some(name.to_string()),
                 fixed: true,
                 expires_s: held.map(|l| l.expires_unix_secs.saturating_sub(now)),

@@ -42,7 +42,7 @@ impl Running {
             }
             let leases = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default().leases;
             for lease in &leases {
-                add(lease.address.into(), Some(Mac(lease.mac).to_string()), lease.name.clone(), "lease");
+                add(lease.address, Some(Mac(lease.mac).to_string()), lease.name.clone(), "lease");
             }
             for (network, mac, ip, name) in self.spec.addresses() {
                 if network == spec.name && !leases.iter().any(|lease| lease.address == ip) {

@@ -27,7 +27,7 @@ pub use model::{
     Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType, MirrorDecl,
     Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink, Worker,
 };
-pub use model::{Mac, Network};
+pub use model::{Ipv6, Mac, Network};
 pub(crate) use parse::find_app;
 pub use parse::{add, load, name_of, parse};
 pub use places::{Places, load_with_places};

@@ -151,6 +151,48 @@ impl Prefix6 {
     }
 }
 
+/// The IPv6 addresses of a network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ipv6 {
+    /// A prefix that is derived from the fabric's and the network's name.
+    Auto,
+    /// This /64.
+    Prefix(Ipv6Addr),
+    /// None: the gateway does nothing for IPv6.
+    Off,
+}
+
+impl Ipv6 {
+    /// Parses "auto", "off" or a /64.
+    pub fn parse(text: &str) -> Option<Self> {
+        match text {
+            "auto" => Some(Self::Auto),
+            "off" => Some(Self::Off),
+            text => {
+                let prefix = Prefix6::parse(text).filter(|p| p.bits == 64 && !p.base.is_unicast_link_local())?;
+                Some(Self::Prefix(prefix.base))
+            }
+        }
+    }
+}
+
+/// A unique local /64 (RFC 4193) that depends only on the names: 40 bits from the fabric's, 16 from the network's. So
+/// members keep their addresses from one start to the next, and the networks of a fabric share a /48.
+pub(super) fn derived_prefix(fabric: &str, network: &str) -> Ipv6Addr {
+    let hash = |words: &[&str]| {
+        let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
+        for byte in words.iter().flat_map(|word| word.bytes().chain([0])) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+        // The finaliser of splitmix64, so that names of a few letters reach all bits.
+        hash = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        hash = (hash ^ (hash >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        hash ^ (hash >> 31)
+    };
+    let (global, subnet) = (hash(&["tombolo", fabric]) >> 24, hash(&["tombolo", fabric, network]) >> 48);
+    Ipv6Addr::from_bits(0xfd << 120 | u128::from(global) << 80 | u128::from(subnet) << 64)
+}
+
 /// The way out of a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Uplink {
@@ -235,6 +277,8 @@ pub struct Network {
     pub bypass: Option<Vec<String>>,
     /// What happens to a connection between its members that no rule is about.
     pub policy: Action,
+    /// Its IPv6 prefix, a /64; `None`: its gateway does nothing for IPv6.
+    pub ipv6: Option<Ipv6Addr>,
 }
 
 /// Which accelerator a machine is to use.
@@ -292,7 +336,7 @@ impl Guard {
 /// The IPv6 addresses that a port with the guard "ip" may use besides the link-local one of its MAC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ip6 {
-    /// The file says nothing: none, where the port is held to an IPv4 address.
+    /// The file says nothing: what it claims of the network's prefix; none without a prefix, where it is held to an IPv4 address.
     Unsaid,
     /// Every source address may pass (`ip6 = "any"`).
     Any,
@@ -741,6 +785,22 @@ impl Fabric {
         out
     }
 
+    /// The members of a network: name, MAC address, and fixed IPv6 addresses (those of `ip6` that are no prefixes).
+    pub fn addresses6(&self, network: &str) -> Vec<(String, Option<Mac>, Vec<Ipv6Addr>)> {
+        let fixed = |ip6: &Ip6| match ip6 {
+            Ip6::Only(list) => list.iter().filter(|p| p.bits == 128).map(|p| p.base).collect(),
+            Ip6::Unsaid | Ip6::Any => vec![],
+        };
+        let machines = self.machines.iter().filter_map(|m| {
+            let nic = m.nics.iter().find(|nic| nic.network == network)?;
+            Some((m.name.clone(), Some(nic.mac), fixed(&m.ip6)))
+        });
+        let taps = self.taps.iter().filter(|t| t.network == network);
+        let ports = self.ports.iter().filter(|p| p.network == network);
+        let taps = taps.map(|t| (t.name.clone(), Some(t.mac), fixed(&t.ip6)));
+        machines.chain(taps).chain(ports.map(|p| (p.name.clone(), p.mac, fixed(&p.ip6)))).collect()
+    }
+
     /// True if a forward listens where this one would: same transport and port, and one of the addresses is the
     /// other or a wildcard.
     pub fn same_listener(a: &Forward, b: &Forward) -> bool {
@@ -754,6 +814,25 @@ impl Fabric {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn derived_prefixes_are_stable_unique_local_and_differ() {
+        let prefix = derived_prefix("lab", "lan");
+        assert_eq!(prefix.to_string(), derived_prefix("lab", "lan").to_string());
+        let bits = |p: Ipv6Addr| p.to_bits();
+        assert_eq!((bits(prefix) >> 120, bits(prefix) as u64), (0xfd, 0));
+        assert_eq!(bits(prefix) >> 80, bits(derived_prefix("lab", "dmz")) >> 80, "one /48");
+        assert_ne!(prefix, derived_prefix("lab", "dmz"));
+        assert_ne!(bits(prefix) >> 80, bits(derived_prefix("lab2", "lan")) >> 80);
+    }
+
+    #[test]
+    fn ipv6_of_a_network_is_read_strictly() {
+        assert_eq!(Ipv6::parse("fd00:1:2:3::/64"), Some(Ipv6::Prefix("fd00:1:2:3::".parse().unwrap())));
+        for bad in ["", "on", "fd00::/48", "fd00::1/64", "fe80::/64", "ff02::/64", "::/64", "fd00::"] {
+            assert_eq!(Ipv6::parse(bad), None, "{bad}");
+        }
+    }
 
     #[test]
     fn subnets_are_read_strictly() {

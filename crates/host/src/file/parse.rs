@@ -325,6 +325,14 @@ impl<'t> Reader<'_, 't> {
         let worker = s.string("worker").unwrap_or(first);
         let bypass = bypass(&mut s).filter(|_| uplink == Uplink::Kernel);
         let policy = policy::otherwise(&mut s);
+        // As with DHCP, and without a gateway nobody would advertise it.
+        let joins = matches!(uplink, Uplink::Bridge { .. });
+        let ipv6 = match s.text("ipv6", Ipv6::parse).unwrap_or(if joins { Ipv6::Off } else { Ipv6::Auto }) {
+            Ipv6::Auto => Some(derived_prefix(&self.fabric.name, &name)),
+            Ipv6::Prefix(prefix) => Some(prefix),
+            Ipv6::Off => None,
+        };
+        let ipv6 = ipv6.filter(|_| gateway.is_some());
         self.fabric.networks.push(Network {
             name,
             subnet,
@@ -338,6 +346,7 @@ impl<'t> Reader<'_, 't> {
             worker,
             bypass,
             policy,
+            ipv6,
         });
     }
 

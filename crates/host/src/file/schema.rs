@@ -47,7 +47,7 @@ const GUARDS: &str = "which source addresses it may use: \"mac\" its own Etherne
 const IP6: Key = key(
     "ip6",
     "\"any\", an IPv6 address or prefix like \"fd00::7\" or \"2001:db8:1::/64\", or a list of them",
-    "[] where its IPv4 address is known",
+    "what it claims first of the network's prefix, at most 16 addresses; [] with `ipv6` off where its IPv4 address is known",
     "guard \"ip\": the IPv6 addresses that it may use in IPv6 and neighbour discovery, besides the link-local one of its MAC",
 );
 const ALLOW: Key = key(
@@ -236,6 +236,13 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "domain of the members' names, which the gateway serves",
             ),
             key("mtu", "a number from 576 to 9216", "1500", "MTU in bytes"),
+            key(
+                "ipv6",
+                "\"auto\", an IPv6 prefix like \"fd00:1:2:3::/64\", or \"off\"",
+                "\"auto\"; \"off\" with a bridge",
+                "its IPv6 prefix, which the gateway advertises; \"auto\" derives a unique local one from the names of the fabric and the \
+                 network (docs/ipv6.md)",
+            ),
             key(
                 "dns",
                 "a list of addresses like \"9.9.9.9\" or \"9.9.9.9:53\"",

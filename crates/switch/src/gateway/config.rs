@@ -3,7 +3,7 @@
 use super::lease::MAX_POOL;
 use super::names::{self, MAX_MEMBERS};
 use crate::frame::Mac;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 /// Longest domain, so that no DHCP answer exceeds the 576 bytes that every client takes (RFC 2131 §2).
 pub const MAX_DOMAIN_BYTES: usize = 100;
@@ -33,6 +33,51 @@ pub struct GatewayConfig {
     pub forward: bool,
     /// The DHCP server; `None`: none.
     pub dhcp: Option<DhcpConfig>,
+    /// What it does for IPv6; `None`: nothing.
+    pub ipv6: Option<Ipv6Config>,
+}
+
+/// Settings of IPv6.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ipv6Config {
+    /// The network's prefix, a /64. The gateway has its address ::1, and the link-local one of its MAC address.
+    pub prefix: Ipv6Addr,
+    /// MAC address of the router that advertisements speak for; `None`: the gateway's.
+    pub router: Option<Mac>,
+    /// How long members may use that as their default router, in seconds; 0: it is none, and members have no default
+    /// route for IPv6.
+    pub router_secs: u16,
+}
+
+impl Ipv6Config {
+    /// The prefix without a way out.
+    pub fn new(prefix: Ipv6Addr) -> Ipv6Config {
+        Ipv6Config { prefix, router: None, router_secs: 0 }
+    }
+
+    /// The address with these last 64 bits.
+    pub fn host(&self, host: u64) -> Ipv6Addr {
+        Ipv6Addr::from_bits(self.prefix.to_bits() & !u128::from(u64::MAX) | u128::from(host))
+    }
+
+    /// The gateway's address.
+    pub fn address(&self) -> Ipv6Addr {
+        self.host(1)
+    }
+
+    /// Whether the prefix is that of `address`.
+    pub fn holds(&self, address: Ipv6Addr) -> bool {
+        (self.prefix.to_bits() ^ address.to_bits()) >> 64 == 0
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        let prefix = self.prefix;
+        let usable = prefix.to_bits() as u64 == 0
+            && !prefix.is_unspecified()
+            && !prefix.is_multicast()
+            && !prefix.is_unicast_link_local();
+        if usable && self.router_secs <= 9000 { Ok(()) } else { Err(ConfigError::Ipv6(prefix)) }
+    }
 }
 
 /// Settings of the DHCP server.
@@ -96,6 +141,11 @@ pub enum ConfigError {
         /// The member that has it.
         other: String,
     },
+    /// The IPv6 prefix cannot be served.
+    #[error(
+        "{0}/64 is not an IPv6 prefix of a network; give one like fd00:1:2:3::/64, and a router for at most 9000 s"
+    )]
+    Ipv6(Ipv6Addr),
     #[error("a network has at most {MAX_MEMBERS} named members")]
     TooManyMembers,
 }
@@ -166,6 +216,9 @@ impl GatewayConfig {
         }
         names::label(&self.name).ok_or_else(|| ConfigError::Name(self.name.clone()))?;
         self.domain_labels()?;
+        if let Some(ipv6) = &self.ipv6 {
+            ipv6.check()?;
+        }
         let Some(dhcp) = &self.dhcp else { return Ok(()) };
         let (first, last) = dhcp.range;
         self.inside("first address of the DHCP range", first)?;

@@ -19,11 +19,11 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Frames that are none of the gateway's business: other stations', IPv6, multicast.
+    /// Frames that are none of the gateway's business: other stations', multicast, IPv6 without a prefix.
     ignored_frames,
     /// ARP requests for the gateway's address that were answered.
     arp_replies,
-    /// ARP messages in which a guest claimed the gateway's own address.
+    /// ARP and neighbour discovery messages in which a guest claimed the gateway's own address.
     address_conflicts,
     /// ICMP echo requests answered.
     echo_replies,
@@ -31,6 +31,26 @@ counters! {
     not_routed_packets,
     /// ICMP errors sent.
     icmp_errors,
+    /// Router solicitations of members.
+    router_solicitations,
+    /// Router solicitations that were not answered, since their port sent more than its rate allows.
+    router_solicitations_throttled,
+    /// Router advertisements sent, to all and to those that asked.
+    router_advertisements,
+    /// Router advertisements that withdrew the prefix and the router.
+    router_withdrawals,
+    /// Neighbour advertisements sent, for the gateway's IPv6 addresses.
+    neighbour_advertisements,
+    /// DHCPv6 messages that were cut short, relayed, or not as a message of their kind has to be.
+    dhcp6_refused_messages,
+    /// DHCPv6 solicitations without rapid commit.
+    dhcp6_solicits,
+    /// DHCPv6 messages that ask for a lease, or to keep one.
+    dhcp6_requests,
+    /// DHCPv6 answers that bound an address.
+    dhcp6_replies,
+    /// DHCPv6 messages that ask for the name server and the domain only.
+    dhcp6_informations,
     /// DHCP messages that were cut short, relayed, or not of the station that sent them.
     dhcp_refused_messages,
     /// DHCP DISCOVER messages.

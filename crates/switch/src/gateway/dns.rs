@@ -5,7 +5,7 @@
 //! is checked for one thing: whether an OPT record (RFC 6891) follows at once, and the size it names.
 
 use crate::gateway::names::MAX_LABEL_BYTES;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 pub(super) const PORT: u16 = 53;
 /// How long an answer about a member may be kept, in seconds: addresses can change at any time.
@@ -26,6 +26,7 @@ const OPCODE_MASK: u16 = 0x7800;
 const TYPE_A: u16 = 1;
 const TYPE_SOA: u16 = 6;
 const TYPE_PTR: u16 = 12;
+const TYPE_AAAA: u16 = 28;
 const TYPE_OPT: u16 = 41;
 const TYPE_IXFR: u16 = 251;
 const TYPE_AXFR: u16 = 252;
@@ -121,8 +122,8 @@ pub(super) enum Subject {
     Domain,
     /// A name under the domain that no member can have.
     Nobody,
-    /// An address, by its name in `in-addr.arpa`.
-    Address(Ipv4Addr),
+    /// An address, by its name in `in-addr.arpa` or `ip6.arpa`.
+    Address(IpAddr),
     /// Everything else.
     Elsewhere,
     /// A class or a type that is not served to anybody.
@@ -160,7 +161,10 @@ impl Query<'_> {
         }
     }
 
-    fn reverse(&self) -> Option<Ipv4Addr> {
+    fn reverse(&self) -> Option<IpAddr> {
+        if self.labels.len() == 34 {
+            return self.reverse6().map(IpAddr::V6);
+        }
         let [d, c, b, a, in_addr, arpa] = self.labels[..] else { return None };
         if !in_addr.eq_ignore_ascii_case(b"in-addr") || !arpa.eq_ignore_ascii_case(b"arpa") {
             return None;
@@ -169,11 +173,29 @@ impl Query<'_> {
             let plain = label.len() == 1 || label.first() != Some(&b'0');
             std::str::from_utf8(label).ok().filter(|t| plain && t.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()
         };
-        Some(Ipv4Addr::new(octet(a)?, octet(b)?, octet(c)?, octet(d)?))
+        Some(Ipv4Addr::new(octet(a)?, octet(b)?, octet(c)?, octet(d)?).into())
     }
 
-    pub(super) fn wants_address(&self) -> bool {
-        matches!(self.kind, TYPE_A | TYPE_ANY)
+    /// The address of a name in `ip6.arpa`: its 32 hexadecimal digits, the last one first (RFC 3596 §2.5).
+    fn reverse6(&self) -> Option<Ipv6Addr> {
+        let (digits, zone) = self.labels.split_at_checked(32)?;
+        let [ip6, arpa] = *zone else { return None };
+        if !ip6.eq_ignore_ascii_case(b"ip6") || !arpa.eq_ignore_ascii_case(b"arpa") {
+            return None;
+        }
+        digits
+            .iter()
+            .rev()
+            .try_fold(0u128, |bits, label| match **label {
+                [digit] => Some(bits << 4 | u128::from(char::from(digit).to_digit(16)?)),
+                _ => None,
+            })
+            .map(Ipv6Addr::from_bits)
+    }
+
+    /// Whether it asks for addresses of IPv4, and of IPv6.
+    pub(super) fn wants_addresses(&self) -> (bool, bool) {
+        (matches!(self.kind, TYPE_A | TYPE_ANY), matches!(self.kind, TYPE_AAAA | TYPE_ANY))
     }
 
     pub(super) fn wants_name(&self) -> bool {
@@ -185,24 +207,26 @@ impl Query<'_> {
         usize::from(self.edns_bytes.unwrap_or(0)).clamp(UDP_BYTES, usize::from(mtu).saturating_sub(28).max(UDP_BYTES))
     }
 
-    /// The answer with `record` and `code`. `zone` is the domain that is the authority for a negative answer.
-    pub(super) fn answer(&self, code: Code, record: Option<Record<'_>>, zone: &[String], recursion: bool) -> Vec<u8> {
+    /// The answer with `records` and `code`. `zone` is the domain that is the authority for a negative answer.
+    pub(super) fn answer(&self, code: Code, records: &[Record<'_>], zone: &[String], recursion: bool) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(128);
         let authoritative = if matches!(code, Code::NoError | Code::NameError) { FLAG_AUTHORITATIVE } else { 0 };
-        let negative = record.is_none() && authoritative != 0 && !zone.is_empty();
+        let negative = records.is_empty() && authoritative != 0 && !zone.is_empty();
         header(&mut bytes, self.id, reply_flags(self.flags, recursion) | authoritative | code as u16);
-        for count in [1, u16::from(record.is_some()), u16::from(negative), u16::from(self.edns_bytes.is_some())] {
+        for count in [1, records.len() as u16, u16::from(negative), u16::from(self.edns_bytes.is_some())] {
             bytes.extend_from_slice(&count.to_be_bytes());
         }
         bytes.extend_from_slice(self.question);
-        match record {
-            Some(Record::Address(address)) => self.record(&mut bytes, TYPE_A, &address.octets()),
-            Some(Record::Name(name, domain)) => {
-                let mut data = Vec::with_capacity(64);
-                write_name(&mut data, std::iter::once(name).chain(domain.iter().map(String::as_str)));
-                self.record(&mut bytes, TYPE_PTR, &data);
+        for record in records {
+            match record {
+                Record::Address(IpAddr::V4(address)) => self.record(&mut bytes, TYPE_A, &address.octets()),
+                Record::Address(IpAddr::V6(address)) => self.record(&mut bytes, TYPE_AAAA, &address.octets()),
+                Record::Name(name, domain) => {
+                    let mut data = Vec::with_capacity(64);
+                    write_name(&mut data, std::iter::once(*name).chain(domain.iter().map(String::as_str)));
+                    self.record(&mut bytes, TYPE_PTR, &data);
+                }
             }
-            None => {}
         }
         if negative {
             write_soa(&mut bytes, zone);
@@ -228,10 +252,10 @@ impl Query<'_> {
     }
 }
 
-/// The one record of an answer.
+/// A record of an answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Record<'a> {
-    Address(Ipv4Addr),
+    Address(IpAddr),
     /// A name, and the domain that it is in.
     Name(&'a str, &'a [String]),
 }
@@ -326,8 +350,8 @@ mod tests {
         assert_eq!(GOLDEN_QUERY, query(0x1234, &["WeB", "lab", "internal"], TYPE_A));
         let query = read(GOLDEN_QUERY).unwrap();
         assert_eq!(query.subject(&domain()), Subject::Member("web".into()));
-        let record = Record::Address(Ipv4Addr::new(10, 1, 2, 3));
-        let answer = query.answer(Code::NoError, Some(record), &domain(), true);
+        let record = Record::Address(IpAddr::from([10, 1, 2, 3]));
+        let answer = query.answer(Code::NoError, &[record], &domain(), true);
         let want: &[u8] = b"\x12\x34\x85\x80\x00\x01\x00\x01\x00\x00\x00\x00\
             \x03WeB\x03lab\x08internal\x00\x00\x01\x00\x01\
             \xc0\x0c\x00\x01\x00\x01\x00\x00\x00\x0a\x00\x04\x0a\x01\x02\x03";
@@ -341,7 +365,7 @@ mod tests {
         bytes.extend_from_slice(b"\x00\x00\x29\x10\x00\x00\x00\x00\x00\x00\x00");
         let query = read(&bytes).unwrap();
         assert_eq!((query.edns_bytes, query.udp_room(1500), query.udp_room(600)), (Some(4096), 1472, 572));
-        let answer = query.answer(Code::NameError, None, &domain(), false);
+        let answer = query.answer(Code::NameError, &[], &domain(), false);
         assert_eq!(answer[..12], *b"\x00\x07\x85\x03\x00\x01\x00\x00\x00\x01\x00\x01");
         let soa = b"\x03lab\x08internal\x00\x00\x06\x00\x01\x00\x00\x00\x0a\x00\x43\x07gateway\x03lab\x08internal\x00";
         assert!(answer.windows(soa.len()).any(|w| w == soa));
@@ -358,7 +382,7 @@ mod tests {
             (&["lab"], Subject::Member("lab".into())),
             (&["example", "org"], Subject::Elsewhere),
             (&[], Subject::Elsewhere),
-            (&["4", "3", "2", "10", "in-addr", "ARPA"], Subject::Address(Ipv4Addr::new(10, 2, 3, 4))),
+            (&["4", "3", "2", "10", "in-addr", "ARPA"], Subject::Address(IpAddr::from([10, 2, 3, 4]))),
             (&["4", "3", "2", "010", "in-addr", "arpa"], Subject::Elsewhere),
             (&["4", "3", "2", "256", "in-addr", "arpa"], Subject::Elsewhere),
             (&["+4", "3", "2", "10", "in-addr", "arpa"], Subject::Elsewhere),

@@ -10,7 +10,7 @@ use crate::Nanos;
 use crate::frame::Mac;
 use crate::gateway::Source;
 use std::collections::{BTreeMap, HashMap};
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 /// Most queries outstanding.
 pub(super) const MAX_OUTSTANDING: usize = 256;
@@ -39,7 +39,18 @@ impl UpstreamQuery {
 /// Where the answer goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Client {
-    Udp { mac: Mac, address: Ipv4Addr, port: u16 },
+    Udp {
+        mac: Mac,
+        address: Ipv4Addr,
+        port: u16,
+    },
+    /// Over IPv6; `own` is the address that it asked.
+    Udp6 {
+        mac: Mac,
+        address: Ipv6Addr,
+        port: u16,
+        own: Ipv6Addr,
+    },
     Tcp(Stream),
 }
 

@@ -24,7 +24,7 @@ use crate::frame::Mac;
 use crate::wait::Token;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 /// How long an offer is valid (RFC 2131 leaves it to the server).
 pub(super) const OFFER_SPAN: Nanos = Nanos::SECOND.times(10);
@@ -71,8 +71,8 @@ pub struct LeaseRecord {
     /// The client's MAC address.
     #[serde(with = "mac_text")]
     pub mac: Mac,
-    /// The IPv4 address that it holds.
-    pub address: Ipv4Addr,
+    /// The address that it holds.
+    pub address: IpAddr,
     /// The name that it goes by in DNS, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
@@ -87,12 +87,12 @@ pub enum LeaseChange {
     /// The lease is in force, in place of any other for the address.
     Bound(LeaseRecord),
     /// The address has no lease any more.
-    Freed(Ipv4Addr),
+    Freed(IpAddr),
 }
 
 impl LeaseChange {
     /// The address that was bound or freed.
-    pub fn address(&self) -> Ipv4Addr {
+    pub fn address(&self) -> IpAddr {
         match self {
             LeaseChange::Bound(record) => record.address,
             LeaseChange::Freed(address) => *address,
@@ -490,7 +490,7 @@ impl Leases {
         let changed = std::mem::take(&mut self.changed);
         let change = |address| match self.by_address.get(&address) {
             Some(lease) if lease.state == State::Bound => LeaseChange::Bound(record(address, lease, &unix_secs)),
-            _ => LeaseChange::Freed(Ipv4Addr::from_bits(address)),
+            _ => LeaseChange::Freed(Ipv4Addr::from_bits(address).into()),
         };
         changed.into_iter().map(change).collect()
     }
@@ -505,7 +505,7 @@ impl Leases {
 fn record(address: u32, lease: &Lease, unix_secs: &impl Fn(Nanos) -> u64) -> LeaseRecord {
     LeaseRecord {
         mac: lease.mac,
-        address: Ipv4Addr::from_bits(address),
+        address: Ipv4Addr::from_bits(address).into(),
         name: lease.name.clone(),
         expires_unix_secs: unix_secs(lease.expires),
     }

@@ -2,8 +2,8 @@
 //! server for the names of the network's members.
 //!
 //! It is not a router: it forwards no packet. A setting says which router clients are told. With a user uplink that is
-//! the NAT's port, with a kernel uplink the host's tap. The gateway serves IPv4 only; IPv6 frames pass the switch
-//! untouched.
+//! the NAT's port, with a kernel uplink the host's tap. For a network with an IPv6 prefix it advertises that, and serves
+//! DHCPv6 and DNS over IPv6 as well (`six`).
 //!
 //! # Parts
 //! [`Gateway`] is the pure core. Frames and instants go in. Out come frames, queries for the host's name servers, and
@@ -31,6 +31,8 @@
 //! | DHCP messages | 100 a second and 300 at once of one source port, then `dhcp_rate` |
 //! | an offer | is valid for 10 s; a declined address rests 600 s |
 //! | members | 16,384 |
+//! | router solicitations | one a second and 8 at once of one source port |
+//! | learned IPv6 addresses | 16 of one source port, 16,384 in all |
 //! | forwarded queries | 256 outstanding, 64 of one source and no more than are left, 4.5 s each, then SERVFAIL |
 //! | DNS over UDP | 512 bytes, or what EDNS names up to the MTU; then truncated |
 //! | DNS over TCP | 16 connections, 4 of one source and no more than are left, 10 s of silence, queries of 4096 bytes |
@@ -51,15 +53,16 @@ mod names;
 mod packet;
 mod port;
 mod rate;
+mod six;
 mod tcp;
 #[cfg(test)]
 mod tests;
 
-pub use config::{ConfigError, DhcpConfig, GatewayConfig, MAX_DOMAIN_BYTES, MIN_LEASE_SECS};
+pub use config::{ConfigError, DhcpConfig, GatewayConfig, Ipv6Config, MAX_DOMAIN_BYTES, MIN_LEASE_SECS};
 pub use counters::GatewayCounters;
 pub use forward::UpstreamQuery;
 pub use lease::{LeaseChange, LeaseRecord, LeaseStore, MAX_POOL};
-pub use names::{MAX_MEMBERS, Member};
+pub use names::{MAX_MEMBERS, Member, Name6};
 pub use port::{GatewayHandle, GatewayPort, Wake};
 
 use crate::Nanos;
@@ -74,7 +77,7 @@ use rate::Rates;
 use smoltcp::wire::{DhcpMessageType, Icmpv4DstUnreachable, IpProtocol, TcpPacket};
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
 /// Answers that may wait to be sent.
@@ -85,6 +88,8 @@ const ERRORS_PER_SECOND: u32 = 50;
 const STREAM_ROUNDS: usize = 8;
 /// The router's name in DNS, where no member has it.
 const ROUTER_NAME: &str = "router";
+/// IPv6 leases of one port, unless set otherwise.
+const SIX_QUOTA: u32 = 4096;
 
 /// What limits are kept per: a port of the switch, or a MAC address where the port is not known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -130,6 +135,8 @@ pub struct Gateway {
     dhcp_rates: Rates,
     forwarder: Forwarder,
     streams: tcp::Server,
+    /// What it does for IPv6, if anything.
+    six: Option<six::Six>,
     entropy: Entropy,
     start: Start,
     counters: Arc<GatewayCounters>,
@@ -153,14 +160,14 @@ impl Gateway {
         let leases = config.dhcp.as_ref().map(|dhcp| {
             let (first, last) = dhcp.range;
             let size = last.to_bits() - first.to_bits() + 1;
-            // The place where the search for an address starts outlives a restart, so it hangs on the network only.
-            let mut hasher = DefaultHasher::new();
-            (config.mac, config.network()).hash(&mut hasher);
-            Leases::new(dhcp.range, dhcp.leases_per_port.unwrap_or((size / 2).max(1)), hasher.finish())
+            Leases::new(dhcp.range, dhcp.leases_per_port.unwrap_or((size / 2).max(1)), network_key(&config))
         });
         let dns_servers = if config.dns.is_empty() { vec![config.address] } else { config.dns.clone() };
         let streams =
-            tcp::Server::new(config.mac, config.address, config.prefix, config.mtu, entropy.next(), start.now);
+            tcp::Server::new(config.mac, &six::stack_addresses(&config), config.mtu, entropy.next(), start.now);
+        let key = network_key(&config);
+        let quota = config.dhcp.as_ref().map(|dhcp| (dhcp.leases_per_port.unwrap_or(SIX_QUOTA), key));
+        let six = config.ipv6.clone().map(|ipv6| six::Six::new(ipv6, config.mac, quota, start.now));
         let mut gateway = Gateway {
             domain,
             dns_servers,
@@ -169,6 +176,7 @@ impl Gateway {
             dhcp_rates: Rates::default(),
             forwarder: Forwarder::default(),
             streams,
+            six,
             entropy,
             start,
             counters: Arc::default(),
@@ -185,26 +193,35 @@ impl Gateway {
         let Start { now, unix_secs, .. } = self.start;
         let Some(mut leases) = self.leases.take() else { return };
         for record in &stored.leases {
+            let IpAddr::V4(address) = record.address else { continue };
             let left = record.expires_unix_secs.saturating_sub(unix_secs);
             // An end further away than a lease lasts is a clock that was set, not a lease.
             let span = Nanos::SECOND.times(left.min(self.lease_secs().into()));
-            let fits = self.config.has_host(record.address) && !packet::is_group(record.mac);
+            let fits = self.config.has_host(address) && !packet::is_group(record.mac);
             if left == 0 || !fits || leases.of_mac(record.mac).is_some() {
                 continue;
             }
             // Members are not known yet; an address that is none of the range can only have been one of theirs.
             let own = [Some(self.config.address), self.config.router];
-            let claim = Claim { mac: record.mac, port: None, fixed: Some(record.address) };
-            if own.contains(&Some(record.address)) {
+            let claim = Claim { mac: record.mac, port: None, fixed: Some(address) };
+            if own.contains(&Some(address)) {
                 continue;
             }
             let name = record.name.as_deref().and_then(names::label).filter(|name| !names::is_reserved(name));
             // Refused where another record has the address; the first one remains.
-            let _ = leases.bind(&claim, record.address, name, &|_| false, now, now.after(span));
+            let _ = leases.bind(&claim, address, name, &|_| false, now, now.after(span));
         }
         // What was read is kept already; what no longer fits goes with the next snapshot.
         leases.take_changes(|_| 0);
         self.leases = Some(leases);
+        for record in &stored.leases {
+            let IpAddr::V6(address) = record.address else { continue };
+            let left = record.expires_unix_secs.saturating_sub(unix_secs);
+            if left > 0 && !packet::is_group(record.mac) {
+                let span = Nanos::SECOND.times(left.min(self.lease_secs().into()));
+                self.restore6(record.mac, address, record.name.clone(), now.after(span));
+            }
+        }
     }
 
     /// The settings that it was created with.
@@ -240,7 +257,24 @@ impl Gateway {
             }
             leases.reservations_changed();
         }
+        if let Some(leases) = self.six.as_mut().and_then(|six| six.leases.as_mut()) {
+            if leases.named(&name).is_some_and(|a| mac.is_none_or(|m| leases.of_mac(m).is_none_or(|(b, _)| b != a))) {
+                leases.strip_name(&name);
+            }
+            if let (Some(address), Some(_)) = (address, mac) {
+                leases.revoke(address, mac);
+            }
+            leases.reservations_changed();
+        }
         Ok(())
+    }
+
+    /// Sets all names of the file under which IPv6 addresses are found.
+    pub fn set_names6(&mut self, names: &[Name6]) {
+        self.members.set_names6(names);
+        if let Some(leases) = self.six.as_mut().and_then(|six| six.leases.as_mut()) {
+            leases.reservations_changed();
+        }
     }
 
     /// Removes the member of that name; whether there was one. Its lease, if any, runs on until it ends.
@@ -267,6 +301,9 @@ impl Gateway {
         checksum: Checksum,
         ingress: Option<Token>,
     ) -> Result<(), Reason> {
+        if self.six.is_some() && frame.get(12..14) == Some(&[0x86, 0xdd]) {
+            return self.input6(now, frame, checksum, ingress);
+        }
         match packet::read(frame, self.config.mac)? {
             Inbound::Other => self.counters.ignored_frames.add(1),
             Inbound::Arp { asker_mac, asker, target, is_request } => {
@@ -589,28 +626,46 @@ impl Gateway {
                 return Some(dns::bare(id, flags, code, recursion));
             }
         };
-        let local = |record| {
+        let subject = query.subject(&self.domain);
+        let name = if let dns::Subject::Member(name) = &subject { name.as_str() } else { "" };
+        let found6 = self.resolve6(now, name);
+        if let dns::Subject::Address(IpAddr::V6(address)) = subject
+            && let Some(six) = &mut self.six
+        {
+            six.check(address, now);
+        }
+        let local = |records: &[dns::Record<'_>]| {
             counters.dns_local_answers.add(1);
-            Some(query.answer(dns::Code::NoError, record, &self.domain, recursion))
+            Some(query.answer(dns::Code::NoError, records, &self.domain, recursion))
         };
         let unknown = |zone: &[String]| {
             counters.dns_unknown_names.add(1);
-            Some(query.answer(dns::Code::NameError, None, zone, recursion))
+            Some(query.answer(dns::Code::NameError, &[], zone, recursion))
         };
-        match query.subject(&self.domain) {
-            dns::Subject::Domain => local(None),
+        match subject {
+            dns::Subject::Domain => local(&[]),
             dns::Subject::Nobody => unknown(&self.domain),
+            // A name without an address of the family that is asked for is known all the same: NXDOMAIN would end the
+            // search for the other one.
             dns::Subject::Member(name) => match self.resolve(&name) {
-                Some(address) => local(address.filter(|_| query.wants_address()).map(dns::Record::Address)),
-                None => unknown(&self.domain),
+                None if found6.is_empty() && !self.knows6(&name) => unknown(&self.domain),
+                found => {
+                    let (four, six) = query.wants_addresses();
+                    let four = found.flatten().filter(|_| four).map(IpAddr::from);
+                    let six = found6.into_iter().filter(|_| six).map(IpAddr::from);
+                    local(&four.into_iter().chain(six).map(dns::Record::Address).collect::<Vec<_>>())
+                }
             },
-            dns::Subject::Address(address) if self.config.has_host(address) => match self.name_of(address) {
-                Some(name) => local(query.wants_name().then_some(dns::Record::Name(name, &self.domain))),
+            dns::Subject::Address(address) if self.is_ours(address) => match self.name_of(address) {
+                Some(name) => {
+                    let record = query.wants_name().then_some(dns::Record::Name(name, &self.domain));
+                    local(record.as_slice())
+                }
                 None => unknown(&[]),
             },
             dns::Subject::Address(_) | dns::Subject::Elsewhere if self.config.forward => {
                 let room = match client {
-                    Client::Udp { .. } => query.udp_room(self.config.mtu),
+                    Client::Udp { .. } | Client::Udp6 { .. } => query.udp_room(self.config.mtu),
                     Client::Tcp(_) => usize::from(u16::MAX),
                 };
                 let id = self.entropy.next() as u16;
@@ -623,13 +678,13 @@ impl Gateway {
                     Err(NotForwarded::Repeated) => None,
                     Err(NotForwarded::Full) => {
                         counters.dns_failures.add(1);
-                        Some(query.answer(dns::Code::ServerFailure, None, &[], recursion))
+                        Some(query.answer(dns::Code::ServerFailure, &[], &[], recursion))
                     }
                 }
             }
             dns::Subject::Address(_) | dns::Subject::Elsewhere | dns::Subject::Barred => {
                 counters.dns_refused.add(1);
-                Some(query.answer(dns::Code::Refused, None, &[], recursion))
+                Some(query.answer(dns::Code::Refused, &[], &[], recursion))
             }
         }
     }
@@ -649,7 +704,19 @@ impl Gateway {
         self.leases.as_ref()?.named(name).map(Some)
     }
 
-    fn name_of(&self, address: Ipv4Addr) -> Option<&str> {
+    /// Whether `address` is one of this network, about which the gateway knows all that there is.
+    fn is_ours(&self, address: IpAddr) -> bool {
+        match address {
+            IpAddr::V4(address) => self.config.has_host(address),
+            IpAddr::V6(address) => self.holds6(address),
+        }
+    }
+
+    fn name_of(&self, address: IpAddr) -> Option<&str> {
+        let address = match address {
+            IpAddr::V4(address) => address,
+            IpAddr::V6(address) => return self.name_of6(address),
+        };
         if let Some(member) = self.members.of_address(address) {
             return Some(&member.name);
         }
@@ -731,6 +798,10 @@ impl Gateway {
                 };
                 self.send(packet::udp(&to, dns::PORT, port, &delivery.bytes))
             }
+            Client::Udp6 { mac, address, port, own } => {
+                let (route, bytes) = ((mac, address, own), &delivery.bytes);
+                self.answer6(route, port, bytes)
+            }
             Client::Tcp(stream) => {
                 self.streams.answer(stream, &delivery.bytes);
                 self.serve_streams(now);
@@ -752,6 +823,16 @@ impl Gateway {
         let _ = self.deliver(now, delivery);
     }
 
+    /// Whether it has a prefix for IPv6, and has not withdrawn it.
+    pub fn serves_ipv6(&self) -> bool {
+        self.six.is_some()
+    }
+
+    /// Whether what was advertised is withdrawn.
+    pub fn has_withdrawn(&self) -> bool {
+        self.config.ipv6.is_some() && self.six.is_none()
+    }
+
     // What comes out
 
     /// Runs timers. Returns when to be called again although nothing happens.
@@ -759,6 +840,7 @@ impl Gateway {
         if let Some(leases) = &mut self.leases {
             leases.expire(now);
         }
+        self.poll6(now);
         while let Some(delivery) = self.forwarder.expired(now) {
             self.counters.dns_failures.add(1);
             let _ = self.deliver(now, delivery);
@@ -772,7 +854,8 @@ impl Gateway {
     /// When [`Gateway::poll`] is due, if ever.
     pub fn deadline(&mut self, now: Nanos) -> Option<Nanos> {
         let leases = self.leases.as_ref().and_then(Leases::next_expiry);
-        [leases, self.forwarder.deadline(), self.streams.deadline(now)].into_iter().flatten().min()
+        let six = self.six.as_ref().and_then(six::Six::deadline);
+        [leases, six, self.forwarder.deadline(), self.streams.deadline(now)].into_iter().flatten().min()
     }
 
     /// The next frame to send.
@@ -793,7 +876,10 @@ impl Gateway {
     /// What became of the leases that changed since the last call, to be kept.
     pub fn take_lease_changes(&mut self) -> Vec<LeaseChange> {
         let to_unix = self.to_unix();
-        let changes = self.leases.as_mut().map(|leases| leases.take_changes(to_unix)).unwrap_or_default();
+        let mut changes = self.leases.as_mut().map(|leases| leases.take_changes(&to_unix)).unwrap_or_default();
+        if let Some(six) = &mut self.six {
+            changes.extend(six.take_changes(&to_unix));
+        }
         self.counters.lease_changes.add(changes.len() as u64);
         changes
     }
@@ -804,24 +890,38 @@ impl Gateway {
         move |at| unix_secs + at.since(now).0.div_ceil(Nanos::SECOND.0)
     }
 
-    fn lease_at(&self, address: Ipv4Addr) -> Option<&lease::Lease> {
-        self.leases.as_ref()?.at(address)
+    fn lease_at(&self, address: IpAddr) -> Option<&lease::Lease> {
+        match address {
+            IpAddr::V4(address) => self.leases.as_ref()?.at(address),
+            IpAddr::V6(address) => self.six.as_ref()?.lease_at(address),
+        }
     }
 
     /// The bound leases now.
     pub fn leases(&self) -> LeaseStore {
-        self.leases.as_ref().map(|leases| leases.store(self.to_unix())).unwrap_or_default()
+        let mut store = self.leases.as_ref().map(|leases| leases.store(self.to_unix())).unwrap_or_default();
+        store.leases.extend(self.six.iter().flat_map(|six| six.store(self.to_unix())));
+        store
     }
 
     /// Facts for status.
     pub fn details(&self) -> Vec<(&'static str, String)> {
         let (used, size) = self.leases.as_ref().map_or((0, 0), Leases::usage);
-        vec![
+        let mut all = vec![
             ("address", format!("{}/{}", self.config.address, self.config.prefix)),
             ("dynamic_leases", format!("{used} of {size}")),
             ("queries_outstanding", self.forwarder.outstanding().to_string()),
-        ]
+        ];
+        all.extend(self.six.iter().flat_map(six::Six::details));
+        all
     }
+}
+
+/// Where the search for an address starts; it outlives a restart, so it hangs on the network only.
+fn network_key(config: &GatewayConfig) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (config.mac, config.network()).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// Whether `member` can be one of a network with `config`.

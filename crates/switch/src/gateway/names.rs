@@ -14,10 +14,12 @@
 use crate::frame::Mac;
 use crate::gateway::ConfigError;
 use std::collections::HashMap;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 /// Longest label of a name (RFC 1035 §2.3.4).
 pub(crate) const MAX_LABEL_BYTES: usize = 63;
+/// Most fixed IPv6 addresses of one member.
+pub(crate) const MAX_STATIC6: usize = 16;
 /// Most members of one network.
 pub const MAX_MEMBERS: usize = 16_384;
 
@@ -30,6 +32,17 @@ pub struct Member {
     pub mac: Option<Mac>,
     /// Its address, where that is fixed; may lie inside the range of dynamic leases, which then leaves it out.
     pub address: Option<Ipv4Addr>,
+}
+
+/// A name under which a member's IPv6 addresses are found, whether or not it has an IPv4 address of the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Name6 {
+    /// One label, without the domain.
+    pub name: String,
+    /// Its MAC address, where that is fixed: what it leases, and gives itself, has the name.
+    pub mac: Option<Mac>,
+    /// Its fixed addresses.
+    pub addresses: Vec<Ipv6Addr>,
 }
 
 /// The label in small letters, if it is one that a host may have: letters, digits and inner hyphens
@@ -90,6 +103,11 @@ pub(crate) struct Members {
     by_name: HashMap<String, Member>,
     name_of_mac: HashMap<Mac, String>,
     name_of_address: HashMap<Ipv4Addr, String>,
+    /// Fixed IPv6 addresses and MAC addresses, by the member's name, and the other way.
+    static6: HashMap<String, Vec<Ipv6Addr>>,
+    name_of6: HashMap<Ipv6Addr, String>,
+    mac6: HashMap<String, Mac>,
+    name_of_mac6: HashMap<Mac, String>,
 }
 
 impl Members {
@@ -127,6 +145,53 @@ impl Members {
             self.name_of_address.remove(&address);
         }
         Some(member)
+    }
+
+    /// Sets all names that are for IPv6; names and addresses that occur twice are the first one's.
+    pub(crate) fn set_names6(&mut self, names: &[Name6]) {
+        self.static6.clear();
+        self.name_of6.clear();
+        self.mac6.clear();
+        self.name_of_mac6.clear();
+        for Name6 { name, mac, addresses } in names.iter().take(MAX_MEMBERS) {
+            let Some(name) = label(name).filter(|name| !self.static6.contains_key(name)) else { continue };
+            if let Some(mac) = mac.filter(|mac| !self.name_of_mac6.contains_key(mac)) {
+                self.mac6.insert(name.clone(), mac);
+                self.name_of_mac6.insert(mac, name.clone());
+            }
+            let free: Vec<_> =
+                addresses.iter().copied().filter(|a| !self.name_of6.contains_key(a)).take(MAX_STATIC6).collect();
+            self.name_of6.extend(free.iter().map(|address| (*address, name.clone())));
+            self.static6.insert(name, free);
+        }
+    }
+
+    /// The MAC address that the file gives to the member of that name, and the other way.
+    pub(crate) fn mac6(&self, name: &str) -> Option<Mac> {
+        self.mac6.get(name).copied()
+    }
+
+    pub(crate) fn name_of_mac6(&self, mac: Mac) -> Option<&str> {
+        self.name_of_mac6.get(&mac).map(String::as_str)
+    }
+
+    /// The fixed IPv6 addresses of the member of that name, which is in small letters.
+    pub(crate) fn static6(&self, name: &str) -> &[Ipv6Addr] {
+        self.static6.get(name).map_or(&[], |list| list)
+    }
+
+    /// Whether the file has a member of that name.
+    pub(crate) fn lists6(&self, name: &str) -> bool {
+        self.static6.contains_key(name)
+    }
+
+    /// Whether some member has that fixed IPv6 address.
+    pub(crate) fn has_static6(&self, address: Ipv6Addr) -> bool {
+        self.name_of6.contains_key(&address)
+    }
+
+    pub(crate) fn name_of6(&self, address: Ipv6Addr) -> Option<&str> {
+        self.name_of6.get(&address).map(String::as_str)
     }
 
     /// The member of that name, which is in small letters.

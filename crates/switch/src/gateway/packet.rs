@@ -14,10 +14,10 @@ use smoltcp::wire::{
 use std::net::Ipv4Addr;
 
 /// Hop limit of what the gateway sends (the recommended default of RFC 1700).
-const HOP_LIMIT: u8 = 64;
-const ETHERNET_BYTES: usize = 14;
+pub(super) const HOP_LIMIT: u8 = 64;
+pub(super) const ETHERNET_BYTES: usize = 14;
 const IPV4_BYTES: usize = 20;
-const UDP_BYTES: usize = 8;
+pub(super) const UDP_BYTES: usize = 8;
 /// Bytes of the offending packet that an ICMP error quotes behind its header (RFC 792).
 const QUOTED_BYTES: usize = 8;
 
@@ -121,7 +121,7 @@ pub(super) fn read_udp<'a>(
     Ok((udp.src_port(), udp.dst_port(), &payload[UDP_BYTES..length]))
 }
 
-fn ethernet(source: Mac, destination: Mac, ethertype: EthernetProtocol, payload_len: usize) -> Vec<u8> {
+pub(super) fn ethernet(source: Mac, destination: Mac, ethertype: EthernetProtocol, payload_len: usize) -> Vec<u8> {
     let mut frame = vec![0; ETHERNET_BYTES + payload_len];
     let repr = EthernetRepr { src_addr: EthernetAddress(source), dst_addr: EthernetAddress(destination), ethertype };
     repr.emit(&mut EthernetFrame::new_unchecked(&mut frame[..]));
@@ -171,9 +171,11 @@ pub(super) fn udp(route: &Route, source_port: u16, destination_port: u16, payloa
     frame
 }
 
-/// A frame around an IPv4 packet that is complete, for the TCP stack's output.
+/// A frame around an IP packet that is complete, for the TCP stack's output.
 pub(super) fn around(source: Mac, destination: Mac, packet: &[u8]) -> Vec<u8> {
-    let mut frame = ethernet(source, destination, EthernetProtocol::Ipv4, packet.len());
+    let kind =
+        if packet.first().is_some_and(|b| b >> 4 == 6) { EthernetProtocol::Ipv6 } else { EthernetProtocol::Ipv4 };
+    let mut frame = ethernet(source, destination, kind, packet.len());
     frame[ETHERNET_BYTES..].copy_from_slice(packet);
     frame
 }

@@ -20,17 +20,17 @@
 //! is lost as if on a wire: frames not received from it yet, offers, queries and TCP connections. Guests repeat them.
 
 use super::{
-    ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord, LeaseStore, Member, Start,
-    UpstreamQuery, check_member, packet,
+    ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord, LeaseStore, Member, Name6,
+    Start, UpstreamQuery, check_member, packet, six,
 };
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
-use crate::frame::{Batch, Offload};
+use crate::frame::{Batch, Mac, Offload};
 use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
 use crate::gateway::names::Members;
 use crate::port::{Caps, Fault, Link, Port, Sent};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -42,22 +42,25 @@ enum Command {
     RemoveMember(String),
     Answer(u64, Vec<u8>),
     SetForward(bool),
+    SetNames6(Vec<Name6>),
+    SetRouter6(Option<Mac>, u16),
+    Withdraw,
 }
 
 #[derive(Default)]
 struct Outbox {
     queries: Vec<UpstreamQuery>,
     /// What the handle has not applied to its table yet.
-    leases: HashMap<Ipv4Addr, LeaseChange>,
+    leases: HashMap<IpAddr, LeaseChange>,
 }
 
 /// The control side's copy of the lease table. The worker's thread never waits for it, since others copy it whole
 /// under its lock; only [`GatewayHandle::restart`] does, after a panic.
 #[derive(Default)]
 struct Table {
-    leases: BTreeMap<Ipv4Addr, LeaseRecord>,
+    leases: BTreeMap<IpAddr, LeaseRecord>,
     /// Changes that [`GatewayHandle::take_lease_changes`] has not handed out.
-    untaken: BTreeSet<Ipv4Addr>,
+    untaken: BTreeSet<IpAddr>,
 }
 
 impl Table {
@@ -85,6 +88,10 @@ struct Shared {
     config: GatewayConfig,
     /// What the handle said last.
     forward: AtomicBool,
+    /// The router for IPv6 that the handle set last.
+    router6: Mutex<Option<(Option<Mac>, u16)>>,
+    /// The last advertisement has left.
+    withdrawn: AtomicBool,
     start: Start,
     /// Times that the port was restarted.
     remade: AtomicU64,
@@ -154,6 +161,29 @@ impl GatewayHandle {
         self.send(Command::SetForward(forward));
     }
 
+    /// Queues [`Gateway::set_names6`] for the worker.
+    pub fn set_names6(&self, names: Vec<Name6>) {
+        lock(&self.0.members).set_names6(&names);
+        self.send(Command::SetNames6(names));
+    }
+
+    /// Queues [`Gateway::set_router6`] for the worker: an uplink for IPv6 came or went.
+    pub fn set_router6(&self, router: Option<Mac>, secs: u16) {
+        *lock(&self.0.router6) = Some((router, secs));
+        self.send(Command::SetRouter6(router, secs));
+    }
+
+    /// Queues [`Gateway::withdraw`] for the worker; [`GatewayHandle::is_withdrawn`] tells when it is done.
+    pub fn withdraw(&self) {
+        self.send(Command::Withdraw);
+    }
+
+    /// Whether what was advertised has been withdrawn, and all answers have left; also if nothing ever was advertised.
+    pub fn is_withdrawn(&self) -> bool {
+        // Acquire, partner of the port's store: the frames were received before.
+        self.0.config.ipv6.is_none() || self.0.withdrawn.load(Ordering::Acquire)
+    }
+
     /// Queues [`Gateway::answer`] for the worker.
     pub fn answer(&self, id: u64, bytes: Vec<u8>) {
         self.send(Command::Answer(id, bytes));
@@ -205,7 +235,10 @@ impl GatewayHandle {
         // Leases are kept by the time of day as this clock tells it, so that one that was set meanwhile moves none.
         let unix_secs = first.unix_secs + now.since(first.now).0 / Nanos::SECOND.0;
         let start = Start { now, unix_secs, entropy: key };
-        let config = GatewayConfig { forward: shared.forward.load(Ordering::Relaxed), ..shared.config.clone() };
+        let mut config = GatewayConfig { forward: shared.forward.load(Ordering::Relaxed), ..shared.config.clone() };
+        if let (Some(ipv6), Some((router, secs))) = (&mut config.ipv6, *lock(&shared.router6)) {
+            (ipv6.router, ipv6.router_secs) = (router, secs.min(9000));
+        }
         let mut gateway = Gateway::new(config, &self.leases(), start)?;
         // Leases that ended meanwhile are not restored.
         let mut table = self.table();
@@ -263,6 +296,8 @@ impl GatewayPort {
             wake_host: Mutex::default(),
             members: Mutex::new(gateway.members.clone()),
             forward: AtomicBool::new(gateway.config().forward),
+            router6: Mutex::default(),
+            withdrawn: AtomicBool::new(false),
             config: gateway.config().clone(),
             start: gateway.start,
             remade: AtomicU64::new(0),
@@ -294,6 +329,9 @@ impl GatewayPort {
                 Command::RemoveMember(name) => drop(self.gateway.remove_member(&name)),
                 Command::Answer(id, bytes) => self.gateway.answer(self.now, id, bytes),
                 Command::SetForward(forward) => self.gateway.set_forward(forward),
+                Command::SetNames6(names) => self.gateway.set_names6(&names),
+                Command::SetRouter6(router, secs) => self.gateway.set_router6(router, secs),
+                Command::Withdraw => self.gateway.withdraw(),
             }
         }
     }
@@ -354,6 +392,10 @@ impl Port for GatewayPort {
 
     fn release(&mut self) -> Result<(), Fault> {
         self.sending.clear();
+        if self.gateway.queued() == 0 && self.gateway.has_withdrawn() {
+            // Release, partner of the handle's load.
+            self.shared.withdrawn.store(true, Ordering::Release);
+        }
         Ok(())
     }
 
@@ -362,7 +404,8 @@ impl Port for GatewayPort {
         for index in which {
             let frame = &batch.frames()[usize::from(*index)];
             let destination = frame.destination();
-            if destination != self.gateway.config().mac && packet::is_group(destination) && destination != [0xff; 6] {
+            let is_group = packet::is_group(destination) && destination != [0xff; 6];
+            if is_group && !(self.gateway.serves_ipv6() && six::is_for_gateway(frame.head())) {
                 // Multicast, the bulk of what is flooded: not worth a copy.
                 self.gateway.counters().ignored_frames.add(1);
             } else if frame.len() > self.caps().max_frame_bytes as usize {

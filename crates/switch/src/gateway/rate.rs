@@ -24,21 +24,29 @@ const FIRST_SWEEP: usize = 256;
 #[derive(Debug)]
 pub(super) struct Rates {
     full_at: HashMap<Source, Nanos>,
+    /// The time in which one token comes back, and how many there are.
+    token: Nanos,
+    burst: u64,
     /// Number of entries at which full buckets are removed next.
     sweep_at: usize,
 }
 
 impl Default for Rates {
     fn default() -> Self {
-        Rates { full_at: HashMap::new(), sweep_at: FIRST_SWEEP }
+        Rates::new(TOKEN, BURST)
     }
 }
 
 impl Rates {
+    /// Buckets of `burst` tokens, one of which comes back in the time of `token`.
+    pub(super) fn new(token: Nanos, burst: u64) -> Rates {
+        Rates { full_at: HashMap::new(), token, burst, sweep_at: FIRST_SWEEP }
+    }
+
     /// Takes a token of `source`; `false` where it has none left.
     pub(super) fn take(&mut self, source: Source, now: Nanos) -> bool {
-        let full_at = self.full_at.get(&source).copied().unwrap_or(now).max(now).after(TOKEN);
-        if full_at.since(now) > TOKEN.times(BURST) {
+        let full_at = self.full_at.get(&source).copied().unwrap_or(now).max(now).after(self.token);
+        if full_at.since(now) > self.token.times(self.burst) {
             return false;
         }
         if self.full_at.len() >= self.sweep_at {

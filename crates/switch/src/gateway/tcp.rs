@@ -16,8 +16,8 @@ use smoltcp::iface::{Config, Interface, SocketHandle, SocketSet};
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::socket::tcp;
 use smoltcp::time::{Duration, Instant};
-use smoltcp::wire::{HardwareAddress, IpAddress, IpCidr, Ipv4Packet, TcpPacket};
-use std::net::Ipv4Addr;
+use smoltcp::wire::{HardwareAddress, IpCidr, Ipv4Packet, Ipv6Packet, TcpPacket};
+use std::net::IpAddr;
 
 /// Most connections at a time.
 pub(super) const MAX_STREAMS: usize = 16;
@@ -44,7 +44,7 @@ pub(super) struct Stream {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Peer {
     mac: Mac,
-    address: Ipv4Addr,
+    address: IpAddr,
     port: u16,
     source: Source,
 }
@@ -89,14 +89,17 @@ fn instant(now: Nanos) -> Instant {
 }
 
 impl Server {
-    pub(super) fn new(mac: Mac, address: Ipv4Addr, prefix: u8, mtu: u16, seed: u64, now: Nanos) -> Server {
+    /// `addresses`: the gateway's, at most one of each family, with the lengths of their prefixes.
+    pub(super) fn new(mac: Mac, addresses: &[(IpAddr, u8)], mtu: u16, seed: u64, now: Nanos) -> Server {
         let mut wire = Wire { input: None, output: Vec::new(), mtu: usize::from(mtu) };
         let mut config = Config::new(HardwareAddress::Ip);
         config.random_seed = seed;
         let mut interface = Interface::new(config, &mut wire, instant(now));
-        interface.update_ip_addrs(|addresses| {
-            // The list is empty and holds at least one.
-            let _ = addresses.push(IpCidr::new(IpAddress::Ipv4(address), prefix));
+        interface.update_ip_addrs(|list| {
+            for (address, prefix) in addresses {
+                // The list is empty and holds two.
+                let _ = list.push(IpCidr::new((*address).into(), *prefix));
+            }
         });
         let mut sockets = SocketSet::new(Vec::with_capacity(MAX_STREAMS));
         let connections = (0..MAX_STREAMS).map(|_| {
@@ -118,13 +121,9 @@ impl Server {
         Server { interface, wire, sockets, connections, generation: 0, mac, frames: Vec::new(), unserved: false }
     }
 
-    /// Gives an IPv4 packet with TCP, whose checksum is known to be right, to the stack; `port` is the one that is served.
+    /// Gives an IP packet with TCP, whose checksum is known to be right, to the stack; `port` is the one that is served.
     pub(super) fn input(&mut self, now: Nanos, packet: &[u8], mac: Mac, source: Source, port: u16) -> Taken {
-        let view = Ipv4Packet::new_unchecked(packet);
-        let address = view.src_addr();
-        let Ok(segment) = TcpPacket::new_checked(&packet[usize::from(view.header_len())..]) else {
-            return Taken::Stray;
-        };
+        let Some((address, _, segment)) = ends(packet) else { return Taken::Stray };
         if segment.dst_port() != port || segment.src_port() == 0 {
             return Taken::Stray;
         }
@@ -248,9 +247,8 @@ impl Server {
     /// Puts frames around the packets of the stack, while the connections that they belong to are known.
     fn address_output(&mut self) {
         for packet in std::mem::take(&mut self.wire.output) {
-            let Ok(view) = Ipv4Packet::new_checked(&packet[..]) else { continue };
-            let Ok(segment) = TcpPacket::new_checked(&packet[usize::from(view.header_len())..]) else { continue };
-            let to = (view.dst_addr(), segment.dst_port());
+            let Some((_, address, segment)) = ends(&packet) else { continue };
+            let to = (address, segment.dst_port());
             let mut peers = self.connections.iter().filter_map(|c| c.peer);
             if let Some(peer) = peers.find(|p| (p.address, p.port) == to) {
                 self.frames.push(super::packet::around(self.mac, peer.mac, &packet));
@@ -274,6 +272,22 @@ impl Server {
         let stack = stack.map(|at| Nanos(at.total_micros().max(0) as u64 * 1000));
         Some(stack.map_or(idle, |at| at.min(idle)))
     }
+}
+
+/// The source, the destination and the segment of an IP packet with TCP behind its header, of either family.
+fn ends(packet: &[u8]) -> Option<(IpAddr, IpAddr, TcpPacket<&[u8]>)> {
+    let (source, destination, at): (IpAddr, IpAddr, usize) = match packet.first()? >> 4 {
+        4 => {
+            let view = Ipv4Packet::new_checked(packet).ok()?;
+            (view.src_addr().into(), view.dst_addr().into(), view.header_len().into())
+        }
+        6 => {
+            let view = Ipv6Packet::new_checked(packet).ok()?;
+            (view.src_addr().into(), view.dst_addr().into(), view.header_len())
+        }
+        _ => return None,
+    };
+    Some((source, destination, TcpPacket::new_checked(packet.get(at..)?).ok()?))
 }
 
 /// The stack's device: one packet in, some out.

@@ -36,6 +36,7 @@ fn config() -> GatewayConfig {
         name: "gateway".into(),
         forward: true,
         dhcp: Some(DhcpConfig { range: (ip(16), ip(23)), lease_secs: 3600, leases_per_port: None }),
+        ipv6: None,
     }
 }
 

@@ -37,17 +37,17 @@ const SHIM6: u8 = 140;
 const MAX_EXTENSIONS: usize = 8;
 
 // Messages of ICMPv6 (RFC 4861 §4, RFC 2710, RFC 3810).
-const MLD_REPORT: u8 = 131;
-const MLD_DONE: u8 = 132;
-const ROUTER_SOLICITATION: u8 = 133;
+pub(super) const MLD_REPORT: u8 = 131;
+pub(super) const MLD_DONE: u8 = 132;
+pub(super) const ROUTER_SOLICITATION: u8 = 133;
 pub(super) const ROUTER_ADVERTISEMENT: u8 = 134;
 pub(super) const NEIGHBOUR_SOLICITATION: u8 = 135;
 pub(super) const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
 pub(super) const REDIRECT: u8 = 137;
-const MLD2_REPORT: u8 = 143;
+pub(super) const MLD2_REPORT: u8 = 143;
 
-const SOURCE_LINK_LAYER: u8 = 1;
-const TARGET_LINK_LAYER: u8 = 2;
+pub(super) const SOURCE_LINK_LAYER: u8 = 1;
+pub(super) const TARGET_LINK_LAYER: u8 = 2;
 
 /// What a packet carries.
 pub(super) enum Upper<'p> {
@@ -116,7 +116,7 @@ pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
 }
 
 /// Whether each option of that kind tells the Ethernet source, and the options are well formed (RFC 4861 §4.6).
-fn options_tell(mut options: &[u8], kind: u8, mac: &Mac) -> bool {
+pub(super) fn options_tell(mut options: &[u8], kind: u8, mac: &Mac) -> bool {
     while let Some(&[this, units]) = options.get(..2) {
         let Some((option, rest)) = options.split_at_checked(8 * usize::from(units)) else { return false };
         if units == 0 || this == kind && option.get(2..8) != Some(mac) {

@@ -65,8 +65,12 @@ fn an_exchange_gives_an_address_and_answers_go_where_the_client_can_hear_them() 
     let ack = world.select(1, Some("alpha"), offer.address).unwrap();
     assert_eq!((ack.kind, ack.to_mac, ack.to), (Ack, mac(1), offer.address));
     let changes = world.gateway.take_lease_changes();
-    let want =
-        LeaseRecord { mac: mac(1), address: offer.address, name: Some("alpha".into()), expires_unix_secs: UNIX + 3600 };
+    let want = LeaseRecord {
+        mac: mac(1),
+        address: offer.address.into(),
+        name: Some("alpha".into()),
+        expires_unix_secs: UNIX + 3600,
+    };
     assert_eq!(changes, [LeaseChange::Bound(want)]);
     assert_eq!(world.gateway.take_lease_changes(), []);
 
@@ -96,6 +100,7 @@ fn an_address_is_free_again_when_its_lease_ran_out_or_was_released() {
     assert!(world.discover(9, None).is_none());
     assert_eq!(world.count("dhcp_exhausted"), 1);
     let second = world.gateway.leases().leases.iter().find(|l| l.mac == mac(2)).unwrap().address;
+    let IpAddr::V4(second) = second else { panic!("IPv6 is off") };
     // Somebody else cannot release it.
     world.ask(Ask { client: second, ..Ask::new(3, Release) });
     assert_eq!((world.gateway.leases().leases.len(), world.count("dhcp_releases")), (8, 0));
@@ -194,7 +199,7 @@ fn leases_outlive_a_restart() {
     let mut world = world.restart(600);
     let mut addresses: Vec<_> = world.gateway.leases().leases.iter().map(|l| (l.mac, l.address)).collect();
     addresses.sort();
-    assert_eq!(addresses, [(mac(1), first), (mac(2), second)]);
+    assert_eq!(addresses, [(mac(1), first.into()), (mac(2), second.into())]);
     assert_eq!(world.gateway.take_lease_changes(), [], "nothing to write");
     assert_eq!(world.select(3, None, first).unwrap().kind, Nak);
     let renewed = world.ask(Ask { client: first, ..Ask::new(1, Request) }).unwrap();
@@ -206,9 +211,9 @@ fn leases_outlive_a_restart() {
 
 #[test]
 fn a_file_that_does_not_fit_does_no_harm() {
-    let record = |n: u8, address, secs| LeaseRecord {
+    let record = |n: u8, address: Ipv4Addr, secs| LeaseRecord {
         mac: mac(n),
-        address,
+        address: address.into(),
         name: Some("-no name-".into()),
         expires_unix_secs: secs,
     };
@@ -343,7 +348,7 @@ fn a_change_of_one_lease_costs_the_same_whatever_the_table_holds() {
         let config = GatewayConfig { prefix: 16, dhcp, ..config() };
         let record = |n: u32| LeaseRecord {
             mac: [6, 0, 0, (n >> 16) as u8, (n >> 8) as u8, n as u8],
-            address: Ipv4Addr::from_bits(range.0.to_bits() + 500 + n),
+            address: Ipv4Addr::from_bits(range.0.to_bits() + 500 + n).into(),
             name: Some(format!("host-{n}")),
             expires_unix_secs: UNIX + 3600,
         };
@@ -377,7 +382,7 @@ fn many_leases_that_end_at_once_are_spread_over_several_turns() {
     let dhcp = Some(DhcpConfig { range, lease_secs: 3600, leases_per_port: None });
     let record = |n: u32| LeaseRecord {
         mac: [6, 0, 0, 0, (n >> 8) as u8, n as u8],
-        address: Ipv4Addr::from_bits(range.0.to_bits() + n),
+        address: Ipv4Addr::from_bits(range.0.to_bits() + n).into(),
         name: None,
         expires_unix_secs: UNIX + 10,
     };

@@ -219,7 +219,7 @@ fn a_client_gets_an_address_resolves_names_and_pings() {
     assert_eq!(config.address.prefix_len(), 24);
     let changes = net.handle.take_lease_changes();
     let kept = matches!(&changes[..], [LeaseChange::Bound(record)]
-        if (record.mac, record.address) == (mac(1), config.address.address()));
+        if (record.mac, record.address) == (mac(1), IpAddr::from(config.address.address())));
     assert!(kept, "{changes:?}");
     assert_eq!(net.handle.take_lease_changes(), []);
 
@@ -257,7 +257,7 @@ fn the_client_keeps_its_address_by_renewing() {
         }
     }
     let leases = net.handle.leases();
-    assert_eq!((leases.leases.len(), leases.leases[0].address), (1, first.address.address()));
+    assert_eq!((leases.leases.len(), leases.leases[0].address), (1, IpAddr::from(first.address.address())));
     assert!(leases.leases[0].expires_unix_secs > UNIX + 3 * 3600);
 }
 

@@ -1,0 +1,292 @@
+//! The DHCPv6 messages (RFC 8415, name servers RFC 3646, names RFC 4704) that the gateway reads and writes.
+//!
+//! Reading takes what a server needs of a message, checks that a message of its kind may have it (RFC 8415 §16), and skips
+//! unknown options. Lists are bounded: a message asks for at most [`MAX_ASSOCIATIONS`] associations with
+//! [`MAX_ADDRESSES`] addresses each. Relayed messages are refused.
+//!
+//! There is no library for this that fits: smoltcp has no DHCPv6, and the crate dhcproto brings a DNS implementation with it.
+
+use super::advertise::write_name;
+use crate::frame::Mac;
+use crate::gateway::names;
+use std::net::Ipv6Addr;
+
+pub(super) const SERVER_PORT: u16 = 547;
+pub(super) const CLIENT_PORT: u16 = 546;
+/// All servers and relays of the link.
+pub(super) const SERVERS: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 1, 2);
+/// Most bytes of a DUID (RFC 8415 §11.1).
+const MAX_DUID_BYTES: usize = 130;
+pub(super) const MAX_ASSOCIATIONS: usize = 8;
+pub(super) const MAX_ADDRESSES: usize = 8;
+
+const CLIENT_ID: u16 = 1;
+const SERVER_ID: u16 = 2;
+const IA_NA: u16 = 3;
+const IA_ADDRESS: u16 = 5;
+const STATUS: u16 = 13;
+const RAPID_COMMIT: u16 = 14;
+const DNS_SERVERS: u16 = 23;
+const DOMAINS: u16 = 24;
+const IA_PD: u16 = 25;
+const NAME: u16 = 39;
+
+/// Kinds of messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Kind {
+    Solicit = 1,
+    Advertise = 2,
+    Request = 3,
+    Confirm = 4,
+    Renew = 5,
+    Rebind = 6,
+    Reply = 7,
+    Release = 8,
+    Decline = 9,
+    Information = 11,
+}
+
+/// Status codes (RFC 8415 §21.13).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub(super) enum Status {
+    Success = 0,
+    NoAddress = 2,
+    NoBinding = 3,
+    NotOnLink = 4,
+    NoPrefix = 6,
+}
+
+/// An identity association: what a client holds addresses by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Association {
+    pub(super) id: [u8; 4],
+    pub(super) addresses: Vec<Ipv6Addr>,
+}
+
+/// What a client sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Message {
+    pub(super) kind: Kind,
+    pub(super) transaction: [u8; 3],
+    pub(super) client: Option<Vec<u8>>,
+    pub(super) server: Option<Vec<u8>>,
+    pub(super) associations: Vec<Association>,
+    /// Associations for prefixes, which are not delegated here.
+    pub(super) prefixes: Vec<[u8; 4]>,
+    pub(super) rapid: bool,
+    /// The first label of its name, in small letters, where that is a valid one.
+    pub(super) name: Option<String>,
+}
+
+/// Splits the first option off: its code, its data, what follows.
+fn option(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
+    let (head, rest) = bytes.split_at_checked(4)?;
+    let (data, rest) = rest.split_at_checked(usize::from(u16::from_be_bytes([head[2], head[3]])))?;
+    Some((u16::from_be_bytes([head[0], head[1]]), data, rest))
+}
+
+fn association(data: &[u8]) -> Option<Association> {
+    // Its ID, then the two times that the client would like, which a server may ignore.
+    let (id, mut rest) = (data.get(..4)?.try_into().ok()?, data.get(12..)?);
+    let mut addresses = Vec::new();
+    while !rest.is_empty() {
+        let (code, data, after) = option(rest)?;
+        if code == IA_ADDRESS && addresses.len() < MAX_ADDRESSES {
+            addresses.push(Ipv6Addr::from(<[u8; 16]>::try_from(data.get(..16)?).ok()?));
+        }
+        rest = after;
+    }
+    Some(Association { id, addresses })
+}
+
+/// The first label of a name in DNS form, behind the flags of option 39.
+fn label(data: &[u8]) -> Option<String> {
+    let length = usize::from(*data.get(1)?);
+    names::label(std::str::from_utf8(data.get(2..2 + length)?).ok()?)
+}
+
+/// Reads a client's message; `None` where it is none, or is not as its kind has to be.
+pub(super) fn read(bytes: &[u8]) -> Option<Message> {
+    let (&[kind, a, b, c], mut rest) = bytes.split_first_chunk::<4>()?;
+    let kind = match kind {
+        1 => Kind::Solicit,
+        3 => Kind::Request,
+        4 => Kind::Confirm,
+        5 => Kind::Renew,
+        6 => Kind::Rebind,
+        8 => Kind::Release,
+        9 => Kind::Decline,
+        11 => Kind::Information,
+        _ => return None,
+    };
+    let mut message = Message {
+        kind,
+        transaction: [a, b, c],
+        client: None,
+        server: None,
+        associations: Vec::new(),
+        prefixes: Vec::new(),
+        rapid: false,
+        name: None,
+    };
+    let duid = |data: &[u8]| (3..=MAX_DUID_BYTES).contains(&data.len()).then(|| data.to_vec());
+    while !rest.is_empty() {
+        let (code, data, after) = option(rest)?;
+        match code {
+            CLIENT_ID if message.client.is_none() => message.client = Some(duid(data)?),
+            SERVER_ID if message.server.is_none() => message.server = Some(duid(data)?),
+            CLIENT_ID | SERVER_ID => return None,
+            IA_NA if message.associations.len() < MAX_ASSOCIATIONS => message.associations.push(association(data)?),
+            IA_PD if message.prefixes.len() < MAX_ASSOCIATIONS => {
+                message.prefixes.push(data.get(..4)?.try_into().ok()?);
+            }
+            RAPID_COMMIT => message.rapid = true,
+            NAME => message.name = label(data),
+            _ => {}
+        }
+        rest = after;
+    }
+    let (client, server) = (message.client.is_some(), message.server.is_some());
+    let valid = match kind {
+        Kind::Solicit | Kind::Confirm | Kind::Rebind => client && !server,
+        Kind::Information => message.associations.is_empty() && message.prefixes.is_empty(),
+        _ => client && server,
+    };
+    valid.then_some(message)
+}
+
+/// The gateway's DUID: by its MAC address (type 3).
+pub(super) fn duid(mac: Mac) -> Vec<u8> {
+    [&[0, 3, 0, 1][..], &mac].concat()
+}
+
+/// An address that an answer grants, and for how long; zero takes it away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Grant {
+    pub(super) address: Ipv6Addr,
+    pub(super) secs: u32,
+}
+
+/// Writes an answer.
+pub(super) struct Answer(Vec<u8>);
+
+impl Answer {
+    pub(super) fn new(to: &Message, kind: Kind, own: Mac) -> Answer {
+        let [a, b, c] = to.transaction;
+        let mut answer = Answer(vec![kind as u8, a, b, c]);
+        if let Some(client) = &to.client {
+            answer.option(CLIENT_ID, client);
+        }
+        answer.option(SERVER_ID, &duid(own));
+        if to.rapid && to.kind == Kind::Solicit && kind == Kind::Reply {
+            answer.option(RAPID_COMMIT, &[]);
+        }
+        answer
+    }
+
+    fn option(&mut self, code: u16, data: &[u8]) {
+        self.0.extend_from_slice(&code.to_be_bytes());
+        self.0.extend_from_slice(&(data.len() as u16).to_be_bytes());
+        self.0.extend_from_slice(data);
+    }
+
+    fn status_data(status: Status, text: &str) -> Vec<u8> {
+        [&(status as u16).to_be_bytes()[..], text.as_bytes()].concat()
+    }
+
+    pub(super) fn status(&mut self, status: Status, text: &str) {
+        self.option(STATUS, &Answer::status_data(status, text));
+    }
+
+    /// An association with its addresses, and a status where there is something to say.
+    pub(super) fn association(&mut self, id: [u8; 4], grants: &[Grant], status: Option<(Status, &str)>) {
+        let secs = grants.iter().map(|g| g.secs).max().unwrap_or(0);
+        // RFC 8415 §21.4: half of the time and eight tenths of it.
+        let (renew, rebind) = (secs / 2, secs - secs / 5);
+        let mut data = Answer([&id[..], &renew.to_be_bytes(), &rebind.to_be_bytes()].concat());
+        for Grant { address, secs } in grants {
+            let times = [secs.to_be_bytes(), secs.to_be_bytes()].concat();
+            data.option(IA_ADDRESS, &[&address.octets()[..], &times].concat());
+        }
+        if let Some((status, text)) = status {
+            data.option(STATUS, &Answer::status_data(status, text));
+        }
+        self.option(IA_NA, &data.0);
+    }
+
+    /// That no prefix is delegated for this association.
+    pub(super) fn no_prefix(&mut self, id: [u8; 4]) {
+        let mut data = Answer([&id[..], &[0; 8]].concat());
+        data.option(STATUS, &Answer::status_data(Status::NoPrefix, "no prefixes are delegated here"));
+        self.option(IA_PD, &data.0);
+    }
+
+    /// What every member may know: the name server and the domain.
+    pub(super) fn facts(&mut self, dns: Ipv6Addr, domain: &[String]) {
+        self.option(DNS_SERVERS, &dns.octets());
+        if !domain.is_empty() {
+            let mut name = Vec::with_capacity(64);
+            write_name(&mut name, domain);
+            self.option(DOMAINS, &name);
+        }
+    }
+
+    pub(super) fn into_bytes(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn solicit() -> Vec<u8> {
+        let mut bytes = vec![1, 9, 8, 7];
+        bytes.extend_from_slice(&[0, 1, 0, 10, 0, 3, 0, 1, 2, 0, 0, 0, 0, 7]);
+        bytes.extend_from_slice(&[0, 3, 0, 12, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0]);
+        bytes.extend_from_slice(b"\x00\x27\x00\x06\x00\x04WeB1");
+        bytes.extend_from_slice(&[0, 14, 0, 0]);
+        bytes
+    }
+
+    #[test]
+    fn a_solicitation_is_read_and_every_cut_is_harmless() {
+        let bytes = solicit();
+        let message = read(&bytes).unwrap();
+        assert_eq!((message.kind, message.transaction, message.rapid), (Kind::Solicit, [9, 8, 7], true));
+        assert_eq!((message.client.unwrap().len(), message.name.as_deref()), (10, Some("web1")));
+        assert_eq!(message.associations, [Association { id: [0, 0, 0, 5], addresses: vec![] }]);
+        (0..bytes.len()).for_each(|cut| drop(read(&bytes[..cut])));
+        assert_eq!(read(&bytes[..17]), None, "half of a DUID");
+    }
+
+    #[test]
+    fn messages_that_lack_or_have_too_much_are_refused() {
+        let with = |kind: u8, options: &[u8]| read(&[&[kind, 0, 0, 0][..], options].concat()).is_some();
+        let (client, server) = ([0, 1, 0, 3, 0, 3, 9], [0, 2, 0, 3, 0, 3, 8]);
+        let both = [client, server].concat();
+        for kind in [1, 4, 6] {
+            assert!(with(kind, &client) && !with(kind, &both) && !with(kind, &[]), "{kind}");
+        }
+        for kind in [3, 5, 8, 9] {
+            assert!(with(kind, &both) && !with(kind, &client) && !with(kind, &server), "{kind}");
+        }
+        assert!(with(11, &[]) && with(11, &both) && !with(11, &[0, 3, 0, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
+        assert!(!with(1, &[client, client].concat()), "two identities");
+        assert!(!with(1, &[&[0, 1, 0, 131][..], &[7; 131]].concat()), "a DUID that is too long");
+        assert!(!with(12, &client) && !with(2, &both) && !with(7, &both), "relays and servers");
+        let many = [&client[..], &[0, 3, 0, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0].repeat(80)].concat();
+        assert_eq!(read(&[&[1, 0, 0, 0][..], &many].concat()).unwrap().associations.len(), MAX_ASSOCIATIONS);
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400), kind in 0u8..14) {
+            let _ = read(&bytes);
+            let _ = read(&[&[kind, 0, 0, 0][..], &bytes].concat());
+        }
+    }
+}

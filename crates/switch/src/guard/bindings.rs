@@ -1,0 +1,298 @@
+//! Which port has which IPv6 address, learned from use: first come, first served (after RFC 6620).
+//!
+//! IPv6 hosts give themselves addresses: stable ones that do not show the MAC address (RFC 7217), and ones that change daily
+//! (RFC 8981). So a guard cannot know them beforehand. A port whose guard learns ([`Learn`]) may claim addresses of the
+//! network's prefix, and link-local ones, that no other port has:
+//!
+//! | frame | what becomes of it |
+//! | --- | --- |
+//! | duplicate address detection of a free address | the address is the port's from now on |
+//! | the same of an address that another port has | passes, so that the holder can object; nothing is learned |
+//! | any packet from a free address | the same as the first: hosts do not ask again after a restart of the switch |
+//! | any packet from an address that another port has | dropped, `source6` |
+//! | neighbour advertisement for such an address, or with another MAC address than the frame's | dropped, `nd_inspection` |
+//! | a claim beyond the port's limit | dropped, `address_limit` |
+//!
+//! An address that is written into another guard's list is that port's. An interface identifier that shows a MAC address
+//! which is locked to another port is not to be claimed either. An address that was not used for [`LIFETIME`] is free again.
+
+use super::ipv6::{self, Upper};
+use super::{Roles, ipv6::link_local};
+use crate::Nanos;
+use crate::drop::Reason;
+use crate::frame::Mac;
+use crate::mac::PortNumber;
+use std::collections::HashMap;
+use std::net::Ipv6Addr;
+
+/// Addresses of one port, unless set otherwise. A host has a link-local, a leased and a stable one, and a temporary one for
+/// each of the last seven days.
+pub const LIMIT: u8 = 16;
+/// How long an address stays a port's without being used.
+const LIFETIME: Nanos = Nanos::SECOND.times(3600);
+
+/// What a port may claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Learn {
+    /// The network's prefix, a /64.
+    pub prefix: Ipv6Addr,
+    /// Most addresses at a time.
+    pub limit: u8,
+    /// Whether sources outside the prefix are refused.
+    pub strict: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Own {
+    address: u128,
+    used: Nanos,
+}
+
+/// The addresses of a network's ports.
+#[derive(Debug, Default)]
+pub(crate) struct Bindings {
+    holders: HashMap<u128, PortNumber>,
+    /// At most the limit for each port.
+    own: HashMap<PortNumber, Vec<Own>>,
+    /// Addresses of guards' lists.
+    listed: HashMap<u128, PortNumber>,
+}
+
+/// The MAC address that an interface identifier shows (modified EUI-64), if it does.
+fn shown_mac(address: u128) -> Option<Mac> {
+    let bytes = address.to_be_bytes();
+    (bytes[11..13] == [0xff, 0xfe]).then(|| [bytes[8] ^ 2, bytes[9], bytes[10], bytes[13], bytes[14], bytes[15]])
+}
+
+impl Bindings {
+    /// Sets which addresses the list of `port`'s guard names.
+    pub(crate) fn list(&mut self, port: PortNumber, addresses: impl Iterator<Item = Ipv6Addr>) {
+        self.listed.retain(|_, holder| *holder != port);
+        self.listed.extend(addresses.map(|address| (address.to_bits(), port)));
+    }
+
+    /// Forgets `port`.
+    pub(crate) fn leave(&mut self, port: PortNumber) {
+        self.listed.retain(|_, holder| *holder != port);
+        for own in self.own.remove(&port).unwrap_or_default() {
+            self.holders.remove(&own.address);
+        }
+    }
+
+    /// Why `address` cannot be `port`'s, if it cannot; it is from now on otherwise.
+    fn claim(
+        &mut self,
+        now: Nanos,
+        port: PortNumber,
+        learn: Learn,
+        address: u128,
+        locked_to: &dyn Fn(Mac) -> Option<PortNumber>,
+    ) -> Result<(), Option<Reason>> {
+        let list = self.own.entry(port).or_default();
+        if let Some(own) = list.iter_mut().find(|own| own.address == address) {
+            own.used = now;
+            return Ok(());
+        }
+        let is_local = address >> 118 == 0xfe80 >> 6;
+        if !is_local && (address ^ learn.prefix.to_bits()) >> 64 != 0 {
+            return if learn.strict { Err(None) } else { Ok(()) };
+        }
+        let other = |holder: Option<PortNumber>| holder.is_some_and(|holder| holder != port);
+        if other(self.listed.get(&address).copied()) || other(shown_mac(address).and_then(locked_to)) {
+            return Err(None);
+        }
+        if let Some(holder) = self.holders.get(&address).copied() {
+            // Not this port's, as its own list does not have it.
+            let theirs = self.own.get_mut(&holder);
+            let stale = theirs.is_none_or(|theirs| {
+                let stale = theirs.iter().any(|o| o.address == address && now.since(o.used) >= LIFETIME);
+                theirs.retain(|o| !(stale && o.address == address));
+                stale
+            });
+            if !stale {
+                return Err(None);
+            }
+        }
+        let list = self.own.entry(port).or_default();
+        if list.len() >= usize::from(learn.limit) {
+            let oldest = list.iter().enumerate().min_by_key(|(_, own)| own.used);
+            match oldest {
+                Some((at, own)) if now.since(own.used) >= LIFETIME => {
+                    let gone = list.swap_remove(at);
+                    self.holders.remove(&gone.address);
+                }
+                _ => return Err(Some(Reason::AddressLimit)),
+            }
+        }
+        list.push(Own { address, used: now });
+        self.holders.insert(address, port);
+        Ok(())
+    }
+
+    /// Why an IPv6 packet (the first bytes of it, or all) from that Ethernet source may not pass from `port`, whose guard
+    /// learns. `locked_to` says to which port a MAC address is locked.
+    pub(crate) fn refuse(
+        &mut self,
+        now: Nanos,
+        port: PortNumber,
+        (learn, roles): (Learn, Roles),
+        packet: &[u8],
+        mac: &Mac,
+        locked_to: &dyn Fn(Mac) -> Option<PortNumber>,
+    ) -> Option<Reason> {
+        let Some(source) = packet.get(..40).and_then(|header| ipv6::address(&header[8..])) else {
+            return Some(Reason::Source6);
+        };
+        let anonymous = source == 0;
+        if packet[0] >> 4 != 6 {
+            return Some(Reason::Source6);
+        }
+        let mut owns = |address: u128, reason: Reason| match address == link_local(mac) {
+            true => None,
+            false => self.claim(now, port, learn, address, locked_to).err().map(|why| why.unwrap_or(reason)),
+        };
+        if !anonymous && let Some(reason) = owns(source, Reason::Source6) {
+            return Some(reason);
+        }
+        match ipv6::upper_layer(packet) {
+            Upper::Hidden => Some(Reason::NdInspection),
+            Upper::Other | Upper::Udp { .. } => anonymous.then_some(Reason::Source6),
+            Upper::Icmp { message, whole } => {
+                let &kind = message.first()?;
+                let options =
+                    |from: usize, kind| whole && message.get(from..).is_some_and(|o| ipv6::options_tell(o, kind, mac));
+                let target = message.get(8..).and_then(ipv6::address);
+                match (kind, target) {
+                    (ipv6::ROUTER_ADVERTISEMENT | ipv6::REDIRECT, _) => (!roles.router).then_some(Reason::RogueRouter),
+                    (ipv6::ROUTER_SOLICITATION, _) => {
+                        (!options(8, ipv6::SOURCE_LINK_LAYER)).then_some(Reason::NdInspection)
+                    }
+                    (ipv6::NEIGHBOUR_SOLICITATION, Some(target)) => {
+                        if !options(24, ipv6::SOURCE_LINK_LAYER) {
+                            return Some(Reason::NdInspection);
+                        }
+                        // That another port has the address, its holder says.
+                        let limit = anonymous.then(|| owns(target, Reason::NdInspection)).flatten();
+                        limit.filter(|reason| *reason == Reason::AddressLimit)
+                    }
+                    (ipv6::NEIGHBOUR_ADVERTISEMENT, Some(target)) => {
+                        if anonymous || !options(24, ipv6::TARGET_LINK_LAYER) {
+                            return Some(Reason::NdInspection);
+                        }
+                        owns(target, Reason::NdInspection)
+                    }
+                    (ipv6::NEIGHBOUR_SOLICITATION | ipv6::NEIGHBOUR_ADVERTISEMENT, None) => Some(Reason::NdInspection),
+                    (ipv6::MLD_REPORT | ipv6::MLD_DONE | ipv6::MLD2_REPORT, _) => None,
+                    _ => anonymous.then_some(Reason::Source6),
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const A: Mac = [2, 0, 0, 0, 0, 7];
+    const B: Mac = [2, 0, 0, 0, 0, 8];
+
+    fn ip(text: &str) -> Ipv6Addr {
+        text.parse().unwrap()
+    }
+
+    fn learn() -> Learn {
+        Learn { prefix: ip("fd00::"), limit: 4, strict: true }
+    }
+
+    fn packet(source: &str, next: u8, payload: &[u8]) -> Vec<u8> {
+        let mut p = vec![0x60, 0, 0, 0, 0, payload.len() as u8, next, 255];
+        p.extend_from_slice(&ip(source).octets());
+        p.extend_from_slice(&ip("ff02::1").octets());
+        p.extend_from_slice(payload);
+        p
+    }
+
+    fn about(kind: u8, source: &str, target: &str, option: &[u8]) -> Vec<u8> {
+        packet(source, 58, &[&[kind, 0, 0, 0, 0, 0, 0, 0][..], &ip(target).octets(), option].concat())
+    }
+
+    struct Ports(Bindings, Nanos);
+
+    impl Ports {
+        fn new() -> Ports {
+            Ports(Bindings::default(), Nanos::SECOND)
+        }
+
+        fn put(&mut self, port: PortNumber, packet: &[u8]) -> Option<Reason> {
+            let mac = if port == 1 { A } else { B };
+            let locked = |mac| [(A, 1), (B, 2)].into_iter().find(|(m, _)| *m == mac).map(|(_, port)| port);
+            self.0.refuse(self.1, port, (learn(), Roles::default()), packet, &mac, &locked)
+        }
+    }
+
+    #[test]
+    fn the_first_port_has_the_address_and_others_neither_use_nor_advertise_it() {
+        let mut ports = Ports::new();
+        let data = |source: &str| packet(source, 6, &[0; 20]);
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None);
+        assert_eq!(ports.put(1, &data("fd00::5")), None);
+        assert_eq!(ports.put(2, &data("fd00::5")), Some(Reason::Source6));
+        assert_eq!(ports.put(2, &about(136, "fe80::ff:fe00:8", "fd00::5", &[])), Some(Reason::NdInspection));
+        assert_eq!(ports.put(2, &about(135, "::", "fd00::5", &[])), None, "the holder objects");
+        assert_eq!(ports.put(2, &data("fd00::5")), Some(Reason::Source6));
+        let tells = |mac: Mac| [&[2, 1][..], &mac].concat();
+        assert_eq!(ports.put(1, &about(136, "fd00::5", "fd00::5", &tells(A))), None);
+        assert_eq!(ports.put(1, &about(136, "fd00::5", "fd00::5", &tells(B))), Some(Reason::NdInspection));
+        assert_eq!(ports.put(2, &data("fe80::ff:fe00:7")), Some(Reason::Source6), "the address of A's card");
+        assert_eq!(ports.put(2, &data("fd00::ff:fe00:7")), Some(Reason::Source6));
+        assert_eq!(ports.put(2, &data("2001:db8::1")), Some(Reason::Source6));
+        assert_eq!(ports.put(2, &packet("::", 6, &[0; 20])), Some(Reason::Source6));
+        ports.1 = ports.1.after(LIFETIME);
+        assert_eq!(ports.put(2, &data("fd00::5")), None, "nobody used it for an hour");
+        assert_eq!(ports.put(1, &data("fd00::5")), Some(Reason::Source6));
+        ports.0.leave(2);
+        assert_eq!(ports.put(1, &data("fd00::5")), None);
+    }
+
+    #[test]
+    fn a_port_has_its_limit_and_lists_go_first() {
+        let mut ports = Ports::new();
+        for n in 1..=4 {
+            assert_eq!(ports.put(1, &about(135, "::", &format!("fd00::{n}"), &[])), None);
+        }
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), Some(Reason::AddressLimit));
+        assert_eq!(ports.put(1, &packet("fd00::5", 6, &[0; 20])), Some(Reason::AddressLimit));
+        assert_eq!(ports.put(1, &packet("fd00::4", 6, &[0; 20])), None);
+        ports.0.list(3, [ip("fd00::9")].into_iter());
+        assert_eq!(ports.put(2, &packet("fd00::9", 6, &[0; 20])), Some(Reason::Source6));
+        ports.1 = ports.1.after(LIFETIME);
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None, "the oldest makes room");
+        assert_eq!(ports.0.own[&1].len(), 4);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_comes_the_tables_agree(
+            frames in proptest::collection::vec((1u16..4, 0u8..8, 0usize..100, any::<[u8; 48]>()), 0..60),
+        ) {
+            let mut ports = Ports::new();
+            for (port, n, cut, bytes) in frames {
+                let source = if n & 4 != 0 { "::".to_string() } else { format!("fd00::{n}") };
+                let whole = match n & 3 {
+                    0 => about(135, &source, &format!("fd00::{}", bytes[0] % 9), &bytes[..8]),
+                    1 => about(136, &source, &format!("fd00::{}", bytes[0] % 9), &[]),
+                    2 => packet(&source, bytes[0], &bytes),
+                    _ => bytes.to_vec(),
+                };
+                ports.put(port, &whole[..whole.len().min(cut)]);
+                ports.1 = ports.1.after(Nanos::SECOND.times(u64::from(bytes[1]) * 8));
+                let held: usize = ports.0.own.values().map(Vec::len).sum();
+                prop_assert_eq!(held, ports.0.holders.len());
+                prop_assert!(ports.0.own.values().all(|own| own.len() <= 4));
+                prop_assert!(ports.0.own.iter().all(|(p, l)| l.iter().all(|o| ports.0.holders[&o.address] == *p)));
+            }
+        }
+    }
+}
