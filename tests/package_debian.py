@@ -168,7 +168,7 @@ def test_an_override_of_lintian_has_its_reason():
 
 
 def test_each_package_says_what_it_is_made_of():
-    for name in ("tombolo", "tombolo-agent", "libtombolo0", "libtombolo-dev"):
+    for name in ("tombolo", "tombolo-agent", "tombolo-cni", "libtombolo0", "libtombolo-dev"):
         [deb] = package.OUT.glob(f"{name}_*.deb")
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["dpkg-deb", "-x", deb, folder], check=True)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import package  # noqa: E402
 
 # Names of the same package.
-NAMES = {"tombolo": "tombolo", "tombolo-agent": "tombolo-agent", "libtombolo0": "tombolo-libs", "libtombolo-dev": "tombolo-devel",
+NAMES = {"tombolo": "tombolo", "tombolo-agent": "tombolo-agent", "tombolo-cni": "tombolo-cni", "libtombolo0": "tombolo-libs", "libtombolo-dev": "tombolo-devel",
          "python3-tombolo": "python3-tombolo", "tombolo-lab": "tombolo-lab"}
 
 

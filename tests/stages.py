@@ -56,6 +56,7 @@ STAGES = {
     "guests": 60,
     "lab-quick": 30,
     "daytwo": 15,
+    "cni": 15,
     "faults": 60,
 }
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import sbom  # noqa: E402
 
-COMPONENTS = ("tombolo", "agent", "lib", "dev", "python", "lab")
+COMPONENTS = ("tombolo", "agent", "cni", "lib", "dev", "python", "lab")
 APPS = ("calc", "control", "echo", "httpd", "iperf", "mesh", "ping")
 SONAME = "libtombolo.so.0"
 VERSION = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(), re.M)[1]
@@ -32,6 +32,7 @@ VERSION = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(), re
 PARTS = {
     "tombolo": [(".", "tombolo-cli"), ("cells", "tombolo-cells")],
     "tombolo-agent": [(".", "tombolo-agent")],
+    "tombolo-cni": [(".", "tombolo-cni")],
     "libtombolo0": [(".", "tombolo-ffi")],
     "libtombolo-dev": [(".", "tombolo-ffi")],
 }
@@ -133,6 +134,10 @@ class Install:
         page = subprocess.run([*command, self.options.built / "tombolo-agent"], check=True, stdout=subprocess.PIPE).stdout
         self.add("share/man/man1/tombolo-agent.1.gz", gzip.compress(page, mtime=0))
         self.notices("tombolo-agent")
+
+    def cni(self):
+        self.add("lib/cni/tombolo-cni", self.options.built / "tombolo-cni", 0o755)
+        self.notices("tombolo-cni")
 
     def lib(self):
         self.add(f"{self.options.libdir}/{SONAME}", self.options.built / "libtombolo.so")

@@ -20,6 +20,6 @@ target=$(rustc -vV | sed -n 's/^host: //p')
 # An absolute folder, since the cells are built in a folder of theirs.
 programs=$(realpath -m "$1")
 cells=$(realpath -m "$2")
-cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$programs" -p tombolo-cli -p tombolo-agent -p tombolo-ffi
+cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$programs" -p tombolo-cli -p tombolo-agent -p tombolo-cni -p tombolo-ffi
 cd cells
 cargo build --release --locked --config "target.$target.rustflags=[$flags]" --target-dir "$cells"

@@ -570,6 +570,8 @@ fn keys(before: &Part, after: &Part) -> Vec<KeyChange> {
             out.maybe("ip", &a.ip, &b.ip);
             out.plain("mac", &a.mac, &b.mac);
             out.plain("accept_ra", &a.accept_ra, &b.accept_ra);
+            out.maybe("container", &a.container, &b.container);
+            out.plain("monitor", &a.monitor, &b.monitor);
             out.member((a.guard, &a.ip6, &a.traffic), (b.guard, &b.ip6, &b.traffic));
         }
         (Part::Port(a), Part::Port(b)) => {

@@ -124,6 +124,8 @@ pub enum Attachment {
     Packet {
         /// Name of the host's interface.
         device: String,
+        /// Namespace that it is in; the daemon's own where there is none.
+        netns: Option<String>,
     },
     /// A link of shared memory, of which this process is peer 0.
     Ivshmem {
@@ -567,10 +569,10 @@ fn shared_memory(seat: &Seat) -> SharedMemory {
 /// Plans the port of a tap section.
 pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
     let network = fabric.network(&t.network);
-    PortPlan {
-        name: t.name.clone(),
-        network: t.network.clone(),
-        attachment: Attachment::Tap {
+    let attachment = match t.monitor {
+        // Its descriptor is the monitor's: the fabric is on the other side, as a packet socket.
+        true => Attachment::Packet { device: t.device.clone(), netns: t.netns.clone() },
+        false => Attachment::Tap {
             device: t.device.clone(),
             adopt: t.adopt,
             netns: t.netns.clone(),
@@ -578,6 +580,11 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
             mac: (!t.adopt).then_some(t.mac),
             accept_ra: t.accept_ra,
         },
+    };
+    PortPlan {
+        name: t.name.clone(),
+        network: t.network.clone(),
+        attachment,
         guard: PortGuard::new(t.guard, t.mac, t.ip, &t.ip6, network.and_then(|n| n.ipv6)),
         traffic: t.traffic.clone(),
         mtu: network.map_or(1500, |n| n.mtu),
@@ -596,7 +603,7 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
             Attachment::VhostUser { socket: path(socket)?, connect: *connect, queues: *queues, mac: p.mac }
         }
         PortKind::Stream { socket, connect } => Attachment::Stream { socket: path(socket)?, connect: *connect },
-        PortKind::Packet { device } => Attachment::Packet { device: device.clone() },
+        PortKind::Packet { device } => Attachment::Packet { device: device.clone(), netns: None },
         PortKind::Xen { domain, vif, queues } => {
             Attachment::Xen { domain: domain.clone(), vif: *vif, mac: p.mac, queues: *queues }
         }
@@ -665,7 +672,9 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
             };
             (Some(PortPlan { guard, ..port(tap) }), Some(KernelUplink { network: n.clone(), device, forwards }))
         }
-        (Uplink::Bridge { device }, _) => (Some(port(Attachment::Packet { device: device.clone() })), None),
+        (Uplink::Bridge { device }, _) => {
+            (Some(port(Attachment::Packet { device: device.clone(), netns: None })), None)
+        }
         _ => (None, None),
     }
 }

@@ -268,15 +268,44 @@ impl Interface {
     /// As for [`Interface::set_up`].
     pub fn add_address(&self, address: IpAddr, prefix: u8) -> Result<(), LinkError> {
         let index = self.index()?;
-        let request = address_request(index, address, prefix);
-        let failed = |source| LinkError::System { what: "adding an address", name: self.name.clone(), source };
-        rustix::io::write(&self.socket, &request).map_err(failed)?;
+        self.request("adding an address", &address_request(index, address, prefix), libc::EEXIST)
+    }
+
+    /// Routes what goes to `to` (address and prefix length) through it, by way of the router `via` where there is one. A route
+    /// that is there already is fine.
+    ///
+    /// # Errors
+    /// As for [`Interface::set_up`]; `ENETUNREACH` where the router is not on the link.
+    pub fn add_route(&self, to: (IpAddr, u8), via: Option<IpAddr>) -> Result<(), LinkError> {
+        let index = self.index()?;
+        self.request("adding a route", &route_request(index, to, via), libc::EEXIST)
+    }
+
+    /// Deletes it; one that is gone meanwhile is fine.
+    ///
+    /// # Errors
+    /// The kernel's: `EPERM` without `CAP_NET_ADMIN`, `EOPNOTSUPP` for a device that cannot be deleted.
+    pub fn delete(&self) -> Result<(), LinkError> {
+        const RTM_DELLINK: u16 = 17;
+        let index = self.index()?;
+        let mut m = message(RTM_DELLINK, 0);
+        m.extend_from_slice(&[0; 4]); // ifinfomsg: family, type
+        m.extend_from_slice(&index.to_ne_bytes());
+        m.extend_from_slice(&[0; 8]);
+        self.request("deleting", &finished(m), libc::ENODEV)
+    }
+
+    /// Sends a request of rtnetlink, and takes the answer. The error `fine` is none.
+    fn request(&self, what: &'static str, request: &[u8], fine: i32) -> Result<(), LinkError> {
+        let failed = |source| LinkError::System { what, name: self.name.clone(), source };
+        rustix::io::write(&self.socket, request).map_err(failed)?;
         // The kernel handles a request within the send, so its answer is there; nlmsghdr 16 bytes, then the error.
         let mut answer = [0; 256];
         let n = rustix::io::read(&self.socket, &mut answer).map_err(failed)?;
         let error = answer[..n].get(16..20).and_then(|b| b.try_into().ok()).map_or(-libc::EIO, i32::from_ne_bytes);
         match error.saturating_neg() {
-            0 | libc::EEXIST => Ok(()),
+            0 => Ok(()),
+            errno if errno == fine => Ok(()),
             errno => Err(failed(Errno::from_raw_os_error(errno))),
         }
     }
@@ -321,6 +350,52 @@ fn state_of(socket: &OwnedFd, name: &str) -> Option<LinkState> {
     let bits = u16::from_ne_bytes(flags.value());
     let running = bits & IFF_RUNNING != 0 && carrier.unwrap_or(true);
     Some(LinkState { up: bits & IFF_UP != 0, running, mtu: u32::from_ne_bytes(mtu.value()) })
+}
+
+/// The head of a request of rtnetlink that is acknowledged; its length is filled in by [`finished`].
+fn message(kind: u16, flags: u16) -> Vec<u8> {
+    const NLM_F_REQUEST_ACK: u16 = 0x1 | 0x4;
+    let mut m = vec![0; 4];
+    m.extend_from_slice(&kind.to_ne_bytes());
+    m.extend_from_slice(&(NLM_F_REQUEST_ACK | flags).to_ne_bytes());
+    m.extend_from_slice(&[0; 8]); // sequence, port
+    m
+}
+
+fn finished(mut message: Vec<u8>) -> Vec<u8> {
+    let length = message.len() as u32;
+    message[..4].copy_from_slice(&length.to_ne_bytes());
+    message
+}
+
+/// The message that adds a route (rtnetlink(7)): nlmsghdr, rtmsg, attributes.
+fn route_request(index: u32, (to, prefix): (IpAddr, u8), via: Option<IpAddr>) -> Vec<u8> {
+    const RTM_NEWROUTE: u16 = 24;
+    const NLM_F_CREATE: u16 = 0x400;
+    const RT_TABLE_MAIN: u8 = 254;
+    const RTPROT_STATIC: u8 = 4;
+    const RT_SCOPE_UNIVERSE: u8 = 0;
+    const RT_SCOPE_LINK: u8 = 253;
+    const RTN_UNICAST: u8 = 1;
+    const RTA_DST: u16 = 1;
+    const RTA_OIF: u16 = 4;
+    const RTA_GATEWAY: u16 = 5;
+    let bytes = |address: IpAddr| match address {
+        IpAddr::V4(v4) => v4.octets().to_vec(),
+        IpAddr::V6(v6) => v6.octets().to_vec(),
+    };
+    let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 } as u8;
+    let scope = if via.is_some() || to.is_ipv6() { RT_SCOPE_UNIVERSE } else { RT_SCOPE_LINK };
+    let mut m = message(RTM_NEWROUTE, NLM_F_CREATE | 0x200); // NLM_F_EXCL: one that is there stays
+    m.extend_from_slice(&[family, prefix, 0, 0, RT_TABLE_MAIN, RTPROT_STATIC, scope, RTN_UNICAST, 0, 0, 0, 0]);
+    let destination = (prefix != 0).then(|| (RTA_DST, bytes(to)));
+    let router = via.map(|via| (RTA_GATEWAY, bytes(via)));
+    for (kind, value) in destination.into_iter().chain(router).chain([(RTA_OIF, index.to_ne_bytes().to_vec())]) {
+        m.extend_from_slice(&(4 + value.len() as u16).to_ne_bytes());
+        m.extend_from_slice(&kind.to_ne_bytes());
+        m.extend_from_slice(&value);
+    }
+    finished(m)
 }
 
 /// The message that adds an address (rtnetlink(7)): nlmsghdr, ifaddrmsg, attributes.
@@ -496,5 +571,35 @@ mod tests {
         golden.extend([8, 0, 1, 0, 10, 1, 2, 3, 8, 0, 2, 0, 10, 1, 2, 3]);
         assert_eq!(m, golden);
         assert_eq!(address_request(7, "fd00::1".parse().unwrap(), 64).len(), 64);
+    }
+
+    #[test]
+    fn a_route_request_has_the_bytes_of_rtnetlink() {
+        let all = ("0.0.0.0".parse().unwrap(), 0);
+        let m = route_request(7, all, Some("10.1.2.1".parse().unwrap()));
+        let mut golden = vec![44, 0, 0, 0, 24, 0, 5, 6, 0, 0, 0, 0, 0, 0, 0, 0];
+        golden.extend([2, 0, 0, 0, 254, 4, 0, 1, 0, 0, 0, 0]);
+        golden.extend([8, 0, 5, 0, 10, 1, 2, 1, 8, 0, 4, 0, 7, 0, 0, 0]);
+        assert_eq!(m, golden);
+        assert_eq!(route_request(7, ("10.2.0.0".parse().unwrap(), 16), None)[22], 253, "of the link");
+        assert_eq!(route_request(7, ("fd00::".parse().unwrap(), 64), None).len(), 16 + 12 + 20 + 8);
+    }
+
+    #[test]
+    fn routes_come_and_an_interface_goes() {
+        let Ok(netns) = Netns::anonymous() else { return };
+        let config =
+            crate::tap::TapConfig { netns: Some(netns.clone()), persist: true, ..crate::tap::TapConfig::new("t") };
+        crate::tap::make(&config).unwrap();
+        let link = Interface::open(Some(&netns), "t").unwrap();
+        link.add_address("10.1.2.3".parse().unwrap(), 24).unwrap();
+        let route = || link.add_route(("0.0.0.0".parse().unwrap(), 0), Some("10.1.2.1".parse().unwrap()));
+        route().unwrap();
+        route().unwrap();
+        let away = link.add_route(("10.9.0.0".parse().unwrap(), 16), Some("10.8.0.1".parse().unwrap()));
+        assert!(away.unwrap_err().to_string().contains("adding a route"));
+        link.delete().unwrap();
+        assert!(matches!(Interface::open(Some(&netns), "t"), Err(LinkError::Absent { .. })));
+        assert!(matches!(link.delete(), Err(LinkError::Absent { .. })));
     }
 }

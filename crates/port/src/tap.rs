@@ -165,50 +165,63 @@ pub struct TapPort {
     linear: Vec<u8>,
 }
 
+/// Makes or finds the tap without a port. One that is not persistent is gone when this returns.
+///
+/// # Errors
+/// As [`TapPort::open`].
+pub fn make(config: &TapConfig) -> Result<(), TapError> {
+    make_device(config).map(drop)
+}
+
+fn make_device(config: &TapConfig) -> Result<(OwnedFd, String), TapError> {
+    let netns = config.netns.as_ref();
+    if config.existing == Existing::Adopt {
+        Interface::open(netns, &config.name)?;
+    }
+    // The descriptor belongs to the namespace in which it was opened.
+    let fd = Netns::run_in(netns, open_device)??;
+    let exclusive = if config.existing == Existing::Create { IFF_TUN_EXCL } else { 0 };
+    let name = attach(&fd, &config.name, exclusive)?;
+    let mut header_bytes = 12;
+    set_header(&fd, &name, &mut header_bytes)?;
+    let property = |what| {
+        let name = name.clone();
+        move |source| TapError::Property { what, name, source }
+    };
+    for (what, request, value) in
+        [("the owner", TunValue::Owner, config.owner), ("the group", TunValue::Group, config.group)]
+    {
+        if let Some(value) = value {
+            sys::tun_value(&fd, request, value).map_err(property(what))?;
+        }
+    }
+    let interface = Interface::open(netns, &name)?;
+    if let Some(mac) = config.mac {
+        interface.set_mac(mac)?;
+    }
+    if let Some(mtu) = config.mtu {
+        interface.set_mtu(mtu)?;
+    }
+    if config.closed {
+        Netns::run_in(netns, || crate::link::close_configuration(&name))??;
+    }
+    if config.up {
+        interface.set_up(true)?;
+    }
+    if config.persist {
+        sys::tun_value(&fd, TunValue::Persist, 1).map_err(property("persistence"))?;
+    }
+    Ok((fd, name))
+}
+
 impl TapPort {
     /// Makes or finds the tap.
     ///
     /// # Errors
     /// [`TapError`]; a tap that was made is gone again.
     pub fn open(config: &TapConfig, registration: Registration) -> Result<TapPort, TapError> {
-        let netns = config.netns.as_ref();
-        if config.existing == Existing::Adopt {
-            Interface::open(netns, &config.name)?;
-        }
-        // The descriptor belongs to the namespace in which it was opened.
-        let fd = Netns::run_in(netns, open_device)??;
-        let exclusive = if config.existing == Existing::Create { IFF_TUN_EXCL } else { 0 };
-        let name = attach(&fd, &config.name, exclusive)?;
-        let mut header_bytes = 12;
-        set_header(&fd, &name, &mut header_bytes)?;
-        let property = |what| {
-            let name = name.clone();
-            move |source| TapError::Property { what, name, source }
-        };
-        for (what, request, value) in
-            [("the owner", TunValue::Owner, config.owner), ("the group", TunValue::Group, config.group)]
-        {
-            if let Some(value) = value {
-                sys::tun_value(&fd, request, value).map_err(property(what))?;
-            }
-        }
-        let interface = Interface::open(netns, &name)?;
-        if let Some(mac) = config.mac {
-            interface.set_mac(mac)?;
-        }
-        if let Some(mtu) = config.mtu {
-            interface.set_mtu(mtu)?;
-        }
-        if config.closed {
-            Netns::run_in(netns, || crate::link::close_configuration(&name))??;
-        }
-        if config.up {
-            interface.set_up(true)?;
-        }
-        if config.persist {
-            sys::tun_value(&fd, TunValue::Persist, 1).map_err(property("persistence"))?;
-        }
-        Self::attached(fd, name, 12, netns, registration)
+        let (fd, name) = make_device(config)?;
+        Self::attached(fd, name, 12, config.netns.as_ref(), registration)
     }
 
     /// Takes a tap that another process opened, with offload headers or without.

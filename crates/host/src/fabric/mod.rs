@@ -28,6 +28,7 @@ mod apply;
 mod backoff;
 mod bypass;
 mod capture;
+mod containers;
 mod domains;
 mod drive;
 mod ending;
@@ -199,6 +200,8 @@ pub struct Running {
     pub(crate) events: Events,
     /// What of the ports is told in `events`.
     pub(crate) watched: events::Watched,
+    /// Which namespaces the taps of containers are in.
+    namespaces: containers::Namespaces,
     /// Names of domains that are being ended since the addition that they were a part of failed.
     unadded: std::collections::BTreeSet<String>,
 }
@@ -334,6 +337,7 @@ impl Running {
             events: Events::default(),
             watched: events::Watched::default(),
             unadded: std::collections::BTreeSet::new(),
+            namespaces: BTreeMap::new(),
         }
     }
 
@@ -380,6 +384,7 @@ impl Running {
             }
             None => spec,
         };
+        let spec = containers::without_gone(spec, &mut dir, &say);
         let running = match known {
             Some((facts, prepared, store, commit)) => {
                 let running = Running::new(spec, absolute, dir, facts, say);
@@ -542,6 +547,8 @@ impl Running {
         self.record_standing();
         self.open_events();
         self.watch_ports();
+        self.note_namespaces();
+        tokio::spawn(containers::watch(self.me.clone()));
         tokio::spawn(crate::stamps::keep(self.facts.runtime.clone(), self.me.clone()));
         let name = self.spec.name.clone();
         let facts = Told::of(&name).pid(std::process::id());
@@ -783,6 +790,7 @@ impl Running {
             });
             return Err(error);
         }
+        self.note_namespaces();
         self.record_standing();
         let text = format!("{} added to the running fabric", was(&names));
         names.iter().for_each(|name| self.events.add(Kind::Apply, Told::of(name), &text));
@@ -1051,7 +1059,7 @@ pub(crate) fn describe(port: &PortPlan) -> String {
         plan::Attachment::VhostUser { socket, .. } => format!("vhost-user at {}", socket.display()),
         plan::Attachment::Stream { socket, .. } => format!("stream at {}", socket.display()),
         plan::Attachment::Tap { device, .. } => format!("tap {device}"),
-        plan::Attachment::Packet { device } => format!("interface {device}"),
+        plan::Attachment::Packet { device, .. } => format!("interface {device}"),
         plan::Attachment::Xen { domain, vif, .. } => format!("vif {vif} of the Xen domain {domain}"),
         plan::Attachment::Ivshmem { link } => {
             let kind = if link.shape.vectors == 0 { "ivshmem, plain" } else { "ivshmem" };

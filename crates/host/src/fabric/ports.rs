@@ -588,8 +588,10 @@ fn attach(
             }
             Box::new(port)
         }
-        Attachment::Packet { device } => {
-            Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(text)?)
+        Attachment::Packet { device, netns } => {
+            let netns = netns.as_deref().map(Netns::open).transpose().map_err(text)?;
+            let config = PacketConfig { netns, ..PacketConfig::new(device) };
+            Box::new(PacketPort::open(&config, registration).map_err(text)?)
         }
         // Nothing is handed over: the rings and the nodes in XenStore say where the port before it stood.
         Attachment::Xen { domain, vif, mac, queues } => {

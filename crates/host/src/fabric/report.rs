@@ -323,6 +323,12 @@ impl Running {
         if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
             details.insert("machine".into(), machine);
         }
+        if let Some(tap) = self.spec.taps.iter().find(|t| t.name == *p.name)
+            && let Some(container) = &tap.container
+        {
+            details.insert("container".into(), container.clone());
+            details.insert("netns".into(), tap.netns.clone().unwrap_or_default());
+        }
         PortReport {
             name: p.name.to_string(),
             network: network.map(|n| n.name.to_string()).unwrap_or_default(),

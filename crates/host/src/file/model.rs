@@ -552,6 +552,10 @@ pub struct Tap {
     pub traffic: Traffic,
     /// Whether the device takes IPv6 addresses and routes from router advertisements.
     pub accept_ra: bool,
+    /// The container that the device belongs to: the port goes with the namespace.
+    pub container: Option<String>,
+    /// Whether a monitor of virtual machines opens the device; the fabric is then on the kernel's side of it.
+    pub monitor: bool,
 }
 
 /// What a bare port speaks.

@@ -133,6 +133,12 @@ fn interface_name(name: &str) -> Option<String> {
     (ok && name != "." && name != "..").then(|| name.to_string())
 }
 
+/// What identifies an attachment of CNI: network, container and interface.
+fn container_id(text: &str) -> Option<String> {
+    let ok = (1..=400).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_./".contains(&b));
+    ok.then(|| text.to_string())
+}
+
 /// A name that `xl` gives a domain.
 fn domain_of_xen(name: &str) -> Option<String> {
     let ok = (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic() && b != b'/');
@@ -514,9 +520,14 @@ impl<'t> Reader<'_, 't> {
             ip6: ip6(&mut s),
             traffic: traffic(&mut s),
             accept_ra: s.flag("accept_ra").unwrap_or(false),
+            container: s.text("container", container_id),
+            monitor: s.flag("monitor").unwrap_or(false),
             network,
             name,
         };
+        if tap.container.is_some() && !(tap.adopt && tap.netns.is_some()) {
+            s.missing(if tap.adopt { "netns" } else { "adopt" });
+        }
         self.fabric.taps.push(tap);
     }
 

@@ -1,0 +1,365 @@
+//! The commands: what is made in the container's namespace and in the fabric, and taken out again.
+//!
+//! # Order
+//! ADD makes a persistent tap in the namespace first, then has the fabric attach to it, then adds
+//! the route. So at each step what is left after a kill is in the namespace, and ends with it.
+//! DEL removes the port first: the daemon's descriptor would keep the namespace alive.
+//!
+//! # The daemon is away
+//! A persistent tap stays, without carrier, and the next daemon attaches to it again. DEL deletes
+//! the tap itself; the next daemon finds none and forgets the port.
+
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+
+use serde_json::{Value, json};
+use tombolo_host::file::Mac;
+use tombolo_port::link::{Interface, LinkError, Netns};
+use tombolo_port::tap::{self, TapConfig};
+
+use crate::error::CniError;
+use crate::fabric::{Device, Fabric, Place, mac_of, member_name, plain_name};
+use crate::request::{Command, Config, Environment, VERSIONS};
+
+fn system(error: impl std::fmt::Display) -> CniError {
+    CniError::System(error.to_string())
+}
+
+/// Carries out a command. What it returns goes to standard output.
+pub(crate) fn run(command: Command, environment: &Environment, config: &Config) -> Result<Option<Value>, CniError> {
+    let since = |command, since| match config.is_at_least(since) {
+        true => Ok(()),
+        false => Err(CniError::TooOld { command, since, found: config.version.into() }),
+    };
+    match command {
+        Command::Add => add(environment, config).map(Some),
+        Command::Del => del(environment, config).map(|()| None),
+        Command::Check => {
+            since("CHECK", "0.4.0")?;
+            check(environment, config).map(|()| None)
+        }
+        Command::Status => {
+            since("STATUS", "1.1.0")?;
+            status(config).map(|()| None)
+        }
+        Command::Gc => {
+            since("GC", "1.1.0")?;
+            gc(config).map(|()| None)
+        }
+        Command::Version => Ok(Some(versions(config.version))),
+    }
+}
+
+/// The answer to VERSION.
+pub(crate) fn versions(version: &str) -> Value {
+    json!({ "cniVersion": version, "supportedVersions": VERSIONS })
+}
+
+/// Deletes the container's interface if it is one that this plugin made; whether it was there.
+fn delete_device(netns: &Netns, interface: &str, mac: Mac) -> Result<bool, CniError> {
+    let link = match Interface::open(Some(netns), interface) {
+        Ok(link) => link,
+        Err(LinkError::Absent { .. }) => return Ok(false),
+        Err(error) => return Err(system(error)),
+    };
+    if link.mac().map_err(system)? != mac.0 {
+        return Ok(false);
+    }
+    match link.delete() {
+        Ok(()) | Err(LinkError::Absent { .. }) => Ok(true),
+        Err(error) => Err(system(error)),
+    }
+}
+
+/// The number that an argument names, as the jailer's user.
+fn id(environment: &Environment, key: &'static str) -> Result<Option<u32>, CniError> {
+    let number = |text: &str| {
+        text.parse().map_err(|_| CniError::Environment {
+            name: "CNI_ARGS",
+            what: format!("{key}: expected the number of a user or group, found {:?}", crate::request::short(text)),
+        })
+    };
+    environment.arg(key).map(number).transpose()
+}
+
+/// The address of the device itself. In a container it is the container's. A microVM's is its guest's, so its tap has another.
+fn device_mac(config: &Config, identity: &str) -> Mac {
+    match config.is_vm {
+        true => Mac::derived(&["cni tap", &config.fabric, identity]),
+        false => mac_of(config, identity),
+    }
+}
+
+/// Takes IPv6 from a microVM's tap: the namespace has no part in what the guest says.
+fn silence(netns: &Netns, interface: &str) -> Result<(), CniError> {
+    let file = format!("/proc/sys/net/ipv6/conf/{interface}/disable_ipv6");
+    match netns.run(|| std::fs::write(&file, "1")).map_err(system)? {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(system(format!("{file}: {error}"))),
+        _ => Ok(()),
+    }
+}
+
+fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
+    let (container, interface, path) =
+        (environment.container()?, environment.device(config.is_vm)?, environment.need_netns()?);
+    if config.prev_result.is_some() {
+        let what = "prevResult: this plugin makes the container's interface, so it has to be the first of the list";
+        return Err(CniError::Config(what.into()));
+    }
+    let identity = config.identity(container, interface);
+    let mac = mac_of(config, &identity);
+    let fabric = Fabric::new(config)?;
+    let status = fabric.status()?;
+    let mtu = fabric.network(&status)?.mtu;
+    let netns = Netns::open(path).map_err(system)?;
+    // What a call that was killed has left.
+    for stale in fabric.containers(&status).iter().filter(|found| found.container == identity) {
+        fabric.remove(&stale.name)?;
+    }
+    let own = device_mac(config, &identity);
+    delete_device(&netns, interface, own)?;
+    if Interface::open(Some(&netns), interface).is_ok() {
+        let what = format!("the container has an interface \"{interface}\" already; choose another name for this one");
+        return Err(CniError::Config(what));
+    }
+    let device = TapConfig {
+        netns: Some(netns.clone()),
+        mtu: Some(mtu),
+        mac: Some(own.0),
+        owner: id(environment, "TC_REDIRECT_TAP_UID")?.filter(|_| config.is_vm),
+        group: id(environment, "TC_REDIRECT_TAP_GID")?.filter(|_| config.is_vm),
+        persist: true,
+        closed: true,
+        ..TapConfig::new(interface)
+    };
+    tap::make(&device).map_err(system)?;
+    let made = (|| {
+        if config.is_vm {
+            silence(&netns, interface)?;
+        }
+        let device = Device { identity: &identity, netns: path, interface, mac, is_vm: config.is_vm };
+        let pod = environment.arg("K8S_POD_NAME").and_then(member_name);
+        let wanted: Vec<String> = pod.into_iter().chain(member_name(container)).chain([plain_name(mac)]).collect();
+        let (name, place) = fabric.join(&device, &wanted)?;
+        let routed = match place.router {
+            // A guest's kernel has it from its monitor.
+            Some(router) if !config.is_vm => Interface::open(Some(&netns), interface)
+                .and_then(|link| link.add_route((Ipv4Addr::UNSPECIFIED.into(), 0), Some(router.into()))),
+            _ => Ok(()),
+        };
+        if let Err(error) = routed {
+            // The first error is what matters.
+            let _ = fabric.remove(&name);
+            return Err(system(error));
+        }
+        Ok(place)
+    })();
+    match made {
+        Ok(place) => Ok(result(config, (container, interface, path), (own, mac), &place)),
+        Err(error) => {
+            // The first error is what matters.
+            let _ = delete_device(&netns, interface, own);
+            Err(error)
+        }
+    }
+}
+
+/// What ADD answers, in the version of the configuration.
+///
+/// For a microVM it has the pair that firecracker-go-sdk looks for: the tap, and the guest's interface, which has the tap's name
+/// and the container's ID in place of a namespace. The address is the guest's.
+fn result(config: &Config, at: (&str, &str, &str), (own, mac): (Mac, Mac), place: &Place) -> Value {
+    let (container, interface, path) = at;
+    let mut device = json!({ "name": interface, "mac": own.to_string(), "sandbox": path });
+    if config.is_at_least("1.1.0") {
+        device["mtu"] = place.mtu.into();
+    }
+    let mut ip = json!({ "address": format!("{}/{}", place.ip, place.prefix), "interface": u8::from(config.is_vm) });
+    if let Some(router) = place.router {
+        ip["gateway"] = router.to_string().into();
+    }
+    if !config.is_at_least("1.0.0") {
+        ip["version"] = "4".into();
+    }
+    let routes: Vec<Value> =
+        place.router.iter().map(|router| json!({ "dst": "0.0.0.0/0", "gw": router.to_string() })).collect();
+    let mut dns = json!({});
+    if let Some(nameserver) = place.nameserver {
+        dns = json!({ "nameservers": [nameserver.to_string()], "domain": place.domain, "search": [place.domain] });
+    }
+    let mut interfaces = vec![device];
+    if config.is_vm {
+        interfaces.push(json!({ "name": interface, "mac": mac.to_string(), "sandbox": container }));
+    }
+    json!({ "cniVersion": config.version, "interfaces": interfaces, "ips": [ip], "routes": routes, "dns": dns })
+}
+
+fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
+    let (container, interface, path) =
+        (environment.container()?, environment.device(config.is_vm)?, environment.netns()?);
+    let identity = config.identity(container, interface);
+    let removed = Fabric::new(config).and_then(|fabric| match fabric.status() {
+        Ok(status) => {
+            let mut all = fabric.containers(&status).into_iter().filter(|found| found.container == identity);
+            all.try_for_each(|found| fabric.remove(&found.name))
+        }
+        Err(error) => Err(error),
+    });
+    // Of a namespace that is gone there is nothing left.
+    if let Some(netns) = path.and_then(|path| Netns::open(path).ok()) {
+        delete_device(&netns, interface, device_mac(config, &identity))?;
+    }
+    match removed {
+        // Whether its daemon is down or only slow: it forgets the port when it finds that the device or the namespace is gone.
+        Err(CniError::Again(why)) => {
+            eprintln!("tombolo-cni: DEL: {why}; the port is forgotten by the next daemon");
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
+    let (container, interface, path) =
+        (environment.container()?, environment.device(config.is_vm)?, environment.need_netns()?);
+    let identity = config.identity(container, interface);
+    let mac = mac_of(config, &identity);
+    let differs = |what: String| CniError::Differs { what };
+    let fabric = Fabric::new(config)?;
+    let status = fabric.status()?;
+    let network = fabric.network(&status)?;
+    let found = fabric.containers(&status).into_iter().find(|found| found.container == identity);
+    let found = found.ok_or_else(|| differs(format!("fabric \"{}\" has no port for {identity}", config.fabric)))?;
+    let netns = Netns::open(path).map_err(system)?;
+    let link = Interface::open(Some(&netns), interface).map_err(|e| differs(e.to_string()))?;
+    let there = link.mac().map_err(system)?;
+    let own = device_mac(config, &identity);
+    if there != own.0 {
+        return Err(differs(format!("\"{interface}\": expected the address {own}, found {}", Mac(there))));
+    }
+    // A microVM's tap has a carrier only while a monitor has opened it.
+    if !found.up && !config.is_vm {
+        return Err(differs(format!("port {} is down", found.name)));
+    }
+    let wanted = mac.to_string();
+    let lease = network.leases.iter().find(|lease| lease.mac == wanted && lease.ip.is_ipv4());
+    let ip = lease.ok_or_else(|| differs(format!("port {} has no address in the fabric", found.name)))?.ip;
+    // An address that is not this namespace's cannot be bound to. A guest has its own.
+    let bind = || if config.is_vm { Ok(()) } else { UdpSocket::bind((ip, 0)).map(drop) };
+    let bound = netns.run(bind).map_err(system)?;
+    bound.map_err(|_| differs(format!("\"{interface}\" has not the address {ip} any more")))?;
+    let before = config.prev_result.as_ref().and_then(|r| r.get("ips")).and_then(Value::as_array);
+    let same = |entry: &Value| {
+        let address = entry.get("address").and_then(Value::as_str).unwrap_or_default();
+        address.split('/').next().and_then(|a| a.parse::<IpAddr>().ok()) == Some(ip)
+    };
+    match before {
+        Some(ips) if !ips.iter().any(same) => {
+            Err(differs(format!("prevResult does not have the address {ip} of \"{interface}\"")))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn status(config: &Config) -> Result<(), CniError> {
+    let unable = |error: CniError| CniError::NotAvailable(error.to_string());
+    let fabric = Fabric::new(config).map_err(unable)?;
+    let status = fabric.status().map_err(unable)?;
+    fabric.network(&status).map(drop).map_err(unable)
+}
+
+fn gc(config: &Config) -> Result<(), CniError> {
+    let Some(valid) = &config.valid else {
+        let what =
+            "cni.dev/valid-attachments: expected the list of attachments that stay, found none: nothing was removed";
+        return Err(CniError::Config(what.into()));
+    };
+    let stay: std::collections::BTreeSet<String> =
+        valid.iter().map(|a| config.identity(&a.container, &a.interface)).collect();
+    let fabric = Fabric::new(config)?;
+    let mut failed = None;
+    for found in fabric.containers(&fabric.status()?) {
+        if !stay.contains(&found.container) {
+            // The rest is removed all the same.
+            failed = fabric.remove(&found.name).err().or(failed);
+        }
+    }
+    failed.map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(version: &str, more: &str) -> Value {
+        let text = format!(r#"{{"cniVersion":"{version}","name":"pods","fabric":"demo"{more}}}"#);
+        let config = crate::request::parse(text.as_bytes()).unwrap();
+        let place = Place {
+            ip: Ipv4Addr::new(10, 87, 0, 9),
+            prefix: 24,
+            router: Some(Ipv4Addr::new(10, 87, 0, 254)),
+            nameserver: Some(Ipv4Addr::new(10, 87, 0, 1)),
+            domain: "demo.internal".into(),
+            mtu: 1500,
+        };
+        result(&config, ("c1", "eth0", "/run/netns/x"), (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2])), &place)
+    }
+
+    #[test]
+    fn the_answer_is_in_the_version_that_was_asked_in() {
+        for version in VERSIONS {
+            let answer = answer(version, "");
+            assert_eq!(answer["cniVersion"], version);
+            assert_eq!(answer["ips"][0]["address"], "10.87.0.9/24");
+            assert_eq!(answer["ips"][0].get("version").is_some(), version < "1.0.0");
+            assert_eq!(answer["interfaces"][0].get("mtu").is_some(), version == "1.1.0");
+            assert_eq!(answer["routes"][0]["gw"], "10.87.0.254");
+            assert_eq!(answer["dns"]["nameservers"][0], "10.87.0.1");
+        }
+    }
+
+    #[test]
+    fn a_microvm_has_the_pair_that_firecracker_go_sdk_expects() {
+        let answer = answer("1.0.0", r#","vm":"tap""#);
+        let pair = answer["interfaces"].as_array().unwrap();
+        assert_eq!(pair.len(), 2);
+        assert_eq!((&pair[0]["name"], &pair[0]["sandbox"]), (&json!("eth0"), &json!("/run/netns/x")));
+        assert_eq!((&pair[1]["name"], &pair[1]["sandbox"]), (&json!("eth0"), &json!("c1")));
+        assert_eq!(pair[1]["mac"], "02:00:00:00:00:02");
+        assert_eq!(answer["ips"].as_array().unwrap().len(), 1);
+        assert_eq!(answer["ips"][0]["interface"], 1);
+    }
+
+    #[test]
+    fn gc_without_a_list_and_commands_of_newer_versions_are_refused() {
+        let config = |version| {
+            let text =
+                format!(r#"{{"cniVersion":"{version}","name":"pods","fabric":"demo","runtime":"/nonexistent"}}"#);
+            crate::request::parse(text.as_bytes()).unwrap()
+        };
+        let environment = Environment::default();
+        let code = |command, version| run(command, &environment, &config(version)).unwrap_err().code();
+        assert_eq!(code(Command::Gc, "1.1.0"), 7);
+        assert_eq!(code(Command::Gc, "1.0.0"), 1);
+        assert_eq!(code(Command::Status, "1.0.0"), 1);
+        assert_eq!(code(Command::Status, "1.1.0"), 50, "no daemon");
+        assert_eq!(code(Command::Check, "0.3.1"), 1);
+        assert_eq!(code(Command::Add, "1.1.0"), 4, "nothing in the environment");
+        let answer = run(Command::Version, &environment, &config("0.4.0")).unwrap().unwrap();
+        assert_eq!(answer["supportedVersions"].as_array().unwrap().len(), 4);
+    }
+
+    #[test]
+    fn del_without_a_daemon_and_without_a_namespace_succeeds() {
+        let text = r#"{"cniVersion":"1.1.0","name":"pods","fabric":"demo","runtime":"/nonexistent"}"#;
+        let config = crate::request::parse(text.as_bytes()).unwrap();
+        let environment = Environment {
+            container: Some("c1".into()),
+            interface: Some("eth0".into()),
+            netns: Some("/nonexistent/netns".into()),
+            ..Environment::default()
+        };
+        assert_eq!(run(Command::Del, &environment, &config).unwrap(), None);
+        let error = run(Command::Add, &environment, &config).unwrap_err();
+        assert_eq!(error.code(), 11, "{error}");
+    }
+}

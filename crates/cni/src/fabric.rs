@@ -1,0 +1,267 @@
+//! The fabric, asked over its API: its networks, the ports of containers, free addresses.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr};
+
+use tombolo_host::api::client::{Client, ClientError};
+use tombolo_host::api::report::{NetworkReport, PortReport, Status};
+use tombolo_host::file::Mac;
+use tombolo_host::rundir;
+
+use crate::error::CniError;
+use crate::request::Config;
+
+/// Times that another address is tried where one was taken meanwhile.
+const TRIES: usize = 32;
+
+/// A running fabric.
+pub(crate) struct Fabric<'c> {
+    client: Client,
+    config: &'c Config,
+}
+
+/// The container's port.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) name: String,
+    pub(crate) container: String,
+    pub(crate) up: bool,
+}
+
+/// What a container was given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) ip: Ipv4Addr,
+    pub(crate) prefix: u8,
+    pub(crate) router: Option<Ipv4Addr>,
+    pub(crate) nameserver: Option<Ipv4Addr>,
+    pub(crate) domain: String,
+    pub(crate) mtu: u32,
+}
+
+impl From<ClientError> for CniError {
+    fn from(error: ClientError) -> CniError {
+        let text = error.to_string();
+        match error {
+            ClientError::Refused { .. } | ClientError::Broken { .. } => CniError::Refused(text),
+            ClientError::Denied { .. } | ClientError::Sink(_) | ClientError::System(_) => CniError::System(text),
+            // Absent or busy: the runtime tries again later.
+            _ => CniError::Again(text),
+        }
+    }
+}
+
+/// The address of a container's interface: it follows from what the runtime calls it.
+pub(crate) fn mac_of(config: &Config, identity: &str) -> Mac {
+    Mac::derived(&["cni", &config.fabric, identity])
+}
+
+/// The name of a member for which nothing better is known.
+pub(crate) fn plain_name(mac: Mac) -> String {
+    let digits: String = mac.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("c-{digits}")
+}
+
+/// A name of 1 to 24 of a-z, 0-9 and `-`, as members have, or `None`.
+pub(crate) fn member_name(text: &str) -> Option<String> {
+    let ok = (1..=24).contains(&text.len())
+        && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+        && !text.starts_with('-')
+        && !text.ends_with('-');
+    ok.then(|| text.to_string())
+}
+
+/// The first free address from a place on that follows from `seed`, so that parallel calls seldom want the same one.
+fn free_address(subnet: (Ipv4Addr, u8), used: &BTreeSet<Ipv4Addr>, seed: u32) -> Option<Ipv4Addr> {
+    let (base, prefix) = subnet;
+    let size = 1u32.checked_shl(32u32.checked_sub(prefix.into())?)?;
+    let hosts = size.checked_sub(2).filter(|n| *n > 0)?;
+    let base = u32::from(base) & !(size - 1);
+    (0..hosts).map(|n| Ipv4Addr::from(base + 1 + (seed.wrapping_add(n)) % hosts)).find(|ip| !used.contains(ip))
+}
+
+fn subnet_of(network: &NetworkReport) -> Option<(Ipv4Addr, u8)> {
+    let (base, prefix) = network.subnet.split_once('/')?;
+    Some((base.parse().ok()?, prefix.parse().ok().filter(|p| (1..=30).contains(p))?))
+}
+
+impl<'c> Fabric<'c> {
+    /// Nothing is connected yet.
+    pub(crate) fn new(config: &'c Config) -> Result<Fabric<'c>, CniError> {
+        let root = match &config.runtime {
+            Some(root) => root.clone(),
+            None => rundir::runtime_root().map_err(|e| CniError::System(e.to_string()))?,
+        };
+        let client = Client::new(&config.fabric, &root.join(&config.fabric).join("api.sock"))?;
+        Ok(Fabric { client, config })
+    }
+
+    pub(crate) fn status(&self) -> Result<Status, CniError> {
+        Ok(self.client.status()?)
+    }
+
+    /// The network of the configuration, or the fabric's only one.
+    pub(crate) fn network<'s>(&self, status: &'s Status) -> Result<&'s NetworkReport, CniError> {
+        let names = || status.networks.iter().map(|n| &n.name[..]).collect::<Vec<_>>().join(", ");
+        let fabric = &self.config.fabric;
+        match (&self.config.network, &status.networks[..]) {
+            (Some(name), all) => all.iter().find(|n| n.name == *name).ok_or_else(|| {
+                let what = format!("network: expected one of fabric \"{fabric}\" ({}), found {name:?}", names());
+                CniError::Config(what)
+            }),
+            (None, [only]) => Ok(only),
+            (None, _) => {
+                let what = format!("network: expected a name, since fabric \"{fabric}\" has {}", names());
+                Err(CniError::Config(what))
+            }
+        }
+    }
+
+    /// All ports of containers that this configuration made.
+    pub(crate) fn containers(&self, status: &Status) -> Vec<Found> {
+        let own = format!("{}/", self.config.name);
+        let found = |port: &PortReport| {
+            let container = port.details.get("container").filter(|id| id.starts_with(&own))?.clone();
+            Some(Found { name: port.name.clone(), container, up: port.up })
+        };
+        status.ports.iter().filter_map(found).collect()
+    }
+
+    /// Removes a port; one that is gone meanwhile is fine.
+    pub(crate) fn remove(&self, name: &str) -> Result<(), CniError> {
+        match self.client.remove_port(name) {
+            Err(ClientError::Refused { status: 404, .. }) => Ok(()),
+            other => Ok(other?),
+        }
+    }
+
+    /// Adds the port of a device that is there, and finds an address for it.
+    pub(crate) fn join(&self, device: &Device<'_>, wanted: &[String]) -> Result<(String, Place), CniError> {
+        let seed = u32::from_be_bytes([device.mac.0[2], device.mac.0[3], device.mac.0[4], device.mac.0[5]]);
+        let mut taken = BTreeSet::new();
+        let mut last = None;
+        for attempt in 0..TRIES {
+            let status = self.status()?;
+            let network = self.network(&status)?;
+            let (base, prefix) = subnet_of(network).ok_or_else(|| {
+                let what = format!("network \"{}\" has no addresses for containers: {}", network.name, network.subnet);
+                CniError::Config(what)
+            })?;
+            let leased = network.leases.iter().filter_map(|lease| match lease.ip {
+                IpAddr::V4(ip) => Some(ip),
+                IpAddr::V6(_) => None,
+            });
+            let mut used: BTreeSet<Ipv4Addr> = leased.collect();
+            used.extend(network.gateway.into_iter().chain(network.router));
+            used.extend(&taken);
+            let ip = match self.config.ip {
+                Some(ip) => ip,
+                None => free_address((base, prefix), &used, seed).ok_or_else(|| {
+                    let text = format!("network \"{}\" has no free address left in {}", network.name, network.subnet);
+                    CniError::Refused(format!("{text}; give it a larger subnet"))
+                })?,
+            };
+            let is_free = |name: &&String| !status.ports.iter().any(|p| p.name == **name);
+            let name =
+                wanted.iter().skip(attempt.min(wanted.len() - 1)).find(is_free).unwrap_or(&wanted[wanted.len() - 1]);
+            match self.client.add_ports(&device.section(name, &network.name, ip, self.config)) {
+                Ok(_) => {
+                    let place = Place {
+                        ip,
+                        prefix,
+                        router: network.router.filter(|_| self.config.default_route),
+                        nameserver: network.gateway,
+                        domain: network.domain.clone(),
+                        mtu: network.mtu,
+                    };
+                    return Ok((name.clone(), place));
+                }
+                // Another call was faster, or a member that is no port has the name or address.
+                Err(error @ ClientError::Refused { status: 400 | 409, .. }) => {
+                    if self.config.ip.is_some() && attempt + 1 >= wanted.len() {
+                        return Err(error.into());
+                    }
+                    taken.insert(ip);
+                    last = Some(error);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(last.map_or_else(|| CniError::Refused("no address was found".into()), CniError::from))
+    }
+}
+
+/// The interface that a port is for.
+#[derive(Clone, Debug)]
+pub(crate) struct Device<'a> {
+    pub(crate) identity: &'a str,
+    pub(crate) netns: &'a str,
+    pub(crate) interface: &'a str,
+    pub(crate) mac: Mac,
+    /// Whether a monitor opens it.
+    pub(crate) is_vm: bool,
+}
+
+impl Device<'_> {
+    /// Its section of a fabric file. All values were checked to be free of quotes and line ends.
+    fn section(&self, name: &str, network: &str, ip: Ipv4Addr, config: &Config) -> String {
+        let Device { identity, netns, interface, mac, is_vm } = self;
+        let mut text = format!(
+            "[tap.{name}]\nnetwork = \"{network}\"\ndevice = \"{interface}\"\nadopt = true\nnetns = \"{netns}\"\n\
+             mac = \"{mac}\"\nip = \"{ip}\"\nguard = \"ip\"\ncontainer = \"{identity}\"\n"
+        );
+        if *is_vm {
+            text.push_str("monitor = true\n");
+        }
+        // The container's ingress is what it receives.
+        let rates = [("send", config.bandwidth.egress_rate), ("receive", config.bandwidth.ingress_rate)];
+        let rates: Vec<String> =
+            rates.iter().filter_map(|(key, rate)| Some(format!("{key} = {}", rate.filter(|r| *r != 0)?))).collect();
+        if !rates.is_empty() {
+            text.push_str(&format!("rate = {{ {} }}\n", rates.join(", ")));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_found_until_all_are_used() {
+        let subnet = (Ipv4Addr::new(10, 1, 2, 0), 29);
+        let mut used = BTreeSet::new();
+        for _ in 0..6 {
+            let ip = free_address(subnet, &used, 77).unwrap();
+            assert!((1..=6).contains(&ip.octets()[3]) && used.insert(ip), "{ip}");
+        }
+        assert_eq!(free_address(subnet, &used, 77), None);
+        assert_eq!(free_address((Ipv4Addr::UNSPECIFIED, 32), &BTreeSet::new(), 0), None);
+    }
+
+    #[test]
+    fn a_section_is_one_that_the_fabric_reads() {
+        let input =
+            r#"{"cniVersion":"1.0.0","name":"pods","fabric":"demo","runtimeConfig":{"bandwidth":{"egressRate":5000}}}"#;
+        let config = crate::request::parse(input.as_bytes()).unwrap();
+        let identity = config.identity("abc", "eth0");
+        let mac = mac_of(&config, &identity);
+        let device = Device { identity: &identity, netns: "/run/netns/x", interface: "eth0", mac, is_vm: false };
+        let section = device.section(&plain_name(mac), "lan", Ipv4Addr::new(10, 87, 0, 9), &config);
+        let text = format!("name = \"demo\"\n[network.lan]\nsubnet = \"10.87.0.0/24\"\n{section}");
+        let fabric = tombolo_host::file::parse(&text, std::path::Path::new("/x/demo.toml")).unwrap();
+        let tap = &fabric.taps[0];
+        assert_eq!(tap.container.as_deref(), Some("pods/abc/eth0"));
+        assert_eq!(tap.traffic.rates.send.bits, Some(5000));
+        assert!(member_name(&tap.name).is_some());
+    }
+
+    #[test]
+    fn names_of_pods_are_used_where_a_member_can_have_them() {
+        assert_eq!(member_name("web-7d9c5b8f6-abcde").as_deref(), Some("web-7d9c5b8f6-abcde"));
+        for other in ["", "-a", "a-", "A", "a.b", "a-name-that-is-longer-than-24"] {
+            assert_eq!(member_name(other), None, "{other}");
+        }
+    }
+}

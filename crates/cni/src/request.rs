@@ -1,0 +1,483 @@
+//! What a container runtime asks for: the environment and the configuration on standard input.
+//!
+//! Both are hostile: each value is checked before anything is made, and every length has a limit.
+//! What passes here can be written into a section of a fabric file as it is.
+
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::error::CniError;
+
+/// Longest configuration that is read. With the results of other plugins they are a few kilobytes; a list of attachments for
+/// GC has about 100 bytes for each.
+pub(crate) const MAX_INPUT_BYTES: u64 = 8 << 20;
+/// Longest value of a variable.
+const MAX_VARIABLE_BYTES: usize = 4096;
+/// Longest name of a network and ID of a container; file names of runtimes end at 255 bytes.
+const MAX_NAME_BYTES: usize = 180;
+
+/// Versions, the oldest first.
+pub(crate) const VERSIONS: [&str; 4] = ["0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    Add,
+    Del,
+    Check,
+    Status,
+    Gc,
+    Version,
+}
+
+impl Command {
+    pub(crate) fn parse(word: Option<&str>) -> Result<Command, CniError> {
+        match word {
+            Some("ADD") => Ok(Command::Add),
+            Some("DEL") => Ok(Command::Del),
+            Some("CHECK") => Ok(Command::Check),
+            Some("STATUS") => Ok(Command::Status),
+            Some("GC") => Ok(Command::Gc),
+            Some("VERSION") => Ok(Command::Version),
+            Some(other) => {
+                let what = format!("expected ADD, DEL, CHECK, STATUS, GC or VERSION, found {:?}", short(other));
+                Err(CniError::Environment { name: "CNI_COMMAND", what })
+            }
+            None => Err(CniError::Environment { name: "CNI_COMMAND", what: "is not set".into() }),
+        }
+    }
+}
+
+/// The variables that a runtime sets.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Environment {
+    pub(crate) command: Option<String>,
+    pub(crate) container: Option<String>,
+    pub(crate) netns: Option<String>,
+    pub(crate) interface: Option<String>,
+    pub(crate) args: Option<String>,
+}
+
+impl Environment {
+    /// That of this process.
+    pub(crate) fn of_process() -> Environment {
+        let get = |name: &str| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned());
+        Environment {
+            command: get("CNI_COMMAND"),
+            container: get("CNI_CONTAINERID"),
+            netns: get("CNI_NETNS"),
+            interface: get("CNI_IFNAME"),
+            args: get("CNI_ARGS"),
+        }
+    }
+
+    /// CNI_ARGS: `KEY=VALUE;KEY=VALUE`.
+    pub(crate) fn arg(&self, key: &str) -> Option<&str> {
+        let args = self.args.as_deref().filter(|args| args.len() <= MAX_VARIABLE_BYTES)?;
+        args.split(';').filter_map(|pair| pair.split_once('=')).find(|(k, _)| *k == key).map(|(_, value)| value)
+    }
+
+    /// The name of the interface in the container.
+    pub(crate) fn interface(&self) -> Result<&str, CniError> {
+        let name = "CNI_IFNAME";
+        let text = self.interface.as_deref().filter(|t| !t.is_empty());
+        let text = text.ok_or_else(|| CniError::Environment { name, what: "is not set".into() })?;
+        interface_name(name, text)
+    }
+
+    /// The name of the device: of a microVM's tap it may be another than that of the interface.
+    pub(crate) fn device(&self, is_vm: bool) -> Result<&str, CniError> {
+        match self.arg("TC_REDIRECT_TAP_NAME").filter(|_| is_vm) {
+            Some(name) => interface_name("CNI_ARGS", name),
+            None => self.interface(),
+        }
+    }
+
+    /// The container's ID.
+    pub(crate) fn container(&self) -> Result<&str, CniError> {
+        let name = "CNI_CONTAINERID";
+        let text = self.container.as_deref().filter(|t| !t.is_empty());
+        let text = text.ok_or_else(|| CniError::Environment { name, what: "is not set".into() })?;
+        if is_name(text) {
+            return Ok(text);
+        }
+        Err(CniError::Environment { name, what: format!("expected {NAME}, found {:?}", short(text)) })
+    }
+
+    /// The path of the container's namespace; `None` where it is gone.
+    pub(crate) fn netns(&self) -> Result<Option<&str>, CniError> {
+        let Some(text) = self.netns.as_deref().filter(|t| !t.is_empty()) else { return Ok(None) };
+        let ok = text.starts_with('/')
+            && text.len() <= MAX_VARIABLE_BYTES
+            && text.bytes().all(|b| b.is_ascii_graphic() && b != b'"' && b != b'\\');
+        if ok {
+            return Ok(Some(text));
+        }
+        let what = format!("expected an absolute path of printable characters, found {:?}", short(text));
+        Err(CniError::Environment { name: "CNI_NETNS", what })
+    }
+
+    pub(crate) fn need_netns(&self) -> Result<&str, CniError> {
+        self.netns()?.ok_or_else(|| CniError::Environment { name: "CNI_NETNS", what: "is not set".into() })
+    }
+}
+
+/// Checks the name of an interface that the variable has.
+fn interface_name<'t>(name: &'static str, text: &'t str) -> Result<&'t str, CniError> {
+    let ok = (1..=15).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
+    if ok && text != "." && text != ".." && text != "lo" {
+        return Ok(text);
+    }
+    let what = format!("expected 1 to 15 letters, digits, \"-\", \"_\" and \".\", found {:?}", short(text));
+    Err(CniError::Environment { name, what })
+}
+
+const NAME: &str = "a letter or digit, then letters, digits, \"_\", \".\" and \"-\", at most 180";
+
+fn is_name(text: &str) -> bool {
+    text.len() <= MAX_NAME_BYTES
+        && text.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric())
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+}
+
+/// The beginning of a text that may be long, for messages.
+pub(crate) fn short(text: &str) -> String {
+    text.chars().take(60).collect()
+}
+
+/// Bits per second; bursts are those of the fabric's own limiter.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct Bandwidth {
+    pub(crate) ingress_rate: Option<u64>,
+    pub(crate) egress_rate: Option<u64>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct RuntimeConfig {
+    port_mappings: Option<Vec<Value>>,
+    bandwidth: Option<Bandwidth>,
+    ips: Option<Vec<String>>,
+    mac: Option<String>,
+}
+
+/// One attachment of a list for GC.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub(crate) struct AttachmentId {
+    #[serde(rename = "containerID")]
+    pub(crate) container: String,
+    #[serde(rename = "ifname")]
+    pub(crate) interface: String,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Raw {
+    cni_version: Option<String>,
+    name: Option<String>,
+    fabric: Option<String>,
+    network: Option<String>,
+    runtime: Option<PathBuf>,
+    #[serde(default)]
+    runtime_config: RuntimeConfig,
+    prev_result: Option<Value>,
+    #[serde(default)]
+    default_route: Option<bool>,
+    #[serde(default)]
+    vm: Option<String>,
+    #[serde(rename = "cni.dev/valid-attachments")]
+    valid_attachments: Option<Vec<AttachmentId>>,
+    // The name in libcni before 1.2.
+    #[serde(rename = "cni.dev/attachments")]
+    attachments: Option<Vec<AttachmentId>>,
+}
+
+/// A checked configuration.
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    /// The version that answers have.
+    pub(crate) version: &'static str,
+    /// The name of the network in the runtime's configuration.
+    pub(crate) name: String,
+    pub(crate) fabric: String,
+    /// The fabric's network; its only one where it is not given.
+    pub(crate) network: Option<String>,
+    /// The folder of fabrics' sockets.
+    pub(crate) runtime: Option<PathBuf>,
+    /// Whether the container's default route leads to the fabric.
+    pub(crate) default_route: bool,
+    /// Whether the interface is a tap for the monitor of a microVM.
+    pub(crate) is_vm: bool,
+    pub(crate) bandwidth: Bandwidth,
+    pub(crate) ip: Option<Ipv4Addr>,
+    pub(crate) prev_result: Option<Value>,
+    /// For GC: what is to stay. `None` where no list came.
+    pub(crate) valid: Option<Vec<AttachmentId>>,
+}
+
+impl Config {
+    /// Whether answers have at least this version.
+    pub(crate) fn is_at_least(&self, version: &str) -> bool {
+        let place = |v: &str| VERSIONS.iter().position(|known| *known == v);
+        place(self.version) >= place(version)
+    }
+
+    /// What the fabric knows the container's interface by.
+    pub(crate) fn identity(&self, container: &str, interface: &str) -> String {
+        format!("{}/{container}/{interface}", self.name)
+    }
+}
+
+/// The version that an error is told in, where the configuration cannot be read otherwise.
+pub(crate) fn version_of(input: &[u8]) -> String {
+    #[derive(Deserialize)]
+    struct Only {
+        #[serde(rename = "cniVersion")]
+        version: Option<String>,
+    }
+    let given = serde_json::from_slice::<Only>(input).ok().and_then(|only| only.version);
+    given.filter(|v| VERSIONS.contains(&&v[..])).unwrap_or_else(|| "1.0.0".into())
+}
+
+/// Reads a configuration.
+pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
+    if input.len() as u64 > MAX_INPUT_BYTES {
+        return Err(CniError::Decode(format!("it is longer than {MAX_INPUT_BYTES} bytes")));
+    }
+    let raw: Raw = serde_json::from_slice(input).map_err(|e| CniError::Decode(e.to_string()))?;
+    let given = raw.cni_version.unwrap_or_else(|| "0.1.0".into());
+    let version = VERSIONS.into_iter().find(|v| *v == given);
+    let version = version.ok_or_else(|| CniError::Version { found: short(&given) })?;
+    let wrong = |key: &str, expected: &str, found: &str| {
+        CniError::Config(format!("{key}: expected {expected}, found {:?}", short(found)))
+    };
+    let name = raw.name.unwrap_or_default();
+    if !is_name(&name) {
+        return Err(wrong("name", NAME, &name));
+    }
+    let fabric = raw.fabric.unwrap_or_default();
+    let is_word = |text: &str| {
+        (1..=24).contains(&text.len())
+            && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+    };
+    if !is_word(&fabric) {
+        return Err(wrong("fabric", "the name of a running fabric (`tombolo ls`)", &fabric));
+    }
+    if let Some(network) = raw.network.as_deref().filter(|n| !is_word(n)) {
+        return Err(wrong("network", "the name of a network of the fabric", network));
+    }
+    if let Some(path) = raw.runtime.as_ref().filter(|p| !p.is_absolute()) {
+        return Err(wrong("runtime", "an absolute path", &path.display().to_string()));
+    }
+    if let Some(vm) = raw.vm.as_deref().filter(|vm| *vm != "tap") {
+        return Err(wrong("vm", "\"tap\", or no such key", vm));
+    }
+    let runtime = raw.runtime_config;
+    if runtime.port_mappings.is_some_and(|all| !all.is_empty()) {
+        return Err(CniError::Unsupported(
+            "runtimeConfig.portMappings: forwards of a running fabric change with its file only: leave the capability \
+             \"portMappings\" out, and add a [[forward]] to the file (`tombolo apply`)"
+                .into(),
+        ));
+    }
+    if let Some(mac) = &runtime.mac {
+        return Err(CniError::Unsupported(format!(
+            "runtimeConfig.mac: expected none, found {:?}: the address follows from the container's ID",
+            short(mac)
+        )));
+    }
+    let bandwidth = runtime.bandwidth.unwrap_or_default();
+    for (key, rate) in [("ingressRate", bandwidth.ingress_rate), ("egressRate", bandwidth.egress_rate)] {
+        // 0 is none in the reference plugin.
+        if let Some(rate) = rate.filter(|r| *r != 0 && !(1_000..=1_000_000_000_000).contains(r)) {
+            let expected = "0 for none, or 1000 to 10^12 bits per second";
+            return Err(wrong(&format!("runtimeConfig.bandwidth.{key}"), expected, &rate.to_string()));
+        }
+    }
+    let ip = match runtime.ips.as_deref().unwrap_or_default() {
+        [] => None,
+        [text] => {
+            let address = text.split_once('/').map_or(&text[..], |(address, _)| address);
+            let read = address.parse::<Ipv4Addr>();
+            Some(read.map_err(|_| wrong("runtimeConfig.ips", "an IPv4 address of the network", text))?)
+        }
+        more => {
+            let found = format!("{} addresses", more.len());
+            return Err(wrong("runtimeConfig.ips", "one IPv4 address", &found));
+        }
+    };
+    Ok(Config {
+        version,
+        name,
+        fabric,
+        network: raw.network,
+        runtime: raw.runtime,
+        default_route: raw.default_route.unwrap_or(true),
+        is_vm: raw.vm.is_some(),
+        bandwidth,
+        ip,
+        prev_result: raw.prev_result,
+        valid: raw.valid_attachments.or(raw.attachments),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    fn config(more: Value) -> Result<Config, CniError> {
+        let mut all = json!({ "cniVersion": "1.0.0", "name": "pods", "type": "tombolo-cni", "fabric": "demo" });
+        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        parse(all.to_string().as_bytes())
+    }
+
+    #[test]
+    fn each_version_is_taken_and_others_are_told_with_code_1() {
+        for version in VERSIONS {
+            assert_eq!(config(json!({ "cniVersion": version })).unwrap().version, version);
+        }
+        for version in ["0.1.0", "0.2.0", "2.0.0", "1.0", "", "x"] {
+            let error = config(json!({ "cniVersion": version })).unwrap_err();
+            assert_eq!(error.code(), 1, "{error}");
+        }
+        assert_eq!(parse(b"{}").unwrap_err().code(), 1, "no version is 0.1.0");
+        assert!(!config(json!({})).unwrap().is_at_least("1.1.0"));
+        assert!(config(json!({ "cniVersion": "1.1.0" })).unwrap().is_at_least("0.4.0"));
+    }
+
+    #[test]
+    fn values_that_could_not_be_right_are_named() {
+        for (more, code, word) in [
+            (json!({ "name": "a b" }), 7, "name"),
+            (json!({ "name": "../x" }), 7, "name"),
+            (json!({ "fabric": "A" }), 7, "fabric"),
+            (json!({ "network": "\"]\n" }), 7, "network"),
+            (json!({ "runtime": "run" }), 7, "runtime"),
+            (json!({ "vm": "kata" }), 7, "vm"),
+            (json!({ "runtimeConfig": { "ips": ["fd00::1"] } }), 7, "ips"),
+            (json!({ "runtimeConfig": { "ips": ["10.0.0.1", "10.0.0.2"] } }), 7, "2 addresses"),
+            (json!({ "runtimeConfig": { "bandwidth": { "egressRate": 5 } } }), 7, "egressRate"),
+            (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 80 }] } }), 2, "[[forward]]"),
+            (json!({ "runtimeConfig": { "mac": "02:00:00:00:00:01" } }), 2, "mac"),
+            (json!({ "runtimeConfig": 7 }), 6, "decoded"),
+            (json!({ "cni.dev/valid-attachments": [{}] }), 6, "containerID"),
+        ] {
+            let error = config(more.clone()).unwrap_err();
+            assert_eq!(error.code(), code, "{more}: {error}");
+            assert!(error.to_string().contains(word), "{more}: {error}");
+        }
+        let taken = json!({ "runtimeConfig": { "ips": ["10.0.0.7/24"], "portMappings": [],
+            "bandwidth": { "ingressRate": 8_000_000, "ingressBurst": 1, "egressRate": 0 } } });
+        let config = config(taken).unwrap();
+        assert_eq!(config.ip, Some(Ipv4Addr::new(10, 0, 0, 7)));
+        assert_eq!(config.bandwidth, Bandwidth { ingress_rate: Some(8_000_000), egress_rate: Some(0) });
+    }
+
+    #[test]
+    fn a_list_for_gc_is_known_by_both_names_and_none_is_not_an_empty_one() {
+        assert_eq!(config(json!({})).unwrap().valid, None);
+        assert_eq!(config(json!({ "cni.dev/valid-attachments": [] })).unwrap().valid, Some(vec![]));
+        let one = json!([{ "containerID": "c", "ifname": "eth0" }]);
+        for key in ["cni.dev/valid-attachments", "cni.dev/attachments"] {
+            assert_eq!(config(json!({ key: one })).unwrap().valid.unwrap().len(), 1);
+        }
+    }
+
+    #[test]
+    fn the_environment_is_checked() {
+        let with = |container: &str, netns: &str, interface: &str| Environment {
+            container: Some(container.into()),
+            netns: Some(netns.into()),
+            interface: Some(interface.into()),
+            ..Environment::default()
+        };
+        let good = with("c1", "/run/netns/x", "eth0");
+        assert!(good.container().is_ok() && good.interface().is_ok());
+        assert_eq!(good.netns().unwrap(), Some("/run/netns/x"));
+        assert_eq!(with("c1", "", "eth0").netns().unwrap(), None);
+        let long = "x".repeat(200);
+        let bad = with(&long, "x\"y", "a/b");
+        assert!(bad.container().is_err() && bad.netns().is_err() && bad.interface().is_err());
+        assert!(with("-c", "/a\nb", "lo").container().is_err());
+        assert!(with("c", "/a\nb", "lo").netns().is_err());
+        assert!(with("c", "/a\nb", "lo").interface().is_err());
+        let args = Environment { args: Some("IgnoreUnknown=1;K8S_POD_NAME=web;=;x".into()), ..good };
+        assert_eq!(args.arg("K8S_POD_NAME"), Some("web"));
+        assert_eq!(args.arg("x"), None);
+    }
+
+    /// Any JSON, some of it with keys that matter.
+    fn any_json() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            ".{0,20}".prop_map(Value::from),
+            Just(Value::from("1.1.0")),
+            Just(Value::from("pods")),
+        ];
+        let keys = [
+            "cniVersion",
+            "name",
+            "fabric",
+            "network",
+            "runtime",
+            "runtimeConfig",
+            "ips",
+            "bandwidth",
+            "egressRate",
+            "portMappings",
+            "prevResult",
+            "cni.dev/valid-attachments",
+            "containerID",
+            "ifname",
+        ];
+        leaf.prop_recursive(4, 64, 8, move |inner| {
+            prop_oneof![
+                proptest::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
+                proptest::collection::btree_map(proptest::sample::select(keys.to_vec()), inner, 0..8)
+                    .prop_map(|map| map.into_iter().map(|(k, v)| (k.to_string(), v)).collect::<Value>()),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_break_the_reader(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = parse(&bytes);
+            prop_assert!(VERSIONS.contains(&&version_of(&bytes)[..]));
+        }
+
+        #[test]
+        fn no_json_breaks_the_reader_and_what_passes_is_fit_for_a_section(more in any_json()) {
+            let mut all = json!({ "cniVersion": "1.1.0", "name": "pods", "fabric": "demo" });
+            if let Some(map) = more.as_object() {
+                all.as_object_mut().unwrap().extend(map.clone());
+            }
+            if let Ok(config) = parse(all.to_string().as_bytes()) {
+                let text = format!("{}{}{:?}", config.name, config.fabric, config.network);
+                prop_assert!(!text.contains(['\n', '\\', '/', ']']));
+            }
+        }
+
+        #[test]
+        fn no_variable_passes_that_would_break_out_of_a_section(text in ".{0,300}") {
+            let variable = Some(text.clone());
+            let environment = Environment {
+                command: variable.clone(), container: variable.clone(), netns: variable.clone(),
+                interface: variable.clone(), args: variable,
+            };
+            let fit = |t: &str| t.bytes().all(|b| b.is_ascii_graphic() && b != b'"' && b != b'\\');
+            prop_assert!(environment.container().map_or(true, fit));
+            prop_assert!(environment.interface().map_or(true, fit));
+            prop_assert!(environment.netns().map_or(true, |t| t.is_none_or(fit)));
+            let _ = environment.arg("K8S_POD_NAME");
+        }
+    }
+}

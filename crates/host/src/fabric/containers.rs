@@ -1,0 +1,149 @@
+//! Taps that belong to containers (`container` of a tap): they go with the container's namespace.
+//!
+//! # Purpose
+//! A descriptor of a tap keeps the network namespace alive that the tap is in, with every device in
+//! it. So a daemon that kept the tap of a dead container would keep its namespace for ever. The
+//! container's runtime says that a container ends (CNI DEL), but it may be killed, or may find no
+//! daemon. So the daemon looks once a second whether the namespace is still at its path, and
+//! removes the port where it is not.
+//!
+//! # Invariants
+//! - A namespace is known by the device and inode of its path. A pid that is used again, or a name
+//!   that is given again, is another namespace.
+//! - The device is persistent, and is the container's. It is not deleted here: it ends with its
+//!   namespace, or the plugin deletes it. So a container keeps it while the daemon is away.
+//! - A daemon that starts forgets the taps whose namespace or device is gone. They are no fault.
+//!
+//! # Limits
+//! The namespace of a container that dies without DEL is there for up to two seconds.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Weak;
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use tombolo_port::link::{Interface, Netns};
+
+use super::{Running, Say};
+use crate::file::{Fabric, Tap};
+use crate::rundir::RunDir;
+
+/// How often the namespaces are looked at.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A namespace: device and inode of its file.
+type Inode = (u64, u64);
+
+/// Namespaces of containers, by the name of the port.
+pub(crate) type Namespaces = BTreeMap<String, Inode>;
+
+/// The file of a namespace that is called so, as [`Netns::open`] finds it.
+fn path_of(netns: &str) -> PathBuf {
+    if netns.contains('/') { netns.into() } else { Path::new("/run/netns").join(netns) }
+}
+
+fn inode(path: &Path) -> Option<Inode> {
+    std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()))
+}
+
+/// Whether the tap's device can be taken up: it is there, and has the address that it was given.
+fn is_there(tap: &Tap) -> bool {
+    let interface = || {
+        let netns = tap.netns.as_deref().map(Netns::open).transpose().ok()?;
+        Interface::open(netns.as_ref(), &tap.device).ok()?.mac().ok()
+    };
+    // Where a monitor opens it, the address is its guest's.
+    interface().is_some_and(|mac| tap.monitor || mac == tap.mac.0)
+}
+
+/// Forgets the taps of containers that ended while no daemon ran.
+pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fabric {
+    let gone: BTreeSet<String> =
+        spec.taps.iter().filter(|t| t.container.is_some() && !is_there(t)).map(|t| t.name.clone()).collect();
+    if gone.is_empty() {
+        return spec;
+    }
+    spec.taps.retain(|t| !gone.contains(&t.name));
+    dir.record(|o| {
+        for addition in &mut o.additions {
+            addition.names.retain(|name| !gone.contains(name));
+        }
+        o.additions.retain(|a| !a.names.is_empty());
+        o.rates.retain(|name, _| !gone.contains(name));
+    });
+    for name in gone {
+        say(&format!("port {name}: its container has ended meanwhile; it is forgotten"));
+    }
+    spec
+}
+
+impl Running {
+    /// Notes which namespaces the taps of containers are in.
+    pub(super) fn note_namespaces(&mut self) {
+        let taps = self.spec.taps.iter().filter(|t| t.container.is_some());
+        let mut now = Namespaces::new();
+        for tap in taps {
+            let known = self.namespaces.get(&tap.name).copied();
+            // One that is gone already has none, which the next look finds.
+            let found = || tap.netns.as_deref().and_then(|netns| inode(&path_of(netns)));
+            now.insert(tap.name.clone(), known.or_else(found).unwrap_or_default());
+        }
+        self.namespaces = now;
+    }
+
+    /// The taps of containers: name, the path of the namespace, and which that was.
+    fn containers(&self) -> Vec<(String, PathBuf, Inode)> {
+        let of = |t: &Tap| Some((t.name.clone(), path_of(t.netns.as_deref()?), *self.namespaces.get(&t.name)?));
+        self.spec.taps.iter().filter(|t| t.container.is_some()).filter_map(of).collect()
+    }
+}
+
+/// Removes the ports of containers whose namespaces have gone, until the fabric ends.
+pub(super) async fn watch(me: Weak<Mutex<Running>>) {
+    loop {
+        tokio::time::sleep(LOOK).await;
+        let Some(running) = me.upgrade() else { return };
+        let all = running.lock().await.containers();
+        drop(running);
+        if all.is_empty() {
+            continue;
+        }
+        // A path may lead to a file system that does not answer.
+        let look = move || all.into_iter().filter(|(_, path, was)| inode(path) != Some(*was)).collect::<Vec<_>>();
+        let Ok(gone) = tokio::task::spawn_blocking(look).await else { continue };
+        for (name, _, was) in gone {
+            let Some(running) = me.upgrade() else { return };
+            let mut running = running.lock().await;
+            // It may have been removed and added again meanwhile.
+            if running.applying || running.namespaces.get(&name) != Some(&was) {
+                continue;
+            }
+            match running.remove(&name) {
+                Ok(()) => (running.say)(&format!("port {name}: its container has ended")),
+                Err(error) => (running.say)(&format!("port {name}: its container has ended: {error}")),
+            }
+            running.note_namespaces();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_namespace_is_found_by_name_and_by_path_and_is_known_by_its_inode() {
+        assert_eq!(path_of("web"), Path::new("/run/netns/web"));
+        assert_eq!(path_of("/proc/7/ns/net"), Path::new("/proc/7/ns/net"));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ns");
+        assert_eq!(inode(&path), None);
+        std::fs::write(&path, "").unwrap();
+        let first = inode(&path);
+        std::fs::rename(&path, dir.path().join("old")).unwrap();
+        std::fs::write(&path, "").unwrap();
+        assert!(first.is_some() && inode(&path) != first);
+    }
+}

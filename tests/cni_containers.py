@@ -1,0 +1,299 @@
+"""Containers on a fabric by `tombolo-cni`: direct calls as a runtime makes them, real containerd with runc, cnitool."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import struct
+import subprocess
+import time
+
+from lib import Fabric, Namespace, need_root, scratch, timeout, until
+from lib.containers import BUILT, Cni, Containerd, Failed, cnitool, leftovers, plugin
+from lib.frames import mac_bytes
+from lib.machine import SLOW
+from lib.tap import Tap
+
+TUNSETVNETHDRSZ = 0x400454D8
+FILE = """
+name = "{name}"
+[network.lan]
+subnet = "10.236.0.0/22"
+uplink = "user"
+mtu = 1400
+"""
+
+
+@contextlib.contextmanager
+def fabric():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside:
+        outside.way_out()
+        with Fabric(folder, FILE.format(name=f"cni{os.getpid()}"), netns=outside, own_mounts=False) as fabric:
+            yield fabric
+
+
+def path(space):
+    return f"/run/netns/{space}"
+
+
+def addresses(space, interface="eth0"):
+    found = json.loads(space.ip("-j", "address", "show", "dev", interface))[0]
+    return [a["local"] for a in found["addr_info"] if a["family"] == "inet"], found
+
+
+def refused(code, call, *words, **more):
+    try:
+        call(*words, **more)
+    except Failed as error:
+        assert error.code == code, (error.code, error.text)
+        return error.text
+    raise AssertionError(f"{words} was not refused")
+
+
+@timeout(120)
+def test_a_container_is_added_checked_and_deleted_in_each_version():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        for version in ("0.3.1", "0.4.0", "1.0.0", "1.1.0"):
+            cni = Cni(f, version)
+            assert "1.1.0" in cni("VERSION")["supportedVersions"]
+            result = cni("ADD", "c1", path(one), args="IgnoreUnknown=1;K8S_POD_NAME=web")
+            other = cni("ADD", "c2", path(two))
+            assert result["cniVersion"] == version
+            assert ("version" in result["ips"][0]) == (version < "1.0.0")
+            ips, link = addresses(one)
+            assert result["ips"][0]["address"] == f"{ips[0]}/22" and link["mtu"] == 1400, (result, link)
+            assert link["address"] == result["interfaces"][0]["mac"]
+            assert "default via" in one.ip("route")
+            assert one.answers(other["ips"][0]["address"].split("/")[0])
+            # Its pod's name is a name of the fabric.
+            asked = two.run("busybox", "nslookup", f"web.{result['dns']['domain']}", result["dns"]["nameservers"][0])
+            assert ips[0] in asked.stdout, asked
+            assert set(cni.ports()) == {"web", "c2"}
+            if version >= "0.4.0":
+                cni("CHECK", "c1", path(one), prevResult=result)
+                one.ip("address", "flush", "dev", "eth0")
+                assert "has not the address" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result)
+            else:
+                refused(1, cni, "CHECK", "c1", path(one))
+            for _ in range(2):
+                cni("DEL", "c1", path(one))
+                cni("DEL", "c2", path(two))
+            assert not cni.ports()
+            assert "eth0" not in one.ip("link") and "eth0" not in two.ip("link")
+
+
+@timeout(120)
+def test_addresses_rates_and_faults_of_the_runtime():
+    with fabric() as f, Namespace() as one:
+        cni = Cni(f, "1.1.0")
+        cni("STATUS")
+        refused(50, Cni(f, "1.1.0", network="other"), "STATUS")
+        assert "lan" in refused(7, Cni(f, "1.1.0", network="other"), "ADD", "c", path(one))
+        refused(5, cni, "ADD", "c", "/run/netns/not-there")
+        refused(4, cni, "ADD", "c", "")
+        refused(4, cni, "ADD", "../c", path(one))
+        refused(6, cni, "ADD", "c", path(one), config="{")
+        refused(1, cni, "ADD", "c", path(one), cniVersion="9.0.0")
+        refused(2, cni, "ADD", "c", path(one), runtimeConfig={"portMappings": [{"hostPort": 1, "containerPort": 1}]})
+        assert "eth0" not in one.ip("link")
+        result = cni("ADD", "c", path(one), runtimeConfig={"ips": ["10.236.1.77/22"], "bandwidth": {"ingressRate": 8000000, "egressRate": 4000000}})
+        assert result["ips"][0]["address"] == "10.236.1.77/22" and result["interfaces"][0]["mtu"] == 1400
+        with Namespace() as two:
+            assert "10.236.1.77" in refused(100, cni, "ADD", "d", path(two), runtimeConfig={"ips": ["10.236.1.77"]})
+            assert "eth0" not in two.ip("link")
+            refused(100, cni, "ADD", "d", path(two), runtimeConfig={"ips": ["10.99.0.1"]})
+        # Of a flood a container is given its rate and no more: a datagram of 1000 bytes 4000 times is 32 Mbit.
+        with Namespace() as two:
+            target = cni("ADD", "d", path(two))["ips"][0]["address"].split("/")[0]
+            text = f"import socket\ns=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\nfor _ in range(4000): s.sendto(bytes(1000),('{target}',9))"
+            before = time.monotonic()
+            one.run("python3", "-c", text)
+            port = cni.ports()["c"]
+            took = time.monotonic() - before
+            assert port["counters"]["rx_bytes"] * 8 < 4000000 * (took + 2), (port["counters"], took)
+            cni("DEL", "d", path(two))
+        cni("DEL", "c", path(one))
+        assert not cni.ports()
+
+
+@timeout(180)
+def test_gc_removes_what_is_not_in_its_list_and_nothing_without_one():
+    with fabric() as f, contextlib.ExitStack() as stack:
+        cni = Cni(f, "1.1.0")
+        others = Cni(f, "1.1.0", name="others")
+        spaces = [stack.enter_context(Namespace()) for _ in range(3)]
+        for n, space in enumerate(spaces[:2]):
+            cni("ADD", f"c{n}", path(space))
+        others("ADD", "c2", path(spaces[2]))
+        assert "nothing was removed" in refused(7, cni, "GC")
+        assert len(cni.ports()) == 3
+        cni("GC", **{"cni.dev/valid-attachments": [{"containerID": "c1", "ifname": "eth0"}]})
+        assert set(cni.ports()) == {"c1", "c2"}, "another network's is not this one's to remove"
+        cni("GC", **{"cni.dev/attachments": []})
+        assert set(cni.ports()) == {"c2"}
+        others("DEL", "c2", path(spaces[2]))
+
+
+@timeout(180)
+def test_a_dead_container_does_not_keep_its_namespace_and_a_daemon_may_be_killed():
+    with fabric() as f:
+        cni = Cni(f, "1.1.0")
+        with Namespace() as one, Namespace() as two:
+            first, second = (cni("ADD", name, path(space)) for name, space in (("c1", one), ("c2", two)))
+            target = second["ips"][0]["address"].split("/")[0]
+            f.kill()
+            assert "eth0" in one.ip("link"), "the container keeps its interface"
+            # DEL finds no daemon and succeeds; ADD says that it is to be tried again.
+            cni("DEL", "c1", path(one))
+            assert "eth0" not in one.ip("link")
+            with Namespace() as three:
+                refused(11, cni, "ADD", "c3", path(three))
+                refused(50, cni, "STATUS")
+                f.start()
+                assert set(cni.ports()) == {"c2"}, "what was deleted meanwhile is forgotten"
+                cni("CHECK", "c2", path(two), prevResult=second)
+                cni("ADD", "c3", path(three))
+                assert three.answers(target), "the container is on the network again"
+        # Both namespaces lost their names without DEL.
+        until("the daemon lets go of dead containers", lambda: not cni.ports(), 60)
+
+
+@timeout(120)
+def test_a_namespace_ends_with_its_container_though_no_del_came():
+    with fabric() as f, Namespace() as witness:
+        cni = Cni(f)
+        with Namespace() as one:
+            # The end of the pair that is outside goes at the moment at which the namespace ends.
+            witness.ip("link", "add", "outer", "type", "veth", "peer", "name", "inner", "netns", str(one))
+            cni("ADD", "c1", path(one))
+        assert "outer" in witness.ip("link"), "the tap of the daemon keeps the namespace for now"
+        until("the namespace ends", lambda: "outer" not in witness.ip("link"), 60)
+        assert not cni.ports()
+
+
+@timeout(300)
+def test_two_hundred_containers_come_and_go_in_parallel_and_leave_nothing():
+    count, at_once = 200, 8
+    with fabric() as f:
+        cni = Cni(f, "1.0.0")
+        before = len(f.status()["ports"]), len(os.listdir(f"/proc/{f.process.popen.pid}/fd"))
+        prefix = f"tmbc{os.getpid()}-"
+        try:
+            for n in range(count):
+                subprocess.run(["ip", "netns", "add", f"{prefix}{n}"], check=True)
+
+            def all_of(command):
+                results, running = [], []
+                for n in range(count):
+                    running.append(cni.start(command, f"{prefix}{n}", f"/run/netns/{prefix}{n}"))
+                    if len(running) == at_once:
+                        results += [cni.finish(process) for process in running]
+                        running = []
+                return results + [cni.finish(process) for process in running]
+
+            started = time.monotonic()
+            results = all_of("ADD")
+            added = time.monotonic() - started
+            ips = {result["ips"][0]["address"] for result in results}
+            assert len(ips) == count and len(cni.ports()) == count
+            ping = ["ip", "netns", "exec", f"{prefix}0", "ping", "-c1", "-W20", results[-1]["ips"][0]["address"].split("/")[0]]
+            assert subprocess.run(ping, capture_output=True).returncode == 0
+            all_of("DEL")
+            print(f"{count} containers up in {added:.1f} s, {at_once} at a time")
+            status = f.status()
+            assert len(status["ports"]) == before[0] and not status["networks"][0]["leases"], status["networks"][0]["leases"]
+            # The daemon forgets the processes that called it at a later call: it keeps a pidfd of each for a second.
+            descriptors = lambda: f.status() and len(os.listdir(f"/proc/{f.process.popen.pid}/fd"))  # noqa: E731
+            until("no descriptor is left", lambda: descriptors() <= before[1] + 4, 60, every=2)
+            links = subprocess.run(["ip", "netns", "exec", f"{prefix}7", "ip", "-br", "link"], capture_output=True, text=True).stdout
+            assert "eth0" not in links, links
+        finally:
+            for name in leftovers(prefix):
+                subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def conflist(fabric, version="1.0.0"):
+    return {"cniVersion": version, "name": "pods", "plugins": [
+        {"type": "tombolo-cni", "fabric": fabric.name, "runtime": str(fabric.folder / "run")}]}
+
+
+@timeout(240)
+def test_containerd_and_runc_run_containers_on_the_fabric():
+    with fabric() as f, scratch() as folder, Containerd(folder, conflist(f)) as containerd:
+        cni = Cni(f)
+        run = ("run", "--rm", "--snapshotter", "native", "--cni")
+        done = containerd.ctr(*run, "localhost/bb:1", "once", "/bin/ip", "address")
+        assert "eth0" in done.stdout and "10.236." in done.stdout, done
+        assert not cni.ports(), "DEL came after the container had ended"
+        server = containerd.ctr("run", "-d", "--snapshotter", "native", "--cni", "localhost/bb:1", "server", "/bin/sleep", "1000")
+        assert server.returncode == 0
+        name, port = next(iter(cni.ports().items()))
+        target = next(lease["ip"] for lease in f.status()["networks"][0]["leases"] if lease["mac"] in port["guard"])
+        done = containerd.ctr(*run, "localhost/bb:1", "client", "/bin/ping", "-c", "1", "-W", "20", target)
+        assert "1 packets received" in done.stdout, done
+        # Killed without DEL: the daemon finds that the namespace is gone.
+        pid = int(containerd.ctr("tasks", "ls").stdout.split("server")[1].split()[0])
+        os.kill(pid, signal.SIGKILL)
+        until("the daemon forgets the killed container", lambda: name not in cni.ports(), 60 * SLOW)
+
+
+@timeout(120)
+def test_cnitool_drives_all_commands():
+    tool = cnitool()
+    with fabric() as f, scratch() as folder, Namespace() as one:
+        (folder / "10-pods.conflist").write_text(json.dumps(conflist(f, "1.1.0")))
+        environment = dict(os.environ, NETCONFPATH=str(folder), CNI_PATH=str(BUILT))
+
+        def run(command, *words):
+            inside = ["nsenter", f"--net=/run/netns/{f.netns}", str(tool), command, "pods", *words]
+            done = subprocess.run(inside, env=environment, capture_output=True, text=True, timeout=60 * SLOW)
+            assert done.returncode == 0, (command, done.stdout, done.stderr)
+            return done.stdout
+
+        run("status", path(one))
+        assert json.loads(run("add", path(one)))["cniVersion"] == "1.1.0"
+        run("check", path(one))
+        run("del", path(one))
+        assert not Cni(f).ports()
+
+
+@timeout(120)
+def test_a_microvms_monitor_opens_its_tap_and_its_guest_is_on_the_fabric():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        cni, vms = Cni(f, "1.0.0"), Cni(f, "1.0.0", vm="tap")
+        result = vms("ADD", "vm1", path(one), args="IgnoreUnknown=1;TC_REDIRECT_TAP_NAME=tap7;TC_REDIRECT_TAP_UID=1234;TC_REDIRECT_TAP_GID=1235")
+        tap, guest = result["interfaces"]
+        assert (tap["name"], tap["sandbox"], guest["name"], guest["sandbox"]) == ("tap7", path(one), "tap7", "vm1"), result
+        assert len(result["ips"]) == 1 and result["ips"][0]["interface"] == 1
+        shown = json.loads(one.ip("-j", "-d", "link", "show", "tap7"))[0]
+        assert shown["mtu"] == 1400 and shown["linkinfo"]["info_data"]["user"] in (1234, "1234"), shown
+        assert shown["linkinfo"]["info_data"]["group"] in (1235, "1235"), shown
+        ip = result["ips"][0]["address"].split("/")[0]
+        peer = cni("ADD", "c2", path(two))
+        # As a monitor does: one frame per call, with a vnet header.
+        monitor = Tap(one, "tap7", mac=guest["mac"], mtu=1400)
+        # The device keeps the size of its header; a monitor sets the one that it uses.
+        fcntl.ioctl(monitor.fd, TUNSETVNETHDRSZ, struct.pack("i", 10))
+        try:
+            until("the port is up", lambda: vms.ports()["vm1"]["up"], 60)
+            theirs, ours = (bytes(map(int, address.split("."))) for address in (peer["ips"][0]["address"].split("/")[0], ip))
+            mac = mac_bytes(guest["mac"])
+            ask = b"\xff" * 6 + mac + bytes.fromhex("08060001080006040001") + mac + ours + bytes(6) + theirs
+            monitor.send(ask)
+            got = monitor.receive(20, lambda frame: frame[12:14] == b"\x08\x06" and frame[28:32] == theirs)
+            assert got and got[1][6:12] == mac_bytes(peer["interfaces"][0]["mac"]), got
+            # The guard holds the guest to its address.
+            monitor.send(ask.replace(ours, bytes([10, 236, 3, 200])))
+            until("a stolen address is dropped", lambda: vms.ports()["vm1"]["counters"]["rx_drops"], 60)
+            vms("CHECK", "vm1", path(one), args="TC_REDIRECT_TAP_NAME=tap7", prevResult=result)
+        finally:
+            monitor.close()
+        f.kill()
+        f.start()
+        assert set(cni.ports()) == {"vm1", "c2"}
+        vms("DEL", "vm1", path(one), args="TC_REDIRECT_TAP_NAME=tap7")
+        cni("DEL", "c2", path(two))
+        assert not cni.ports() and "tap7" not in one.ip("link")
