@@ -227,7 +227,7 @@ def test_a_cell_takes_its_address_from_a_router_and_sleeps():
         text = page(SLAAC, space.name, socket.AF_INET6)
         assert f"{SLAAC}/64" in text
         # From beyond the network its answers go through the router.
-        space.ip("address", "add", "2001:db8::9/128", "dev", "lo")
+        space.ip("address", "add", "2001:db8::9/128", "dev", "lo", "nodad")
         with socket_in(space.name, socket.AF_INET6) as far:
             far.settimeout(30)
             far.bind(("2001:db8::9", 0))
