@@ -11,6 +11,7 @@ mod call;
 mod capture;
 mod cell;
 mod check;
+mod complete;
 mod confine;
 mod doctor;
 mod down;
@@ -186,6 +187,7 @@ fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> 
 }
 
 fn main() -> std::process::ExitCode {
+    complete::answer();
     match run(parse(std::env::args_os()).unwrap_or_else(|error| error.exit())) {
         Ok(exit) => exit.into(),
         Err(failure) => failure.report().into(),

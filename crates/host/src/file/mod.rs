@@ -9,12 +9,14 @@
 //!   against it.
 //! - `read`: a section reader that takes typed values out of a TOML table and keeps their positions.
 //! - `parse`: the sections, one function each.
+//! - `names`: the names in a text that may be faulty, for completion.
 //! - `places`: where the keys are, for faults that only the machine shows ([`crate::preflight`]).
 //! - `traffic`: what limits a port, and changes of it while it runs.
 //! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
 
 mod check;
 mod model;
+mod names;
 mod parse;
 mod places;
 mod policy;
@@ -28,8 +30,9 @@ pub use model::{
     Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink, Worker,
 };
 pub use model::{Ipv6, Mac, Network};
+pub use names::names;
 pub(crate) use parse::find_app;
-pub use parse::{add, load, name_of, parse};
+pub use parse::{add, apps, load, name_of, parse};
 pub use places::{Places, load_with_places};
 pub use policy::OUTSIDE;
 pub use problem::{FileError, Part, Problem, nearest};

@@ -851,7 +851,7 @@ fn app_folders() -> Vec<PathBuf> {
 }
 
 /// The names of the apps that are built.
-pub(crate) fn apps() -> Vec<String> {
+pub fn apps() -> Vec<String> {
     let entries = app_folders().into_iter().filter_map(|f| std::fs::read_dir(f).ok()).flatten().flatten();
     let files = entries.filter(|e| e.path().is_file()).filter_map(|e| e.file_name().into_string().ok());
     // Beside the images Cargo leaves files with a dot in their names.

@@ -1,0 +1,183 @@
+"""Completion of names at the prompts of real shells: bash and zsh on a terminal, fish by its own engine. None of it needs root."""
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+
+from lib import Fabric, need_program, scratch, timeout, until
+from lib.fabric import PROGRAM
+
+FABRIC = """
+name = "{name}"
+[network.inner]
+subnet = "10.235.0.0/24"
+[cell.webserver]
+app = "httpd"
+accel = "tcg"
+[cell.database]
+app = "httpd"
+accel = "tcg"
+[cell.reckoner]
+app = "calc"
+args = "net=none"
+network = []
+accel = "tcg"
+[port.guest]
+kind = "stream"
+[link.calls]
+between = ["reckoner"]
+service = "multiply"
+"""
+# Escape sequences of terminals, which line editors mix into what they show.
+ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[()][A-Z0-9]|[=>])")
+
+
+class Prompt:
+    """A shell on a terminal, which has the program as `tombolo` in PATH, and its completions."""
+
+    def __init__(self, shell, folder, env):
+        need_program(shell)
+        bin_folder = folder / "bin"
+        bin_folder.mkdir(exist_ok=True)
+        if not (bin_folder / "tombolo").exists():
+            (bin_folder / "tombolo").symlink_to(PROGRAM)
+        base = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "TERM": "xterm", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
+        command = {"bash": ["bash", "--noprofile", "--norc", "-i"], "zsh": ["zsh", "-f", "-i"]}[shell]
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvpe(command[0], command, base | {name: value for name, value in env.items()})
+        self.text = ""
+        if shell == "bash":
+            self.run("source <(tombolo completions bash)")
+        else:
+            # As a package installs it: a file that zsh loads at the first completion.
+            functions = folder / "functions"
+            functions.mkdir(exist_ok=True)
+            script = subprocess.run([PROGRAM, "completions", "zsh"], check=True, stdout=subprocess.PIPE, text=True).stdout
+            (functions / "_tombolo").write_text(script)
+            self.run(f"fpath=({functions} $fpath); autoload -Uz compinit; compinit -u -D; unsetopt beep")
+
+    def _read(self, seconds):
+        if select.select([self.fd], [], [], seconds)[0]:
+            with contextlib.suppress(OSError):
+                self.text += os.read(self.fd, 65536).decode(errors="replace")
+
+    def shown(self):
+        self._read(0.05)
+        return ESCAPES.sub("", self.text)
+
+    def run(self, line):
+        """Runs a command; its end is told by a word that the command line itself does not contain."""
+        before = len(self.text)
+        os.write(self.fd, f"{line}; echo do''ne\n".encode())
+        until(f"the end of {line}", lambda: (self._read(0.05), "done" in self.text[before:])[1])
+
+    def complete(self, line, expected, tabs=1):
+        """Types `line` and Tab, waits until the text `expected` shows, and clears the line. Gives how long it took."""
+        os.write(self.fd, b"\x15")
+        self._read(0.2)
+        self.text = ""
+        begun = time.monotonic()
+        os.write(self.fd, line.encode() + b"\t" * tabs)
+        try:
+            until(f"{expected} after {line}", lambda: expected in self.shown(), 20)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; shown: {self.shown()!r}") from None
+        return time.monotonic() - begun
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.kill(self.pid, signal.SIGKILL)
+        os.close(self.fd)
+        os.waitpid(self.pid, 0)
+
+
+def offered(folder, env, *words):
+    """What the program offers for the last of the words, as a shell asks it."""
+    asks = {"_TOMBOLO_COMPLETE": "bash", "_CLAP_COMPLETE_INDEX": str(len(words)), "_CLAP_IFS": "\n"}
+    begun = time.monotonic()
+    done = subprocess.run([PROGRAM, "--", "tombolo", *words], capture_output=True, text=True, cwd=folder, timeout=30,
+                          env=os.environ | env | asks)
+    assert done.returncode == 0 and not done.stderr, done
+    return [line.strip() for line in done.stdout.splitlines() if not line.startswith("-")], time.monotonic() - begun
+
+
+@timeout(240)
+def test_bash_zsh_and_fish_complete_names_of_a_running_fabric():
+    name = f"cp{os.getpid()}"
+    with scratch() as folder, Fabric(folder, FABRIC.format(name=name)) as fabric:
+        fabric.cli("wait", "--for", "service", "multiply")
+        elsewhere = folder / "elsewhere"
+        elsewhere.mkdir()
+        for shell in ("bash", "zsh"):
+            with Prompt(shell, elsewhere, fabric.env) as prompt:
+                prompt.complete("tombolo cell stop web", "webserver ")
+                prompt.complete("tombolo cell console data", "database ")
+                prompt.complete("tombolo port stats gu", "guest ")
+                prompt.complete("tombolo capture --network in", "inner ")
+                prompt.complete("tombolo call mul", "multiply ")
+                prompt.complete("tombolo wait --for service mul", "multiply ")
+                prompt.complete("tombolo service bridge cal", "calls ")
+                prompt.complete(f"tombolo status --fabric {name[:3]}", f"{name} ")
+                # Several that fit are listed; commands and flags are completed too.
+                prompt.complete("tombolo logs ", "reckoner", tabs=2)
+                prompt.complete("tombolo cell cons", "console ")
+                prompt.complete("tombolo capture --snap", "--snaplen")
+        need_program("fish")
+        script = subprocess.run([PROGRAM, "completions", "fish"], check=True, stdout=subprocess.PIPE, text=True).stdout
+        (folder / "tombolo.fish").write_text(script)
+        env = os.environ | fabric.env | {"HOME": str(folder), "PATH": f"{elsewhere / 'bin'}:{os.environ['PATH']}"}
+        for line, expected in (("tombolo cell stop web", "webserver\tcell, running"), ("tombolo --fabric ", f"{name}\truns"),
+                               ("tombolo call ", "multiply\tservice"), ("tombolo port stats gu", "guest\tstream on inner, down")):
+            done = subprocess.run(["fish", "--no-config", "-c", f"source {folder}/tombolo.fish; complete -C '{line}'"], capture_output=True, text=True,
+                                  cwd=elsewhere, env=env, timeout=60)
+            assert expected in done.stdout.splitlines(), (line, done)
+        found, _ = offered(elsewhere, fabric.env, "cell", "run", "")
+        assert {"webserver", "database", "httpd", "iperf"} <= set(found), found
+        found, _ = offered(elsewhere, fabric.env, "events", "--fabric", name, "")
+        assert {"webserver", "guest", "calls"} <= set(found), found
+
+
+@timeout(120)
+def test_names_come_from_the_file_where_no_fabric_runs_and_nothing_is_waited_for():
+    name = f"cq{os.getpid()}"
+    with scratch() as folder:
+        env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
+        assert offered(folder, env, "cell", "stop", "")[0] == []
+        assert offered(folder, env, "--fabric", "")[0] == []
+        # A file that is being edited.
+        (folder / "tombolo.toml").write_text(FABRIC.format(name=name) + "[cell.half]\napp =")
+        assert set(offered(folder, env, "logs", "")[0]) >= {"daemon", "database", "half", "reckoner", "webserver"}
+        (folder / "other.toml").write_text("[vm.elsewhere]\n")
+        assert offered(folder, env, "-f", "other.toml", "cell", "console", "")[0] == ["elsewhere"]
+        # Names that a shell or a terminal would take for something else.
+        (folder / "tombolo.toml").write_text('[cell."a$(touch x)"]\n[cell."\\u001b[2J"]\n[cell.plain]\n')
+        assert offered(folder, env, "cell", "stop", "")[0] == ["plain"]
+        # A file that is never read to its end.
+        (folder / "tombolo.toml").unlink()
+        os.mkfifo(folder / "tombolo.toml")
+        found, seconds = offered(folder, env, "cell", "stop", "")
+        assert found == [] and seconds < 8, (found, seconds)
+
+
+@timeout(120)
+def test_a_daemon_that_hangs_does_not_hold_up_a_prompt():
+    name = f"cr{os.getpid()}"
+    with scratch() as folder, Fabric(folder, f'name = "{name}"\n[network.lan]\n[port.guest]\nkind = "stream"\n') as fabric:
+        fabric.process.signal(signal.SIGSTOP)
+        try:
+            found, seconds = offered(folder, fabric.env, "port", "stats", "")
+            # It is asked for 0.7 s, where commands wait for 10 s.
+            assert found == ["guest"] and 0.6 < seconds < 8, (found, seconds)
+            found, seconds = offered(folder, fabric.env, "--fabric", "")
+            assert name in found and seconds < 8, (found, seconds)
+        finally:
+            fabric.process.signal(signal.SIGCONT)
