@@ -125,6 +125,8 @@ class Install:
             self.add(place, self.printed("tombolo", "completions", shell))
         for example in sorted((ROOT / "examples").glob("*.toml")):
             self.add(f"share/doc/tombolo/examples/{example.name}", example)
+        for file in ("prometheus/tombolo.rules.yml", "grafana/tombolo.json"):
+            self.add(f"share/tombolo/{file}", ROOT / "packaging" / file)
         self.notices("tombolo")
 
     def agent(self):

@@ -23,6 +23,7 @@ mod link_bridge;
 mod logs;
 mod ls;
 mod manual;
+mod metrics;
 mod number;
 mod out;
 mod port;
@@ -95,6 +96,8 @@ enum Command {
     Top(top::Top),
     /// Show the fabric in a browser: networks, ports, consoles, captures, services
     Web(web::Web),
+    /// Print the metrics, or serve them to Prometheus
+    Metrics(metrics::Metrics),
     /// Add, remove, list and inspect ports of a running fabric
     #[command(subcommand)]
     Port(port::Port),
@@ -155,6 +158,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Wait(wait) => wait.run(select),
         Command::Top(top) => top.run(select),
         Command::Web(web) => web.run(select),
+        Command::Metrics(metrics) => metrics.run(select),
         Command::Port(port) => port.run(select),
         Command::Table(table) => table.run(select),
         Command::Capture(capture) => capture.run(select),
