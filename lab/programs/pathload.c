@@ -6,7 +6,7 @@
  *        pathload spin     keeps both CPUs from going idle, for as long as its standard input is open: it runs only on idle CPU time
  *                          (SCHED_IDLE). In a virtual machine a halted CPU is the hypervisor's, and to be woken takes longer than all that is measured here.
  *
- * An end is tap:NAME:NAMESPACE or veth:NAMESPACE. NAME is a tap of the namespace that this runs in, held open for as long as this runs (a tap
+ * An end is tap:NAME:NAMESPACE or veth:NAMESPACE. NAME is a tap of the namespace that this runs in, or the path of a macvtap's device, held open for as long as this runs (a tap
  * that no process holds loses its carrier, and with it its queue). NAMESPACE is a path; its `eth0` is what the end's own kernel uses: the other end of
  * the veth, or another tap, between which and NAME frames are carried one by one as a monitor of microVMs does it: non-blocking, one per
  * system call, vnet header and all.
@@ -134,10 +134,11 @@ static void enter(int space)
 		die("setns");
 }
 
+/* A macvtap's own character device is its path; what names no file is a tap. */
 static int open_tap(const char *name)
 {
 	struct ifreq request = { .ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR };
-	int fd = open("/dev/net/tun", O_RDWR | O_NONBLOCK);
+	int fd = open(strchr(name, '/') ? name : "/dev/net/tun", O_RDWR | O_NONBLOCK);
 
 	strncpy(request.ifr_name, name, IFNAMSIZ - 1);
 	if (fd < 0 || ioctl(fd, TUNSETIFF, &request))

@@ -1,19 +1,21 @@
 """Guests on Xen: what is skipped and why, the domain's file, and what dom0's commands print.
 
-Domains themselves are run by `tombolo lab run guest-vs-guest --set host=xen`; booting Xen without
+Domains themselves are run by `tombolo lab run guest-vs-guest --set host=xen` and `budget-xen`; booting Xen without
 KVM takes a minute.
 """
 
+import shlex
 import sys
 import tempfile
 import unittest
 import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tombolo_lab import harness
-from tombolo_lab.workloads import Skip, domains, guests, tools
+from tombolo_lab.workloads import Skip, domains, guests, netfront, nics, tools
 
 PING = """\
 64 bytes from 10.88.0.20: icmp_seq=1 ttl=64 time=2.50 ms
@@ -36,6 +38,39 @@ class Dom0:
         self.commands.append(command)
         program = command.split()[0].rpartition("/")[2]
         return SimpleNamespace(text=self.answers[program])
+
+
+class Answer(NamedTuple):
+    code: int
+    text: str
+
+
+class Netfront(unittest.TestCase):
+    def test_what_netfront_does_not_have_is_skipped(self):
+        self.assertEqual(netfront.knobs_of("netdev_budget=10"), nics.Knobs(netdev_budget=10))
+        for text in ("napi_weight=4", "rx_ring=512", "queues=2"):
+            with self.subTest(text), self.assertRaisesRegex(Skip, "not knobs of netfront"):
+                netfront.knobs_of(text)
+
+    def test_the_domains_answer_ends_with_the_exit_code(self):
+        answers = [Answer(0, "a line\nexit 0"), Answer(0, "no such knob\nexit 2"), Answer(1, "")]
+        asked = []
+
+        def run(command, seconds, check):
+            asked.append(command)
+            return answers.pop(0)
+
+        domain = netfront.Domain(SimpleNamespace(run=run))
+        self.assertEqual(domain.run("echo 'a line'"), Answer(0, "a line\n"))
+        self.assertEqual(shlex.split(asked[0])[5], "echo 'a line'")
+        with self.assertRaisesRegex(tools.ToolError, "in the domain: no such knob"):
+            domain.run("false")
+        with self.assertRaisesRegex(tools.ToolError, "no answer from the domain"):
+            domain.run("true")
+
+    def test_the_mean_of_pings_is_read(self):
+        self.assertEqual(netfront.mean_us(FLOOD), 2957.0)
+        self.assertIsNone(netfront.mean_us("3 packets transmitted, 0 received"))
 
 
 class Domains(unittest.TestCase):

@@ -64,6 +64,7 @@ REGISTRY: dict[str, str] = {
     "stress": "tombolo_lab.workloads.network:Stress",
     "trust": "tombolo_lab.workloads.trust:Trust",
     "tuning": "tombolo_lab.workloads.network:Tuning",
+    "netfront": "tombolo_lab.workloads.netfront:Netfront",
     "xen": "tombolo_lab.workloads.xen:Xen",
 }
 # What `measure` may return beside measures.

@@ -16,9 +16,11 @@ from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, stacks, to
 
 ENDS = ("tap-tap", "tap-veth", "veth-tap", "veth-veth")
 PATHS = (
-    "ip", "bypass", "nat", "bypass_nat", "bridge", "xdpfib", "kata", "ip_again", "nat_again",
-    "drop", "straight",
+    "ip", "bypass", "nat", "bypass_nat", "bridge", "xdpfib", "kata", "macvtap", "ip_again",
+    "nat_again", "drop", "straight",
 )  # fmt: skip
+# Kata's two models: a pair of interfaces stands between the tap and where the kernel forwards.
+KATA = ("kata", "macvtap")
 BOUNDS = ("drop", "straight")
 FRAMES = tuple(f"udp{size}_{flows}" for size in (64, 1500) for flows in (1, 100, 10000))
 LOADS = (
@@ -76,8 +78,8 @@ class Bypass(Workload):
         "path": Parameter(
             "ip and nat are the kernel's forwarding, without and with masquerade; bypass and "
             "bypass_nat the same with the bypass attached; kata: the tap's frames are redirected "
-            "by tc to a veth and back, behind which the kernel forwards; ip_again and nat_again: "
-            "set up once more, which shows the noise; bounds: drop, a tap's write alone, and "
+            "by tc to a veth and back, behind which the kernel forwards; macvtap: the guest is on a "
+            "macvtap of such a veth instead; ip_again and nat_again: set up once more, which shows the noise; bounds: drop, a tap's write alone, and "
             "straight, an XDP program that only redirects",
             str,
             PATHS,
@@ -133,8 +135,8 @@ class Bypass(Workload):
         for name, package in (("gcc", "gcc"), ("clang", "clang"), ("ethtool", "ethtool"),
                               ("nft", "nftables")):  # fmt: skip
             harness.need_program(name, package)
-        if cell["path"] == "kata" and not cell["ends"].startswith("tap"):
-            raise Skip("Kata's path begins at a tap")
+        if cell["path"] in KATA and not cell["ends"].startswith("tap"):
+            raise Skip("Kata's paths begin at a tap")
         if cell["path"] in ("xdpfib", "bridge") and cell["load"] == "udp64_10000":
             raise Skip("references are measured with fewer flows")
         if cell["path"] in BOUNDS and (cell["ends"], cell["load"]) not in (

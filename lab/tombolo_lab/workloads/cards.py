@@ -48,12 +48,18 @@ def thinned(values: Mapping[int, int], most: int = MOST_SAMPLES) -> list[float]:
 
 def polls_of(seen: nics.NicCounters, knobs: nics.Knobs, model: str) -> tuple[Counter, int]:
     """Polls that took packets (packets -> polls), and what a full one takes."""
+    is_virtio = model == "virtio-net"
+    return polls_taken(seen, knobs, knobs.napi_weight if is_virtio else nics.MODELS[model].weight)
+
+
+def polls_taken(seen: nics.NicCounters, knobs: nics.Knobs, weight: int) -> tuple[Counter, int]:
+    """As `polls_of`, by the weight of the driver's poll."""
     # With RPS the packets are polled once more, from the CPU's backlog.
     polls = Counter(seen.polls.get(nics.BACKLOG if knobs.rps else "eth0", Counter()))
     del polls[0]
     if knobs.rps:
         return polls, knobs.dev_weight
-    return polls, knobs.napi_weight if model == "virtio-net" else nics.MODELS[model].weight
+    return polls, weight
 
 
 def check_counts(sent: int, received: int, seen: nics.NicCounters) -> None:

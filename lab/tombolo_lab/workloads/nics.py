@@ -87,9 +87,9 @@ MODELS = {
     "vmxnet3": Model("vmxnet3", "vmxnet3", 64, 4096),
 }
 
-_COUNT_SCRIPT = f"""#!/bin/busybox sh
+COUNT_SCRIPT = f"""#!/bin/busybox sh
 # What tombolo_lab.workloads.nics counts; every line begins with a word that says what it is.
-grep -E 'CPU0|eth0|virtio[0-9]+-input' /proc/interrupts
+grep -E 'CPU0|eth0|vif0-q|virtio[0-9]+-input' /proc/interrupts
 grep NET_RX /proc/softirqs
 sed 's/^/softnet /' /proc/net/softnet_stat
 grep ^Udp: /proc/net/snmp
@@ -177,14 +177,14 @@ def build(into: Path) -> Path:
         sink = paced.program().read_bytes()
         into.mkdir(parents=True, exist_ok=True)
         base, ramdisk = _base(builder, into, Path(busybox).read_bytes())
-        ours = hashlib.sha256(_COUNT_SCRIPT.encode() + sink).hexdigest()[:16]
+        ours = hashlib.sha256(COUNT_SCRIPT.encode() + sink).hexdigest()[:16]
         version = f"{base.strip()} {ours}\n"
         if all((into / name).is_file() for name in FILES) and (
             (into / "version").read_text() == version
         ):
             return into
         more = builder.Archive()
-        more.file(COUNT.lstrip("/"), _COUNT_SCRIPT.encode())
+        more.file(COUNT.lstrip("/"), COUNT_SCRIPT.encode())
         more.file("bin/paced", sink)
         builder.write(
             into,

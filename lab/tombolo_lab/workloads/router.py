@@ -10,12 +10,14 @@ import contextlib
 import json
 import os
 import select
+import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tombolo_lab import LabError, harness, sandbox
+from tombolo_lab.workloads.bypass import KATA
 
 harness.lib()
 from lib import Namespace
@@ -116,21 +118,30 @@ class Setting:
         if path.startswith("bypass"):
             self.cli("attach", "ra", "rb")
             self.attached = True
-        # Where Kata's path is, the kernel forwards at the far end of a pair behind the tap.
-        near = "na" if path == "kata" and self.ends["a"] == "tap" else "ra"
-        self.mac = mac_bytes(self.router.ip("-br", "link", "show", near).split()[2])
+        self.mac = mac_bytes(self.link_address(self.gateway("a")))
+
+    def gateway(self, side: str) -> str:
+        """The interface at which the kernel forwards: with Kata's models the far one of the pair."""
+        has_pair = self.path in KATA and self.ends[side] == "tap"
+        return f"n{side}" if has_pair else f"r{side}"
+
+    def link_address(self, name: str) -> str:
+        return self.router.ip("-br", "link", "show", name).split()[2]
 
     def make_side(self, stack, side):
-        self.make_end(stack, side)
-        if self.path == "kata" and self.ends[side] == "tap":
-            self.mirror(side)
-
-    def make_end(self, stack, side):
         name, far, bridged = f"r{side}", stack.enter_context(Namespace()), self.path == "bridge"
         self.far[side] = far
         far.run("sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+        if self.gateway(side) != name:
+            inner, outer = f"k{side}", self.gateway(side)
+            self.router.ip("link", "add", inner, "type", "veth", "peer", "name", outer)
+            for pair in (inner, outer):
+                self.router.ip("link", "set", pair, "up")
         if self.ends[side] == "tap":
-            self.router.ip("tuntap", "add", "dev", name, "mode", "tap", "vnet_hdr")
+            if self.path == "macvtap":
+                self.make_macvtap(side)
+            else:
+                self.router.ip("tuntap", "add", "dev", name, "mode", "tap", "vnet_hdr")
             far.ip("tuntap", "add", "dev", "eth0", "mode", "tap", "vnet_hdr")
         else:
             self.router.ip(
@@ -146,19 +157,22 @@ class Setting:
             words = ("lladdr", MAC[other], "dev", "eth0", "nud", "permanent")
             far.ip("neighbour", "replace", FAR[other], *words)
             return
-        self.router.ip("address", "add", f"{NEAR[side]}/24", "dev", name)
+        if self.path == "kata" and self.ends[side] == "tap":
+            self.mirror(side)
+        gateway = self.gateway(side)
+        self.router.ip("address", "add", f"{NEAR[side]}/24", "dev", gateway)
         for address in (FAR[side], RAW[side]):
-            words = ("lladdr", MAC[side], "dev", name, "nud", "permanent")
+            words = ("lladdr", MAC[side], "dev", gateway, "nud", "permanent")
             self.router.ip("neighbour", "replace", address, *words)
-        near = self.router.ip("-br", "link", "show", name).split()[2]
-        words = ("lladdr", near, "dev", "eth0", "nud", "permanent")
+        words = ("lladdr", self.link_address(gateway), "dev", "eth0", "nud", "permanent")
         far.ip("neighbour", "replace", NEAR[side], *words)
         far.ip("route", "add", "default", "via", NEAR[side])
 
     def start_load(self):
         space = {side: f"/run/netns/{self.far[side]}" for side in "ab"}
         words = [
-            f"tap:r{side}:{space[side]}" if self.ends[side] == "tap" else f"veth:{space[side]}"
+            f"tap:{self.tap(side)}:{space[side]}" if self.ends[side] == "tap"
+            else f"veth:{space[side]}"
             for side in "ab"
         ]
         argv = ["nice", "-n", str(harness.FIRST), "ip", "netns", "exec", str(self.router)]
@@ -300,28 +314,30 @@ class Setting:
         row["cpu_ns"] = cpu * 1e9 / units if units else None
         return row
 
+    def tap(self, side: str) -> str | Path:
+        """What the monitor opens: a tap's name, or a macvtap's character device."""
+        return self.folder / f"macvtap-{self.router}-{side}" if self.path == "macvtap" else f"r{side}"
+
     def mirror(self, side: str) -> None:
-        """Kata's path: what comes from the tap is redirected to one end of a veth pair and back (tc
-        with mirred, as Kata's tcfilter model), and the kernel forwards at the pair's other end."""
-        router, tap, inner, outer = self.router, f"r{side}", f"k{side}", f"n{side}"
-        router.ip("link", "add", inner, "type", "veth", "peer", "name", outer)
-        router.ip("address", "flush", "dev", tap)
-        router.ip("neighbour", "flush", "dev", tap)
-        for name in (inner, outer):
-            router.ip("link", "set", name, "up")
-        router.ip("address", "add", f"{NEAR[side]}/24", "dev", outer)
-        for address in (FAR[side], RAW[side]):
-            words = ("lladdr", MAC[side], "dev", outer, "nud", "permanent")
-            router.ip("neighbour", "replace", address, *words)
+        """Kata's `tcfilter` model: tc redirects what comes from the tap into the pair, and back."""
+        tap, inner = f"r{side}", f"k{side}"
         for source, target in ((tap, inner), (inner, tap)):
-            router.run("tc", "qdisc", "add", "dev", source, "ingress")
+            self.router.run("tc", "qdisc", "add", "dev", source, "ingress")
             redirect = ("action", "mirred", "egress", "redirect", "dev", target)
             match = ("protocol", "all", "u32", "match", "u32", "0", "0")
             place = ("dev", source, "parent", "ffff:")
-            router.run("tc", "filter", "add", *place, *match, *redirect)
-        near = router.ip("-br", "link", "show", outer).split()[2]
-        words = ("lladdr", near, "dev", "eth0", "nud", "permanent")
-        self.far[side].ip("neighbour", "replace", NEAR[side], *words)
+            self.router.run("tc", "filter", "add", *place, *match, *redirect)
+
+    def make_macvtap(self, side: str) -> None:
+        """Kata's `macvtap` model: the monitor opens a macvtap on the pair's inner end."""
+        name, node = f"r{side}", self.tap(side)
+        words = ("type", "macvtap", "mode", "bridge")
+        self.router.ip("link", "add", "link", f"k{side}", "name", name, *words)
+        self.router.ip("link", "set", name, "address", MAC[side])
+        # Nodes in /dev are named by an index that is unique in a namespace only.
+        numbers = self.router.run("sh", "-c", f"cat /sys/class/net/{name}/macvtap/*/dev").stdout
+        os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(*map(int, numbers.strip().split(":"))))
+        self.stack.callback(node.unlink)
 
 
 def waits(pid):

@@ -34,6 +34,14 @@ def http_key(size: int, sessions: int) -> str:
     return f"http_{size // 1000}k_{sessions}_mb_s"
 
 
+def need() -> None:
+    """Skip where no Xen host can be booted with our program in it."""
+    harness.need_program("qemu-system-x86_64", "qemu-system-x86")
+    harness.program()
+    if not (harness.BUILD / "xen").is_dir():
+        raise Skip("build/xen is not there: `./x bench xen` makes it")
+
+
 class Xen(Workload):
     """One guest over one backend."""
 
@@ -82,12 +90,9 @@ class Xen(Workload):
     needs = ("root", "QEMU", "build/xen of ./x xen", "ab")
 
     def check(self, cell: dict) -> None:
-        harness.need_program("qemu-system-x86_64", "qemu-system-x86")
+        need()
         harness.need_program("ab", "apache2-utils")
         harness.need_program("iperf")
-        harness.program()
-        if not (harness.BUILD / "xen").is_dir():
-            raise Skip("build/xen is not there: `./x bench xen` makes it")
 
     def setup_seconds(self, cell: dict) -> float:
         return 60

@@ -38,7 +38,11 @@ HYPERCALLS = {
 }
 TRACE = "/sys/kernel/tracing"
 
-FABRIC = f"""
+
+
+def fabric(domains):
+    """The fabric file of dom0: our backend for these domains, name -> (MAC, address)."""
+    return f"""
 name = "xen"
 [network.lan]
 subnet = "10.87.0.0/24"
@@ -46,14 +50,16 @@ subnet = "10.87.0.0/24"
 device = "tap0"
 ip = "{HOST}"
 """ + "".join(
-    f"""
+        f"""
 [port.{name}]
 kind = "xen"
 mac = "{mac}"
 ip = "{address}"
 """
-    for name, (_, _, mac, address) in DOMAINS.items()
-)
+        for name, (mac, address) in domains.items()
+    )
+
+
 
 LINUX_INIT = linux_init(
     f"""ip addr add {DOMAINS["linux"][3]}/24 dev eth0
@@ -93,18 +99,23 @@ def guest_config(name, backend):
     return xl_config(name, mac, memory, vif=vif, **what).encode()
 
 
-def dom0_files():
-    """What dom0 has beside what its tests have."""
-    ramdisk, kernel = linux_guest(LINUX_INIT, {}, ["iperf"])
-    files = fabric_files(FABRIC) | {"domu/kernel": kernel, "domu/ramdisk": ramdisk}
-    for program in ("ab", "ping"):
+def programs(*names):
+    """Programs of this machine at /usr/bin, where dom0's own are others, with their libraries."""
+    files = {}
+    for program in names:
         path = shutil.which(program)
         if not path:
             raise tools.ToolError(f"no {program}: ./x setup http guests installs it")
         for name, source in program_files(path):
-            files.setdefault(
-                f"usr/bin/{program}" if str(source) == path else name, source.read_bytes()
-            )
+            files[f"usr/bin/{program}" if str(source) == path else name] = source.read_bytes()
+    return files
+
+
+def dom0_files():
+    """What dom0 has beside what its tests have."""
+    ramdisk, kernel = linux_guest(LINUX_INIT, {}, ["iperf"])
+    files = fabric_files(fabric({name: domain[2:] for name, domain in DOMAINS.items()}))
+    files |= {"domu/kernel": kernel, "domu/ramdisk": ramdisk, **programs("ab", "ping")}
     for backend in BACKENDS:
         files |= {f"domu/{backend}/{name}.cfg": guest_config(name, backend) for name in DOMAINS}
     files["bin/first-reply"] = FIRST_REPLY.encode()
@@ -268,8 +279,9 @@ class Dom0:
 
 
 @contextlib.contextmanager
-def booted(folder: Path) -> Iterator[Dom0]:
-    """A Xen host that is up."""
-    with XenHost(folder, ["httpd", "iperf"], dom0_files()) as xen:
+def booted(folder: Path, files: dict[str, bytes] | None = None) -> Iterator[Dom0]:
+    """A Xen host that is up, with what the workload `xen` wants of it or with other files."""
+    cells = ["httpd", "iperf"] if files is None else []
+    with XenHost(folder, cells, dom0_files() if files is None else files) as xen:
         xen.bring_up()
         yield Dom0(xen)
