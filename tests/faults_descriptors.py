@@ -6,9 +6,8 @@ import socket
 import struct
 import subprocess
 import time
-from pathlib import Path
 
-from lib import ROOT, Fabric, Process, scratch, timeout, until
+from lib import Fabric, Process, built, scratch, timeout, until
 from lib.fuse import HangingFiles
 
 FILE = """
@@ -90,8 +89,7 @@ def test_vhost_user_is_not_held_up_by_a_file_system_that_never_answers():
 @timeout(180)
 def test_a_service_is_not_held_up_by_a_file_system_that_never_answers():
     """One HELLO used to block the control thread of a service for every client."""
-    subprocess.run(["cargo", "build", "-q", "-p", "tombolo-rpc", "--example", "calculator"], cwd=ROOT, check=True)
-    program = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/examples/calculator"
+    program = built("examples/calculator")
     with scratch() as folder, HangingFiles(folder) as files:
         env = {"TOMBOLO_RUNTIME": str(folder)}
         door = folder / "services/calculator"

@@ -4,28 +4,17 @@ What is killed comes back by itself: the guest by a reboot, QEMU by kill -9, the
 """
 
 import contextlib
-import functools
-import os
-import subprocess
-from pathlib import Path
 
-from lib import BUILD, ROOT, LinuxGuest, Net, Process, Skip, qemu_program, scratch, timeout, until
+from lib import BUILD, LinuxGuest, Net, Process, Skip, built, qemu_program, scratch, timeout, until
 
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
-
-
-@functools.cache
-def forward_program():
-    """The example, built if need be; once for a test, however often it starts it."""
-    subprocess.run(["cargo", "build", "-q", "-p", "tombolo-port", "--example", "forward"], cwd=ROOT, check=True)
-    return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/examples/forward"
 
 
 class Forwarder(Process):
     """The example, sleeping when there is nothing to do."""
 
     def __init__(self, *sockets):
-        super().__init__([forward_program(), *sockets], name="forward")
+        super().__init__([built("examples/forward"), *sockets], name="forward")
 
 
 def linux(number, net, **others):

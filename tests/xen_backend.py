@@ -4,10 +4,9 @@ rule or die, beside a neighbour that must not notice."""
 import os
 import re
 
-from lib import timeout
-from lib.machine import BUILD, Skip
+from lib import built, timeout
 from lib.process import until
-from lib.xen import CELL, DOM0, fetch, host
+from lib.xen import CELL, DOM0, fetch, host, program_in_guest
 
 # Times that a domain is destroyed under traffic; ./x xen-destroys takes more.
 DESTROYS = int(os.environ.get("TOMBOLO_XEN_DESTROYS", "8"))
@@ -84,9 +83,7 @@ class Switch:
 
 
 def files():
-    if not (BUILD / "xen_switch").exists():
-        raise Skip("build/xen_switch is not there: run ./x xen")
-    return {"bin/xen_switch": (BUILD / "xen_switch").read_bytes(), "bin/destroy-foe": DESTROY.encode()}
+    return program_in_guest(built("examples/xen_switch")) | {"bin/destroy-foe": DESTROY.encode()}
 
 
 def neighbour(xen):

@@ -31,9 +31,12 @@ def main():
     debug = sys.argv[1:] == ["--debug"]
     if sys.argv[1:] and not debug:
         sys.exit(__doc__)
-    profile = [] if debug else ["--release"]
-    run("cargo", "build", "--quiet", *profile, "-p", "tombolo-ffi")
-    run("cargo", "build", "--quiet", *profile, "-p", "tombolo-rpc", "--example", "calculator")
+    # By the commands of ./x, so that what is there is not compiled again with other features.
+    if debug:
+        run("cargo", "build", "--quiet", "-p", "tombolo-ffi")
+        run("cargo", "build", "--quiet", "-p", "tombolo-rpc", "--example", "calculator")
+    else:
+        run("bash", "x", "build")
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / ("debug" if debug else "release")
     OUT.mkdir(parents=True, exist_ok=True)
     for name, source in {SHARED: "libtombolo.so", "libtombolo.a": "libtombolo.a", "calculator-rust": "examples/calculator"}.items():

@@ -17,7 +17,7 @@ from .fabric import Console, Fabric
 from .frames import StreamPeer
 from .guest import CellGuest, CommandFailed, Commands, Guest, LinuxGuest, Net, linux_cmdline, qemu_program, qemu_version, tsc_khz
 from .http import HttpReply, http_get
-from .machine import BUILD, ROOT, Skip, alone, need_program, need_root, timeout
+from .machine import BUILD, ROOT, Skip, alone, built, need_program, need_root, timeout
 from .netns import Namespace
 from .process import Process, scratch, until
 
@@ -38,6 +38,7 @@ __all__ = [
     "Skip",
     "StreamPeer",
     "alone",
+    "built",
     "http_get",
     "linux_cmdline",
     "need_program",

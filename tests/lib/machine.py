@@ -12,6 +12,11 @@ SLOW = float(os.environ.get("TOMBOLO_SLOW", "1"))
 os.environ["PATH"] = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
 
 
+def built(name):
+    """What `./x build` made: a program, or `examples/NAME`."""
+    return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / name
+
+
 class Skip(Exception):
     """Raised by a test that cannot run here; its text is the reason and is printed."""
 

@@ -133,15 +133,20 @@ def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
+def program_in_guest(program):
+    """A program that ./x build made, and the libraries that it needs, as files of a Linux guest."""
+    if not program.exists():
+        raise Skip(f"{program} is not built: run ./x build")
+    with scratch() as folder:
+        stripped = folder / program.name
+        subprocess.run(["strip", "-o", stripped, program], check=True)
+        files = {f"bin/{program.name}": stripped.read_bytes()}
+    return files | {name: path.read_bytes() for name, path in program_files(str(program)) if name.startswith("lib")}
+
+
 def fabric_files(text):
     """What a Xen host needs beside its own files to run a fabric: the program, and /tombolo.toml with that text."""
-    if not PROGRAM.exists():
-        raise Skip(f"{PROGRAM} is not built: run ./x build")
-    with scratch() as folder:
-        stripped = folder / "tombolo"
-        subprocess.run(["strip", "-o", stripped, PROGRAM], check=True)
-        files = {"bin/tombolo": stripped.read_bytes(), "tombolo.toml": text.encode()}
-    return files | {name: path.read_bytes() for name, path in program_files(str(PROGRAM)) if name.startswith("lib")}
+    return program_in_guest(PROGRAM) | {"tombolo.toml": text.encode()}
 
 
 def linux_init(then, has_vif=True):
