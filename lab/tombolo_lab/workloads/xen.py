@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterator
 
 from tombolo_lab import harness
-from tombolo_lab.workloads import Measure, Parameter, Skip, Workload
+from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, paced
 
 BACKENDS = ("netback", "tombolo")
 GUESTS = ("linux", "cell")
@@ -38,6 +38,7 @@ def need() -> None:
     """Skip where no Xen host can be booted with our program in it."""
     harness.need_program("qemu-system-x86_64", "qemu-system-x86")
     harness.program()
+    paced.program()
     if not (harness.BUILD / "xen").is_dir():
         raise Skip("build/xen is not there: `./x bench xen` makes it")
 
@@ -63,6 +64,7 @@ class Xen(Workload):
         "seconds": Parameter("Duration of an iperf run", int, low=1, high=600, default=3, unit="s"),
     }  # fmt: skip
     measures = {
+        "syscall_us": Measure("A system call of a process in dom0", "µs", "lower"),
         "first_reply_ms": Measure("From `xl create` to the first echo reply", "ms", "lower"),
         "memory_mib": Measure("Memory that the domain is given", "MiB", "lower"),
         "ping_us": Measure("Mean round trip of a ping", "µs", "lower"),

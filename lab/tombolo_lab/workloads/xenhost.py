@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tombolo_lab import harness
-from tombolo_lab.workloads import tools
+from tombolo_lab.workloads import paced, tools
 from tombolo_lab.workloads.xen import BACKENDS, HTTP, UDP, http_key
 
 harness.lib()
@@ -37,6 +38,8 @@ HYPERCALLS = {
     "evtchn_ioctl": "event",
 }
 TRACE = "/sys/kernel/tracing"
+UDP_BYTES, UDP_BUFFER = 1470, 1 << 20
+SYSCALLS = 20_000
 
 
 
@@ -70,7 +73,7 @@ for size in {" ".join(str(size) for size in sorted({size for size, _ in HTTP}))}
 done
 httpd -h /tmp/www
 iperf -s >/dev/null 2>&1 &
-exec iperf -s -u >/dev/null 2>&1
+exec paced sink udp {paced.IPERF_PORT} {UDP_BUFFER} >/dev/null 2>&1
 """
 )
 
@@ -113,9 +116,11 @@ def programs(*names):
 
 def dom0_files():
     """What dom0 has beside what its tests have."""
-    ramdisk, kernel = linux_guest(LINUX_INIT, {}, ["iperf"])
+    program = paced.program().read_bytes()
+    ramdisk, kernel = linux_guest(LINUX_INIT, {}, ["iperf"], files={"bin/paced": program})
     files = fabric_files(fabric({name: domain[2:] for name, domain in DOMAINS.items()}))
     files |= {"domu/kernel": kernel, "domu/ramdisk": ramdisk, **programs("ab", "ping")}
+    files["bin/paced"] = program
     for backend in BACKENDS:
         files |= {f"domu/{backend}/{name}.cfg": guest_config(name, backend) for name in DOMAINS}
     files["bin/first-reply"] = FIRST_REPLY.encode()
@@ -232,24 +237,34 @@ class Dom0:
         return rows
 
     def udp(self, address, seconds):
-        """Received rates; None where no server's report came in three tries."""
+        """Received rates; None where the server did not report in three tries."""
         rows = {}
         for rate in UDP:
             rows[f"udp_{rate}m_mbit_s"] = None
             for _ in range(3):
-                command = f"iperf -u -c {address} -b {rate}M -t {seconds} -f k"
+                each = paced.rate_of(f"{rate}M", UDP_BYTES)
+                words = (address, paced.IPERF_PORT, UDP_BYTES, each, seconds)
+                command = f"paced send udp {' '.join(map(str, words))}"
                 text = self.xen.run(command, 60 + 10 * seconds, check=False).text
-                # The server's report comes last, with its losses.
-                found = re.findall(r"([\d.]+) Kbits/sec\s+[\d.]+ ms\s+(\d+)/\s*(\d+)", text)
-                if found:
-                    rows[f"udp_{rate}m_mbit_s"] = float(found[-1][0]) / 1000
+                if text.startswith("{"):
+                    done = json.loads(text)
+                    took = max(done["sent_seconds"], seconds)
+                    rows[f"udp_{rate}m_mbit_s"] = done["bytes"] * 8e-6 / took
                     break
         return rows
+
+    def syscall_us(self):
+        """What a system call of a process of dom0 takes: dd makes two for each byte."""
+        calls = f"dd if=/dev/zero of=/dev/null bs=1 count={SYSCALLS // 2} 2>/dev/null"
+        clock = "cut -d' ' -f1 /proc/uptime"
+        begun, ended = map(float, self.xen.run(f"{clock}; {calls}; {clock}", 120).text.split())
+        return (ended - begun) * 1e6 / SYSCALLS
 
     def measure(self, guest, pings, seconds):
         """All of one guest over the backend that is at work."""
         web = "web" if guest == "cell" else "linux"
-        row = {"first_reply_ms": self.create(web), "memory_mib": DOMAINS[web][1]}
+        row = {"syscall_us": self.syscall_us(), "first_reply_ms": self.create(web)}
+        row["memory_mib"] = DOMAINS[web][1]
         address = DOMAINS[web][3]
         fetch = f"wget -q -O /dev/null http://{address}/bytes/100000"
         harness.until("HTTP is served", lambda: self.xen.run(fetch, check=False).code == 0)
