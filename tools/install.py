@@ -125,6 +125,7 @@ class Install:
             self.add(place, self.printed("tombolo", "completions", shell))
         for example in sorted((ROOT / "examples").glob("*.toml")):
             self.add(f"share/doc/tombolo/examples/{example.name}", example)
+        self.add("share/tombolo/tombolo.schema.json", self.printed("tombolo", "schema"))
         for file in ("prometheus/tombolo.rules.yml", "grafana/tombolo.json"):
             self.add(f"share/tombolo/{file}", ROOT / "packaging" / file)
         self.notices("tombolo")

@@ -16,6 +16,7 @@ mod confine;
 mod doctor;
 mod down;
 mod events;
+mod examples;
 mod exit;
 mod fd_store;
 mod lab;
@@ -26,7 +27,9 @@ mod manual;
 mod metrics;
 mod number;
 mod out;
+mod page;
 mod port;
+mod schema;
 mod section;
 mod select;
 mod service;
@@ -40,7 +43,7 @@ mod web;
 
 use std::ffi::OsString;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use exit::{Exit, Failure};
 
 const AFTER: &str = "\
@@ -123,6 +126,8 @@ enum Command {
     Lab(lab::Lab),
     /// Print the version
     Version(manual::Version),
+    /// Print the JSON Schema of the fabric file, for editors
+    Schema(schema::Schema),
     /// Print a completion script for a shell
     Completions(manual::Completions),
     /// Print the manual page, or write the pages of all commands into a folder
@@ -169,6 +174,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Doctor(doctor) => doctor.run(),
         Command::Lab(lab) => lab.run(),
         Command::Version(version) => version.run(),
+        Command::Schema(schema) => schema.run(),
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
         Command::FdStore(fd_store) => fd_store.run(),
@@ -182,12 +188,23 @@ fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> 
     let words: Vec<_> = words.into_iter().collect();
     match words.get(1) {
         Some(word) if word == "lab" => {
-            let mut cli = Cli::try_parse_from(&words[..2])?;
+            let mut cli = taken(&words[..2])?;
             cli.command = Command::Lab(lab::Lab { arguments: words[2..].to_vec() });
             Ok(cli)
         }
-        _ => Cli::try_parse_from(words),
+        _ => taken(&words),
     }
+}
+
+/// The definition of the flags, with the examples of each command.
+fn command() -> clap::Command {
+    examples::add(Cli::command())
+}
+
+fn taken(words: &[OsString]) -> Result<Cli, clap::Error> {
+    let mut command = command();
+    let matches = command.try_get_matches_from_mut(words)?;
+    Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
 }
 
 fn main() -> std::process::ExitCode {
@@ -201,7 +218,6 @@ fn main() -> std::process::ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn every_flag_has_a_help_text_and_no_name_is_used_twice() {

@@ -1,13 +1,12 @@
 //! `tombolo version`, `completions` and `man`: what the one definition of the flags also gives.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use clap::{Args, CommandFactory};
+use clap::Args;
 use clap_complete::Shell;
 use serde::Serialize;
 use tombolo_host::api::report::SCHEMA;
 
-use crate::Cli;
 use crate::complete;
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -51,23 +50,45 @@ impl Completions {
     }
 }
 
+const EXAMPLES_OF_PAGES: &str = "\
+Examples:
+  tombolo man | man -l -                    the program
+  tombolo man tombolo.toml | man -l -       the fabric file
+  tombolo man --out ~/.local/share/man/man1";
+
 #[derive(Args, Debug)]
+#[command(after_help = EXAMPLES_OF_PAGES)]
 pub(crate) struct Man {
-    /// Folder for the pages of all commands (tombolo.1, tombolo-up.1, …); created if it does not exist
+    /// Page to print, such as tombolo-up or tombolo.toml [default: tombolo]
+    #[arg(value_name = "PAGE", conflicts_with = "out")]
+    page: Option<String>,
+    /// Folder for the pages of all commands (tombolo.1, tombolo-up.1, …) and of the fabric file (tombolo.toml.5); created if it does not exist
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
 
 impl Man {
     pub(crate) fn run(&self) -> Result<Exit, Failure> {
-        let mut command = Cli::command();
+        let mut command = crate::command();
         command.build();
+        let mut pages = vec![("tombolo.toml.5".to_string(), of_the_file().into_bytes())];
+        add_pages(&command, "tombolo", &mut pages)?;
         match &self.out {
-            None => out::print(&String::from_utf8_lossy(&page(&command, "tombolo")?))?,
+            None => {
+                let wanted = self.page.as_deref().unwrap_or("tombolo");
+                let named = |file: &str| file.rsplit_once('.').is_some_and(|(name, _)| name == wanted);
+                let Some((_, text)) = pages.iter().find(|(file, _)| named(file)) else {
+                    let names: Vec<_> = pages.iter().filter_map(|(f, _)| Some(f.rsplit_once('.')?.0)).collect();
+                    return Err(Failure::misused(format!("no page {wanted:?}; there are {}", names.join(", "))));
+                };
+                out::print(&String::from_utf8_lossy(text))?;
+            }
             Some(folder) => {
                 let at = |e| Failure::failed(format!("writing manual pages into {}: {e}", folder.display()));
                 std::fs::create_dir_all(folder).map_err(at)?;
-                write_pages(&command, "tombolo", folder).map_err(at)?;
+                for (file, text) in pages {
+                    std::fs::write(folder.join(file), text).map_err(at)?;
+                }
             }
         }
         Ok(Exit::Done)
@@ -85,12 +106,20 @@ fn page(command: &clap::Command, name: &str) -> std::io::Result<Vec<u8>> {
     Ok(text)
 }
 
-fn write_pages(command: &clap::Command, name: &str, folder: &Path) -> std::io::Result<()> {
-    std::fs::write(folder.join(format!("{name}.1")), page(command, name)?)?;
+/// The pages of a command and of those below it, by their files' names.
+fn add_pages(command: &clap::Command, name: &str, out: &mut Vec<(String, Vec<u8>)>) -> std::io::Result<()> {
+    out.push((format!("{name}.1"), page(command, name)?));
     for sub in command.get_subcommands().filter(|s| s.get_name() != "help" && !s.is_hide_set()) {
-        write_pages(sub, &format!("{name}-{}", sub.get_name()), folder)?;
+        add_pages(sub, &format!("{name}-{}", sub.get_name()), out)?;
     }
     Ok(())
+}
+
+/// tombolo.toml(5): docs/fabric-file.md, whose tables are tested to be those of the parser.
+fn of_the_file() -> String {
+    let text = include_str!("../../../docs/fabric-file.md");
+    let see = ["tombolo(1)", "tombolo-up(1)", "tombolo-check(1)", "tombolo-apply(1)", "tombolo-schema(1)"];
+    crate::page::manual(text, "tombolo.toml", 5, "the file that describes a fabric of Tombolo", &see)
 }
 
 /// docs/cli.md: the help of every command.
@@ -106,7 +135,7 @@ pub(crate) fn reference() -> String {
         }
     }
     let mut out = String::from(HEAD);
-    let mut command = Cli::command();
+    let mut command = crate::command();
     command.build();
     add(&mut command, &mut out);
     out
@@ -144,7 +173,11 @@ writes it again.
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
+
     use clap::{Parser, ValueEnum};
+
+    use crate::Cli;
 
     #[test]
     fn flags() {
@@ -161,10 +194,21 @@ mod tests {
             assert!(text.contains("tombolo") && !text.contains("target"), "{text}");
         }
         let dir = tempfile::tempdir().unwrap();
-        Man { out: Some(dir.path().into()) }.run().unwrap();
+        Man { page: None, out: Some(dir.path().into()) }.run().unwrap();
         for page in ["tombolo.1", "tombolo-up.1", "tombolo-cell-run.1"] {
             let text = std::fs::read_to_string(dir.path().join(page)).unwrap();
             assert!(text.contains(".SH NAME"), "{page}");
+        }
+        // Every key of every section is a term of the page of the file.
+        let file = std::fs::read_to_string(dir.path().join("tombolo.toml.5")).unwrap();
+        for section in tombolo_host::file::schema::SECTIONS {
+            let (_, rest) = file
+                .split_once(&format!(".SS \\fB{}\\fR\n", section.form))
+                .unwrap_or_else(|| panic!("{}", section.form));
+            let part = rest.split("\n.SS ").next().unwrap_or_default();
+            for key in section.keys() {
+                assert!(part.contains(&format!(".TP\n\\fB{}\\fR\n", key.name)), "{}: {}", section.form, key.name);
+            }
         }
         let main = std::fs::read_to_string(dir.path().join("tombolo.1")).unwrap();
         assert!(main.contains("Exit codes: 0 done, 1 failed, 2 used wrongly, 3 done in part"));
@@ -187,7 +231,7 @@ mod tests {
         let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         ["cli/src", "host/src"].iter().for_each(|folder| look(&crates.join(folder), &mut names));
         assert!(names.len() >= 5, "{names:?}");
-        let help = Cli::command().render_long_help().to_string();
+        let help = crate::command().render_long_help().to_string();
         for name in names {
             assert!(help.contains(&format!("\n  TOMBOLO_{name}")), "$TOMBOLO_{name} is not in the help");
         }

@@ -7,6 +7,7 @@
 //!
 //! - `schema`: the one table of sections and keys. Unknown keys are judged against it, and docs/fabric-file.md is tested
 //!   against it.
+//! - `json_schema`: the same table for editors.
 //! - `read`: a section reader that takes typed values out of a TOML table and keeps their positions.
 //! - `parse`: the sections, one function each.
 //! - `names`: the names in a text that may be faulty, for completion.
@@ -15,6 +16,7 @@
 //! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
 
 mod check;
+pub mod json_schema;
 mod model;
 mod names;
 mod parse;
