@@ -15,11 +15,12 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 
 use tombolo_shm::ivshmem::links::Config;
+use tombolo_switch::class::Marking;
 use tombolo_switch::limit::{Limit, Rate, Rates, Storm};
 use tombolo_switch::policy::Isolation;
 use tombolo_switch::vlan::Membership;
 
-use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Target, Uplink};
+use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Target, Uplink, class_word};
 use crate::plan::{self, KernelUplink, MachinePlan, Plan, PortPlan};
 
 /// A fabric file and what it comes to.
@@ -297,7 +298,8 @@ pub fn difference(old: &Model, new: &Model) -> Vec<Change> {
 /// Keys of a network that its members have learned.
 const FIXED: [&str; 4] = ["subnet", "gateway", "mtu", "worker"];
 /// Keys of a member that change while it runs.
-const LIVE: [&str; 10] = ["guard", "ip6", "allow", "storm", "rate", "groups", "isolated", "vlan", "trunk", "native"];
+const LIVE: [&str; 11] =
+    ["guard", "ip6", "allow", "storm", "rate", "class", "groups", "isolated", "vlan", "trunk", "native"];
 
 /// The names of `keys`, for people.
 fn named(keys: &[KeyChange]) -> String {
@@ -475,6 +477,9 @@ impl Keys {
         });
         self.say("storm", &traffic.storm, &traffic_b.storm, storm_text);
         self.say("rate", &traffic.rates, &traffic_b.rates, rates_text);
+        self.say("class", &traffic.marking, &traffic_b.marking, |marking| {
+            (*marking != Marking::default()).then(|| class_word(*marking).into())
+        });
         self.list("groups", &traffic.groups, &traffic_b.groups, String::clone);
         self.say("isolated", &traffic.isolation, &traffic_b.isolation, |isolation| match isolation {
             Isolation::Off => None,

@@ -7,6 +7,7 @@
 
 use crate::Nanos;
 use crate::capture::{self, Capture, CaptureSettings};
+use crate::class::Marking;
 use crate::counters::{Counter, PortCounters};
 use crate::frame::Mac;
 use crate::guard::{Guard, Protected};
@@ -58,6 +59,8 @@ pub struct PortSettings {
     pub labels: Labels,
     /// Its VLANs; see [`crate::network::Network::set_vlans`].
     pub vlans: Option<Membership>,
+    /// By what its frames get their class.
+    pub marking: Marking,
 }
 
 /// Why a worker did not do what it was asked.
@@ -127,6 +130,8 @@ pub struct PortStatus {
     pub storm: Storm,
     /// What it may carry.
     pub rates: Rates,
+    /// By what its frames get their class.
+    pub marking: Marking,
     /// MAC addresses learned behind it.
     pub macs: u32,
     /// Whether it is being polled.
@@ -420,6 +425,7 @@ impl WorkerHandle {
         }
         let mut slot = Slot::new(reserved, network, name, port, restart, settings.guard);
         slot.limit(settings.storm, settings.rates);
+        slot.marking = settings.marking;
         // What could not be added comes back, to be dropped by the caller's thread.
         let refused = self.call(move |core| {
             let number = slot.token.token().0 as u16;
@@ -485,6 +491,14 @@ impl WorkerHandle {
             core.activate(token.0 as u16);
             Ok(())
         })?
+    }
+
+    /// Gives a port's frames other classes, from its next turn on. Those that wait keep theirs.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn set_marking(&self, token: Token, marking: Marking) -> Result<(), ControlError> {
+        self.call(move |core| core.set_marking(token, marking))?.ok_or(ControlError::NoSuchPort(token))
     }
 
     /// Captures a port's frames from now on, until the capture or the port is dropped.
@@ -684,6 +698,7 @@ impl Core {
                 guard: slot.guard.clone(),
                 storm: slot.storm,
                 rates: slot.rates,
+                marking: slot.marking,
                 macs: network.map_or(0, |n| n.network.macs.behind(number)),
                 active: slot.active,
                 counters: slot.counters.clone(),

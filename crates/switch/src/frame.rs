@@ -8,6 +8,7 @@
 //! A [`Batch`] holds the frames that one turn took from one port. It borrows the source's memory for its lifetime, so
 //! a port cannot change or release its buffers while the batch lives.
 
+use crate::class::{Class, Marking};
 use crate::mac::Address;
 use crate::wait::Token;
 use tombolo_ring::mem::{Foreign, ForeignMut};
@@ -93,6 +94,8 @@ pub struct Frame {
     first_segment: u32,
     segments: u16,
     head_len: u16,
+    /// The 802.1p priority of the tag that a network with VLANs took out; 0 without one.
+    priority: u8,
     /// Offload state. The code that pushed the frame has checked it against the frame's length.
     pub offload: Offload,
 }
@@ -104,8 +107,19 @@ impl Frame {
         first_segment: 0,
         segments: 0,
         head_len: 0,
+        priority: 0,
         offload: Offload::NONE,
     };
+
+    /// The 802.1p priority that the frame came with; 0 without a tag.
+    pub(crate) fn priority(&self) -> u8 {
+        self.tag().map_or(self.priority, |tag| (tag >> 13) as u8)
+    }
+
+    /// Keeps the priority of a tag that is taken out.
+    pub(crate) fn keep_priority(&mut self, tag: u16) {
+        self.priority = (tag >> 13) as u8;
+    }
 
     /// Length of the frame in bytes: Ethernet header and payload, without frame check sequence.
     #[inline]
@@ -195,12 +209,14 @@ pub struct Batch<'m> {
     used: usize,
     segments: Vec<Foreign<'m>>,
     ingress: Option<Token>,
+    marking: Marking,
 }
 
 impl<'m> Batch<'m> {
     /// An empty batch with room for `frames` before it allocates.
     pub fn with_capacity(frames: usize) -> Self {
-        Batch { slots: vec![Frame::EMPTY; frames], used: 0, segments: Vec::with_capacity(frames), ingress: None }
+        let (slots, segments) = (vec![Frame::EMPTY; frames], Vec::with_capacity(frames));
+        Batch { slots, used: 0, segments, ingress: None, marking: Marking::default() }
     }
 
     /// Says which port the frames came from. The worker sets it after [`crate::port::Port::receive`]; a batch that
@@ -208,6 +224,22 @@ impl<'m> Batch<'m> {
     #[inline]
     pub fn set_ingress(&mut self, port: Token) {
         self.ingress = Some(port);
+    }
+
+    /// Says by what the frames get their class, as [`Batch::set_ingress`] says whose they are.
+    #[inline]
+    pub(crate) fn set_marking(&mut self, marking: Marking) {
+        self.marking = marking;
+    }
+
+    #[inline]
+    pub(crate) fn marking(&self) -> Marking {
+        self.marking
+    }
+
+    /// The class of `frame`, a frame of this batch.
+    pub(crate) fn class_of(&self, frame: &Frame) -> Class {
+        self.marking.class(frame.priority(), frame)
     }
 
     /// The port that the frames came from, where the worker said so. Inner ports keep accounts per source by it,
@@ -254,6 +286,7 @@ impl<'m> Batch<'m> {
             slot.head[head_len..ETHERNET_HEADER_BYTES].fill(0);
         }
         slot.head_len = head_len as u16;
+        slot.priority = 0;
         slot.len = bytes.len() as u32;
         slot.first_segment = first_segment;
         slot.offload = offload;
@@ -289,6 +322,7 @@ impl<'m> Batch<'m> {
             slot.head[head_len..ETHERNET_HEADER_BYTES].fill(0);
         }
         slot.head_len = head_len as u16;
+        slot.priority = 0;
         slot.len = len as u32;
         slot.segments = segments as u16;
         debug_assert!(len <= MAX_FRAME_BYTES && segments <= u16::MAX as usize);
@@ -347,7 +381,7 @@ impl<'m> Batch<'m> {
         self.segments.clear();
         // An empty vector mapped in place keeps its allocation and gets the other lifetime, without unsafe.
         let segments = self.segments.into_iter().map(|_| unreachable!("the vector was cleared")).collect();
-        Batch { slots: self.slots, used: 0, segments, ingress: None }
+        Batch { slots: self.slots, used: 0, segments, ingress: None, marking: Marking::default() }
     }
 
     #[inline]

@@ -21,6 +21,7 @@
 #![warn(unreachable_pub)]
 
 pub mod capture;
+pub mod class;
 pub mod control;
 pub mod counters;
 pub mod drop;

@@ -195,6 +195,7 @@ impl Transformer {
         let mut batch: Batch<'_> = std::mem::take(&mut self.batch);
         if let Some(port) = source.ingress() {
             batch.set_ingress(port);
+            batch.set_marking(source.marking());
         }
         let mut start = 0;
         for end in &self.ends {

@@ -14,9 +14,11 @@
 //! | a ring that took nothing for [`HOLD`] | has no queue until it takes a frame again | `no_buffer` |
 //!
 //! # Fairness and order
-//! Each source has a lane for each of the destination's rings, first in, first out. Lanes take turns, one frame each. A ring
-//! that is full holds up its own lanes only. A full queue drops from the end of the longest lane of the source that has most
-//! in it, so a source that floods loses its own frames and not those of others. When a peer opens or closes rings, frames
+//! Each source has a lane for each of the destination's rings and each class ([`crate::class`]), first in, first out. Lanes of a
+//! class take turns, one frame each. After [`RUN`] frames of a class goes one of those below, so that they do not
+//! starve. A ring that is full holds up its own lanes only. A full queue drops from the end of the longest lane of the source
+//! that has most in it, so a source that floods loses its own frames and not those of others. Before that, a frame takes the
+//! place of one of a lower class of its own source, or of any source where its own has little in the queue ([`MODEST`]). When a peer opens or closes rings, frames
 //! of one flow that wait meanwhile may overtake each other.
 //!
 //! # Waking up
@@ -29,10 +31,12 @@
 //! there, and copies the frame once more.
 
 use crate::Nanos;
+use crate::class::{CLASSES, Class};
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Frame, Offload};
 use crate::port::{Caps, Fault, MAX_RINGS, Sent};
 use crate::wait::Token;
+use std::cmp::Reverse;
 use tombolo_ring::mem::Foreign;
 
 /// Bytes of a cell: one frame of an MTU of 1500 with a VLAN tag.
@@ -47,6 +51,10 @@ pub(crate) const FIRST_TRY: Nanos = Nanos(50_000);
 pub(crate) const LAST_TRY: Nanos = Nanos(1_000_000);
 /// How long an empty queue keeps its memory.
 pub(crate) const KEEP: Nanos = Nanos(1_000_000_000);
+/// Frames of a class that go one after the other while those of lower classes wait.
+pub(crate) const RUN: u8 = 7;
+/// Cells of a source up to which its frames displace those of lower classes: a quarter of the queue.
+pub(crate) const MODEST: usize = CELLS as usize / 4;
 /// Frames that are handed over at a time.
 const CHUNK: usize = 32;
 
@@ -80,12 +88,13 @@ struct Queued {
     offload: Offload,
 }
 
-/// The frames of one source for one ring. Without frames it is free for another.
+/// The frames of one source and class for one ring. Without frames it is free for another.
 #[derive(Clone, Copy, Debug)]
 struct Lane {
     /// Index of its source's [`Share`].
     share: u16,
     ring: u8,
+    class: Class,
     first: u16,
     last: u16,
     cells: u16,
@@ -123,13 +132,34 @@ struct Store {
     busy: u64,
     /// The lane that is first next time.
     turn: usize,
+    /// Frames of each class that went while those of lower classes waited, since one of those went.
+    runs: Runs,
     /// What the port took when the frames were queued. Frames for other capabilities are of no use.
     caps: Caps,
     /// Reused allocations.
     spare: Vec<u16>,
     batch: Batch<'static>,
     picks: Vec<u16>,
+    /// What `runs` is once the pick of the same index has gone.
+    after: Vec<Runs>,
     cursors: Vec<u16>,
+}
+
+type Runs = [u8; CLASSES];
+
+/// The class that goes next, of those with lanes `left`.
+fn next_class(left: &[usize; CLASSES], runs: &mut Runs) -> Option<usize> {
+    let below = |class: usize| (0..class).rev().find(|class| left[*class] != 0);
+    let mut class = below(CLASSES)?;
+    while let Some(lower) = below(class) {
+        if runs[class] < RUN {
+            runs[class] += 1;
+            break;
+        }
+        runs[class] = 0;
+        class = lower;
+    }
+    Some(class)
 }
 
 /// 0, 1, 2, … as [`crate::port::Port::transmit`] wants them.
@@ -167,10 +197,12 @@ impl Store {
             rings: [RingState::default(); MAX_RINGS],
             busy: 0,
             turn: 0,
+            runs: Runs::default(),
             caps,
             spare: Vec::with_capacity(CHUNK),
             batch: Batch::with_capacity(CHUNK),
             picks: Vec::with_capacity(CHUNK),
+            after: Vec::with_capacity(CHUNK),
             cursors: Vec::with_capacity(usize::from(CELLS)),
         })
     }
@@ -187,29 +219,44 @@ impl Store {
         at
     }
 
-    /// The lane of a share for `ring`, or a free one for it.
-    fn lane_of(&mut self, share: u16, ring: u8) -> usize {
-        let own = |lane: &Lane| lane.first != NIL && (lane.share, lane.ring) == (share, ring);
+    /// The lane of a share for `ring` and `class`, or a free one for it.
+    fn lane_of(&mut self, share: u16, ring: u8, class: Class) -> usize {
+        let own = |lane: &Lane| lane.first != NIL && (lane.share, lane.ring, lane.class) == (share, ring, class);
         let at = self.lanes.iter().position(own).or_else(|| self.lanes.iter().position(|lane| lane.first == NIL));
         let at = at.unwrap_or(self.lanes.len());
         if at == self.lanes.len() {
-            self.lanes.push(Lane { share, ring, first: NIL, last: NIL, cells: 0 });
+            self.lanes.push(Lane { share, ring, class, first: NIL, last: NIL, cells: 0 });
         }
-        (self.lanes[at].share, self.lanes[at].ring) = (share, ring);
+        let lane = &mut self.lanes[at];
+        (lane.share, lane.ring, lane.class) = (share, ring, class);
         at
     }
 
-    /// Makes room for `need` cells of the source `share`; `false` where no other source has more than that one would have.
-    /// Frames that go for it are counted in `late`.
-    fn make_room(&mut self, share: usize, need: usize, late: &mut u64) -> bool {
+    /// The lane to drop from in favour of a frame of `class` of the source `share`: the longest of the lowest class below; one
+    /// of the same source, else one of others where the source is `modest`.
+    fn displaced(&self, share: usize, class: Class, modest: bool) -> Option<&Lane> {
+        let is_own = |lane: &Lane| usize::from(lane.share) == share;
+        let lower = self.lanes.iter().filter(|lane| lane.first != NIL && lane.class < class);
+        let may_go = lower.filter(|lane| modest || is_own(lane));
+        may_go.max_by_key(|lane| (is_own(lane), Reverse(lane.class), lane.cells))
+    }
+
+    /// Makes room for `need` cells of the source `share` and `class`; `false` where no frame of a lower class may be displaced,
+    /// and no other source has more than that one would have. Frames that go for it are counted in `late`.
+    fn make_room(&mut self, share: usize, class: Class, need: usize, late: &mut u64) -> bool {
         let own = usize::from(self.shares[share].cells) + need;
         while usize::from(self.free_cells) < need {
+            if let Some(lane) = self.displaced(share, class, own <= MODEST) {
+                self.remove(lane.last);
+                *late += 1;
+                continue;
+            }
             let greediest = (0..self.shares.len()).max_by_key(|at| self.shares[*at].cells);
             let Some(greediest) = greediest.filter(|at| usize::from(self.shares[*at].cells) > own) else {
                 return false;
             };
             let lanes = self.lanes.iter().filter(|lane| lane.first != NIL && usize::from(lane.share) == greediest);
-            let Some(longest) = lanes.max_by_key(|lane| lane.cells) else { return false };
+            let Some(longest) = lanes.max_by_key(|lane| (Reverse(lane.class), lane.cells)) else { return false };
             self.remove(longest.last);
             *late += 1;
         }
@@ -227,12 +274,12 @@ impl Store {
         now: Nanos,
         late: &mut u64,
     ) -> bool {
-        let need = frame.len().div_ceil(CELL_BYTES);
+        let (need, class) = (frame.len().div_ceil(CELL_BYTES), batch.class_of(frame));
         let share = self.share_of(source);
-        if !self.make_room(share, need, late) {
+        if !self.make_room(share, class, need, late) {
             return false;
         }
-        let lane = self.lane_of(share as u16, ring);
+        let lane = self.lane_of(share as u16, ring, class);
         // In range: `need` cells are free, and at least one is needed.
         let first = self.free;
         let (mut cell, mut at) = (first, 0);
@@ -323,23 +370,31 @@ impl Store {
         (before - self.waiting) as u64
     }
 
-    /// Chooses the frames that go next, one of each lane in turn, without those for the rings `full`.
+    /// Chooses the frames that go next, one of each lane of a class in turn, without those for the rings `full`.
     fn pick(&mut self, full: u64) {
         self.picks.clear();
+        self.after.clear();
         self.cursors.clear();
         let free = |lane: &Lane| if full & bit(lane.ring) == 0 { lane.first } else { NIL };
         self.cursors.extend(self.lanes.iter().map(free));
         let lanes = self.lanes.len();
-        let mut found = true;
-        while found && self.picks.len() < CHUNK {
-            found = false;
-            for n in 0..lanes {
-                let cursor = &mut self.cursors[(self.turn + n) % lanes];
-                if *cursor != NIL && self.picks.len() < CHUNK {
-                    self.picks.push(*cursor);
-                    *cursor = self.frames[usize::from(*cursor)].behind;
-                    found = true;
-                }
+        // Lanes of each class that have something, and where the turn of each class is.
+        let (mut left, mut turns, mut runs) = ([0; CLASSES], [self.turn; CLASSES], self.runs);
+        let there = self.lanes.iter().zip(&self.cursors).filter(|(_, cursor)| **cursor != NIL);
+        there.for_each(|(lane, _)| left[lane.class as usize] += 1);
+        while self.picks.len() < CHUNK
+            && let Some(class) = next_class(&left, &mut runs)
+        {
+            let ready = |at: &usize| self.lanes[*at].class as usize == class && self.cursors[*at] != NIL;
+            let turn = turns[class];
+            let Some(at) = (0..lanes).map(|n| (turn + n) % lanes).find(ready) else { break };
+            turns[class] = at + 1;
+            let cursor = &mut self.cursors[at];
+            self.picks.push(*cursor);
+            self.after.push(runs);
+            *cursor = self.frames[usize::from(*cursor)].behind;
+            if *cursor == NIL {
+                left[class] -= 1;
             }
         }
         self.turn = (self.turn + 1) % lanes.max(1);
@@ -474,6 +529,7 @@ impl Overflow {
                     first => {
                         let ring = store.ring_of(first);
                         store.rings[usize::from(ring)].progress = now;
+                        store.runs = store.after[at];
                         moved |= bit(ring);
                         store.remove(first);
                     }

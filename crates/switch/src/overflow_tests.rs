@@ -1,4 +1,5 @@
 use super::*;
+use crate::class::Marking;
 use crate::frame::Segmentation;
 use std::collections::{BTreeMap, VecDeque};
 
@@ -26,6 +27,8 @@ struct World {
     drops: Drops,
     late: u64,
     now: Nanos,
+    /// Of each source.
+    classes: [Class; 5],
 }
 
 /// The ring of a frame.
@@ -38,6 +41,7 @@ impl World {
     fn send(&mut self, source: u32, frames: &[Vec<u8>]) -> u64 {
         let mut batch = Batch::with_capacity(frames.len());
         batch.set_ingress(Token(source));
+        batch.set_marking(Marking::Fixed(self.classes[source as usize]));
         for frame in frames {
             batch.push(frame[..].into(), Offload::NONE);
         }
@@ -186,6 +190,85 @@ fn a_source_that_floods_leaves_the_others_their_share_and_their_turns() {
 }
 
 #[test]
+fn higher_classes_go_first_and_lower_ones_do_not_starve() {
+    use Class::{Background, Normal, Urgent};
+    let mut world = World { classes: [Normal, Normal, Urgent, Background, Normal], ..World::default() };
+    for source in [3, 1, 2] {
+        let frames: Vec<_> = (0..60).map(|n| bytes(source, n, 100)).collect();
+        assert_eq!(world.send(source, &frames), 60);
+    }
+    world.check();
+    // One buffer at a time, as of a guest that posts few.
+    while world.overflow.waits() {
+        world.room[0] = 1;
+        world.drain();
+        world.check();
+    }
+    let order: Vec<u32> =
+        world.got.iter().map(|frame| u32::from_be_bytes([frame[0], frame[1], frame[2], frame[3]])).collect();
+    let of = |source: u32, part: &[u32]| part.iter().filter(|of| **of == source).count();
+    // Seven of the urgent class, then one of those below, of which every eighth is a background one.
+    assert_eq!(order[..8], [2, 2, 2, 2, 2, 2, 2, 1]);
+    assert_eq!((of(2, &order[..64]), of(1, &order[..64]), of(3, &order[..64])), (56, 7, 1));
+    // What is left of the urgent ones, then the two others in the same proportion.
+    let last = order.iter().rposition(|source| *source == 2).unwrap();
+    assert!((66..72).contains(&last), "{last}");
+    assert_eq!((of(1, &order[last + 1..last + 57]), of(3, &order[last + 1..last + 57])), (49, 7), "{order:?}");
+    assert_eq!(order.len(), 180);
+    // Each source's own order stays.
+    for source in 1..4 {
+        let own = world.got.iter().filter(|frame| frame[..4] == u32::to_be_bytes(source));
+        assert!(own.cloned().eq((0..60).map(|n| bytes(source, n, 100))));
+    }
+}
+
+#[test]
+fn marked_frames_of_a_source_displace_its_own_others() {
+    let mut world = World::default();
+    let flood: Vec<_> = (0..1000).map(|n| bytes(1, n, 1514)).collect();
+    assert_eq!(world.send(1, &flood), u64::from(CELLS));
+    // The same source has the whole queue, and now something that is in a hurry.
+    world.classes[1] = Class::Urgent;
+    let marked: Vec<_> = (2000..2010).map(|n| bytes(1, n, 100)).collect();
+    assert_eq!(world.send(1, &marked), 10);
+    world.check();
+    assert_eq!(world.late, 10);
+    world.room[0] = 7;
+    world.drain();
+    assert_eq!(world.got, marked[..7]);
+}
+
+#[test]
+fn a_full_queue_gives_a_modest_source_of_a_higher_class_the_place_of_lower_ones() {
+    use Class::{Background, Normal, Urgent};
+    let flood = |source: u32| (0..1000).map(|n| bytes(source, n, 1514)).collect::<Vec<_>>();
+    let mut world = World { classes: [Normal, Background, Normal, Urgent, Urgent], ..World::default() };
+    assert_eq!(world.send(1, &flood(1)[..128]), 128);
+    assert_eq!(world.send(2, &flood(2)[..128]), 128);
+    // Nobody has more than half, so the urgent source gets its place by its class alone, and the lowest class pays.
+    assert_eq!(world.send(3, &flood(3)[..MODEST]), MODEST as u64);
+    world.check();
+    let waiting = |world: &World, class: Class| {
+        let lanes = &world.overflow.store.as_ref().unwrap().lanes;
+        lanes.iter().filter(|lane| lane.class == class).map(|lane| lane.cells).sum::<u16>()
+    };
+    assert_eq!([Background, Normal, Urgent].map(|class| waiting(&world, class)), [64, 128, 64]);
+    // Beyond that it is one source among others: each gets a third at most.
+    world.send(3, &flood(3));
+    world.check();
+    let left = [Background, Normal, Urgent].map(|class| waiting(&world, class));
+    assert!(left[0] >= 60 && left[1] >= 80 && left[2] <= 100, "{left:?}");
+    // A lower class displaces no higher one.
+    let mut world = World { classes: [Normal, Background, Normal, Urgent, Urgent], ..World::default() };
+    world.send(3, &flood(3)[..128]);
+    world.send(4, &flood(4)[..128]);
+    world.send(1, &flood(1)[..MODEST]);
+    world.check();
+    assert!(waiting(&world, Urgent) >= 256 - MODEST as u16);
+    assert_eq!(waiting(&world, Background), MODEST as u16, "the fair share of a third source");
+}
+
+#[test]
 fn a_destination_that_takes_nothing_is_given_up_until_it_takes_something() {
     let mut world = World::default();
     assert_eq!(world.send(1, &[bytes(1, 0, 100)]), 1);
@@ -289,7 +372,8 @@ fn random_work_keeps_order_and_accounts() {
         state ^= state << 17;
         state % below
     };
-    let mut world = World::default();
+    let classes = [Class::Normal, Class::Urgent, Class::Background, Class::High, Class::Normal];
+    let mut world = World { classes, ..World::default() };
     let (mut numbers, mut sent) = ([0u32; 5], 0u64);
     world.rings = RINGS as u32;
     for _ in 0..1200 {

@@ -156,8 +156,9 @@ impl Vlans {
         self.came.clear();
         for frame in batch.frames_mut() {
             let (vlan, tag) = (port.admit(frame), frame.tag());
-            if vlan.is_ok() && tag.is_some() {
+            if let (Ok(_), Some(tag)) = (vlan, tag) {
                 frame.set_tag(None);
+                frame.keep_priority(tag);
             }
             self.came.push(Came { vlan, tag });
         }

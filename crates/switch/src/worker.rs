@@ -51,6 +51,7 @@ mod deliver;
 
 use crate::Nanos;
 use crate::capture::Tap;
+use crate::class::Marking;
 use crate::control::{Command, LoopCounters, NetworkId, Reserved, WorkerHandle, WorkerSettings};
 use crate::counters::PortCounters;
 use crate::drop::{Drops, Reason};
@@ -114,6 +115,11 @@ pub(crate) struct Core {
     pub(crate) stopped: bool,
     /// Ports that want turns, the next one first.
     active: VecDeque<u16>,
+    /// Those of them whose turns come between those of the others, and whether the last turn was one of theirs.
+    urgent: VecDeque<u16>,
+    was_urgent: bool,
+    /// Ports that may be among `urgent`.
+    urgent_ports: usize,
     ready: Vec<Token>,
     /// No deadline of any slot is earlier than this.
     earliest: Nanos,
@@ -191,6 +197,7 @@ pub(crate) struct Slot {
     allowance: usize,
     pub(crate) storm: Storm,
     pub(crate) rates: Rates,
+    pub(crate) marking: Marking,
     send: Meter,
     receive: Meter,
     last_frame_at: Nanos,
@@ -258,6 +265,9 @@ impl Worker {
             started: None,
             stopped: false,
             active: VecDeque::new(),
+            urgent: VecDeque::new(),
+            was_urgent: false,
+            urgent_ports: 0,
             ready: Vec::new(),
             earliest: NEVER,
             rechecks: Rechecks::default(),
@@ -289,7 +299,7 @@ impl Worker {
         core.now = waiter.now();
         core.started.get_or_insert(core.now);
         core.rechecks.start(core.now);
-        if core.active.is_empty() {
+        if core.is_idle() {
             let before = core.now;
             let due = core.earliest.min(core.waiting_at);
             let until = core.rechecks.next().map_or(due, |at| at.min(due));
@@ -304,19 +314,7 @@ impl Worker {
             core.polled_at = core.now;
             core.counters.polls.add(1);
         }
-        if !core.ready.is_empty() {
-            let mut ready = std::mem::take(&mut core.ready);
-            for token in ready.drain(..) {
-                if token == CONTROL {
-                    while let Ok(command) = self.commands.try_recv() {
-                        command(core);
-                    }
-                } else {
-                    core.wake(token);
-                }
-            }
-            core.ready = ready;
-        }
+        core.wake_ready(&self.commands);
         if core.now >= core.earliest {
             core.run_timers();
         }
@@ -332,6 +330,48 @@ impl Worker {
 }
 
 impl Core {
+    fn is_idle(&self) -> bool {
+        self.active.is_empty() && self.urgent.is_empty()
+    }
+
+    /// Does what the waiter has found.
+    fn wake_ready(&mut self, commands: &Receiver<Command>) {
+        if self.ready.is_empty() {
+            return;
+        }
+        let mut ready = std::mem::take(&mut self.ready);
+        for token in ready.drain(..) {
+            if token == CONTROL {
+                while let Ok(command) = commands.try_recv() {
+                    command(self);
+                }
+            } else {
+                self.wake(token);
+            }
+        }
+        self.ready = ready;
+    }
+
+    /// Puts a port that wants a turn behind the others of its kind.
+    fn enqueue(&mut self, index: u16, is_urgent: bool) {
+        if is_urgent { self.urgent.push_back(index) } else { self.active.push_back(index) }
+    }
+
+    /// The port that has the next turn: an urgent one and another by turns, while there are both.
+    fn next_turn(&mut self) -> Option<u16> {
+        self.was_urgent = !self.urgent.is_empty() && (!self.was_urgent || self.active.is_empty());
+        if self.was_urgent { self.urgent.pop_front() } else { self.active.pop_front() }
+    }
+
+    /// [`WorkerHandle::set_marking`]; `None` without such a port.
+    pub(crate) fn set_marking(&mut self, token: Token, marking: Marking) -> Option<()> {
+        let slot = self.slots.get_mut(token.0 as usize)?.as_mut()?;
+        let was = std::mem::replace(&mut slot.marking, marking);
+        self.urgent_ports += usize::from(marking.is_urgent());
+        self.urgent_ports -= usize::from(was.is_urgent());
+        Some(())
+    }
+
     /// Puts a port into its reserved slot and gives it its first turn soon.
     pub(crate) fn insert(&mut self, mut slot: Box<Slot>) {
         let index = slot.token.token().0 as usize;
@@ -342,6 +382,7 @@ impl Core {
         self.plan.add_port(index as u16, self.settings.budget);
         slot.last_frame_at = self.now;
         slot.on_change = self.on_change.clone();
+        self.urgent_ports += usize::from(slot.marking.is_urgent());
         // A port that is connected already gets floods from now on, not only after its first turn.
         self.refresh_link(index as u16, &mut slot);
         self.slots[index] = Some(slot);
@@ -352,6 +393,8 @@ impl Core {
     pub(crate) fn remove(&mut self, token: Token) -> Option<Box<Slot>> {
         let slot = self.slots.get_mut(token.0 as usize)?.take()?;
         self.active.retain(|index| *index != token.0 as u16);
+        self.urgent.retain(|index| *index != token.0 as u16);
+        self.urgent_ports -= usize::from(slot.marking.is_urgent());
         self.rechecks.forget(token.0 as u16);
         if let Some(network) = self.network(slot.network) {
             network.network.leave(token.0 as u16);
@@ -393,7 +436,9 @@ impl Core {
             return;
         }
         slot.active = true;
-        self.active.push_back(index);
+        let is_urgent = slot.marking.is_urgent();
+        self.enqueue(index, is_urgent);
+        let Some(slot) = &mut self.slots[index as usize] else { return };
         if let Some(Err(failure)) = slot.port.as_mut().map(|port| catch_panic_call(|| port.disarm())) {
             slot.suffer(failure, self.now);
         }
@@ -433,21 +478,40 @@ impl Core {
     /// the next round. Commands are run between turns.
     fn round(&mut self, waiter: &mut impl Waiter, commands: &Receiver<Command>) {
         self.moved = 0;
-        if self.active.is_empty() {
+        if self.is_idle() {
             return;
         }
         self.counters.rounds.add(1);
-        // A port that becomes active meanwhile queues up behind, so none can be overtaken for ever.
-        for turn in 1..=self.active.len() {
-            let Some(index) = self.active.pop_front() else { break };
+        // A port that becomes active meanwhile queues up behind, so none can be overtaken for ever. An urgent one overtakes
+        // others, by one turn for each of theirs.
+        let (began, mut turn, mut left) = (self.now, 0, self.active.len() + self.urgent.len());
+        while left != 0 {
+            let Some(index) = self.next_turn() else { break };
+            (turn, left) = (turn + 1, left - 1);
             if self.turn(index) {
-                self.active.push_back(index);
+                let stays_urgent = self.slots[usize::from(index)].as_ref().is_some_and(|slot| slot.marking.is_urgent());
+                self.enqueue(index, stays_urgent);
             }
             while let Ok(command) = commands.try_recv() {
                 command(self);
             }
-            if self.stopped || turn % TURNS_PER_LOOK == 0 && waiter.now().since(self.now) >= ROUND_TIME {
+            if self.stopped {
                 break;
+            }
+            if turn % TURNS_PER_LOOK == 0 {
+                let now = waiter.now();
+                if now.since(began) >= ROUND_TIME {
+                    break;
+                }
+                if self.urgent_ports != 0 && now.since(self.polled_at) >= POLL_INTERVAL {
+                    // Those that were woken meanwhile have their turns within this round.
+                    let before = self.urgent.len();
+                    waiter.wait(Some(Nanos(0)), &mut self.ready);
+                    (self.now, self.polled_at) = (now, now);
+                    self.counters.polls.add(1);
+                    self.wake_ready(commands);
+                    left += self.urgent.len().saturating_sub(before);
+                }
             }
         }
     }
@@ -499,6 +563,7 @@ impl Core {
         let mut batch = std::mem::take(&mut self.spare);
         let mut drops = Drops::default();
         batch.set_ingress(slot.token.token());
+        batch.set_marking(slot.marking);
         let received = receive(port.as_mut(), budget, &mut batch, &mut drops);
         let refused = if drops.any() { drops.total() } else { 0 };
         let taken = batch.len();
@@ -685,6 +750,7 @@ impl Slot {
             allowance: usize::MAX,
             storm: Storm::default(),
             rates: Rates::default(),
+            marking: Marking::default(),
             send: Meter::default(),
             receive: Meter::default(),
             last_frame_at: Nanos(0),

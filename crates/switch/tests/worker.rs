@@ -5,6 +5,7 @@ mod support;
 
 use support::*;
 use tombolo_switch::Nanos;
+use tombolo_switch::class::{Class, Marking};
 use tombolo_switch::control::{ControlError, PortSettings, WorkerSettings};
 use tombolo_switch::drop::Reason;
 use tombolo_switch::guard::Guard;
@@ -919,6 +920,55 @@ fn a_command_waits_for_one_turn_and_not_for_the_round() {
     bench.waiter.lock().ready.retain(|token| *token != CONTROL);
     bench.worker.step(&mut bench.waiter);
     assert_eq!(asking.join().unwrap(), 64 * 99, "copies of one turn");
+}
+
+/// Of a port whose frames are all urgent.
+fn urgent_port() -> PortSettings {
+    PortSettings { marking: Marking::Fixed(Class::Urgent), ..PortSettings::default() }
+}
+
+#[test]
+fn an_urgent_port_has_its_turn_between_those_of_others_and_starves_none() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b, c, sink] = bench.ports(net);
+    let urgent = bench.port(net, urgent_port());
+    sink.send(frame(mac(9), mac(4), 64, 0));
+    bench.settle();
+    sink.take();
+    let busy = [&a, &b, &c];
+    for (n, port) in busy.into_iter().enumerate() {
+        (0..6400).for_each(|tag| port.send(frame(mac(4), mac(n as u64 + 1), 64, tag)));
+    }
+    urgent.send(frame(mac(4), mac(5), 64, 7));
+    bench.worker.step(&mut bench.waiter);
+    assert_eq!(sink.take_bytes()[0], frame(mac(4), mac(5), 64, 7), "it was woken last, and is first");
+    // It has always something: it gets each second turn, and no more.
+    (0..64_000).for_each(|tag| urgent.send(frame(mac(4), mac(5), 64, tag)));
+    let before: u64 = busy.iter().map(|port| port.counters.rx_frames.get()).sum();
+    let had = urgent.counters.rx_frames.get();
+    bench.waiter.advance(tombolo_switch::worker::POLL_INTERVAL);
+    for _ in 0..30 {
+        bench.worker.step(&mut bench.waiter);
+    }
+    let others = busy.iter().map(|port| port.counters.rx_frames.get()).sum::<u64>() - before;
+    let own = urgent.counters.rx_frames.get() - had;
+    assert!(own.abs_diff(others) <= 64 * 2, "{own} {others}");
+    let each = busy.map(|port| port.counters.rx_frames.get());
+    assert!(each.iter().max().unwrap() - each.iter().min().unwrap() <= 64 * 2, "{each:?}");
+    // As an ordinary port it has one turn a round, like the others.
+    let token = urgent.token;
+    bench.ask(move |h| h.set_marking(token, Marking::Marks)).unwrap();
+    bench.worker.step(&mut bench.waiter);
+    let had = [&a, &b, &c, &urgent].map(|port| port.counters.rx_frames.get());
+    for _ in 0..10 {
+        bench.worker.step(&mut bench.waiter);
+    }
+    let got = [&a, &b, &c, &urgent].map(|port| port.counters.rx_frames.get());
+    assert!(got.iter().zip(had).all(|(got, had)| got - had == 640), "{had:?} {got:?}");
+    bench.ask(move |h| h.remove_port(token)).unwrap();
+    bench.settle();
+    assert!(matches!(bench.ask(move |h| h.set_marking(token, Marking::Marks)), Err(ControlError::NoSuchPort(_))));
 }
 
 #[test]

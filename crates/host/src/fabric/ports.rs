@@ -198,11 +198,11 @@ impl Running {
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
         let Opened { port, restart, passt, handle: told } = self.open(plan, registration, handed)?;
-        let file::Traffic { roles, storm, rates, ref vlans, .. } = plan.traffic;
+        let file::Traffic { roles, storm, rates, marking, ref vlans, .. } = plan.traffic;
         let rates = self.changed_rates(&plan.name).unwrap_or(rates);
         let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
-        let settings =
-            PortSettings { guard, mac_limit: None, storm, rates, labels: plan.labels(), vlans: vlans.clone() };
+        let (labels, vlans) = (plan.labels(), vlans.clone());
+        let settings = PortSettings { guard, mac_limit: None, storm, rates, labels, vlans, marking };
         let handle = worker.thread.handle();
         let added = match restart {
             Some(restart) => handle.add_lasting_port(reserved, net.id, &plan.name, port, restart, settings),

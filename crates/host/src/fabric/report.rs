@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use tombolo_switch::class::Marking;
 use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
 use tombolo_switch::drop::Reason;
@@ -15,6 +16,7 @@ use crate::api::report::{
     CounterReport, DescriptorReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport,
     SCHEMA, Status, WorkerReport,
 };
+use crate::file::class_word;
 use crate::file::{self, Mac, Target, Uplink};
 use crate::plan::{self, Attachment};
 
@@ -65,6 +67,7 @@ fn conduct(p: &PortStatus) -> impl Iterator<Item = (&'static str, String)> {
         ("allow", (!allow.is_empty()).then(|| allow.join(", "))),
         ("storm", (p.storm != Storm::default()).then_some(storm)),
         ("rate", (!rates.is_empty()).then(|| rates.join(", "))),
+        ("class", (p.marking != Marking::default()).then(|| class_word(p.marking).into())),
     ];
     told.into_iter().filter_map(|(key, text)| Some((key, text?)))
 }

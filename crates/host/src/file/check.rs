@@ -515,8 +515,8 @@ impl Check<'_, '_, '_> {
                 // "xen" says who runs it, too.
                 let attach = ["attach"].into_iter().filter(|_| m.attach != Attach::Xen);
                 for key in attach.chain([
-                    "region", "queues", "guard", "ip6", "allow", "storm", "rate", "groups", "isolated", "vlan",
-                    "trunk", "native",
+                    "region", "queues", "guard", "ip6", "allow", "storm", "rate", "class", "groups", "isolated",
+                    "vlan", "trunk", "native",
                 ]) {
                     self.idle((at, key), &[(at, "network")], "without a network", reason);
                 }

@@ -38,4 +38,5 @@ pub use parse::{add, apps, load, name_of, parse};
 pub use places::{Places, load_with_places};
 pub use policy::OUTSIDE;
 pub use problem::{FileError, Part, Problem, nearest};
+pub(crate) use traffic::class_word;
 pub use traffic::rate_change;

@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
+use tombolo_switch::class::Marking;
 use tombolo_switch::guard::Roles;
 use tombolo_switch::limit::{Rates, Storm};
 use tombolo_switch::policy::{Action, Isolation, Mirror, Rule};
@@ -353,6 +354,8 @@ pub struct Traffic {
     pub storm: Storm,
     /// What it may send and receive.
     pub rates: Rates,
+    /// By what its frames get their class.
+    pub marking: Marking,
     /// Names by which rules know it, besides its own.
     pub groups: Vec<String>,
     /// Whom it can reach.

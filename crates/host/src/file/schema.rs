@@ -69,6 +69,12 @@ const RATE: Key = key(
     "no limit",
     "limits in bits and frames per second: what it sends waits, what it should receive beyond that is dropped",
 );
+const CLASS: Key = key(
+    "class",
+    "\"urgent\", \"high\", \"normal\", \"background\" or \"marked\"",
+    "\"normal\"",
+    "how soon its frames go where frames wait; marked: as their 802.1p priority or DSCP says",
+);
 const GROUPS: Key = key(
     "groups",
     "a name of 1 to 24 of a-z, 0-9 and -, or a list of them; not \"outside\"",
@@ -159,6 +165,7 @@ const MACHINE_KEYS: &[Key] = &[
     RATE,
     GROUPS,
     ISOLATED,
+    CLASS,
     VLAN,
     TRUNK,
     NATIVE,
@@ -338,6 +345,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             RATE,
             GROUPS,
             ISOLATED,
+            CLASS,
             VLAN,
             TRUNK,
             NATIVE,
@@ -411,6 +419,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             RATE,
             GROUPS,
             ISOLATED,
+            CLASS,
             VLAN,
             TRUNK,
             NATIVE,

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use tombolo_switch::class::{Class, Marking};
 use tombolo_switch::guard::Roles;
 use tombolo_switch::limit::{Limit, Rates, Storm};
 use toml::de::{DeTable, DeValue};
@@ -67,10 +68,29 @@ pub(super) fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
         roles,
         storm: storm(s),
         rates: rates(s),
+        marking: s.take("class", |value| marking(value.as_str()?)).unwrap_or_default(),
         groups: policy::groups(s),
         isolation: policy::isolation(s),
         vlans: policy::vlans(s),
     }
+}
+
+/// The words of the key `class`.
+pub(crate) const CLASSES: [(&str, Marking); 5] = [
+    ("urgent", Marking::Fixed(Class::Urgent)),
+    ("high", Marking::Fixed(Class::High)),
+    ("normal", Marking::Fixed(Class::Normal)),
+    ("background", Marking::Fixed(Class::Background)),
+    ("marked", Marking::Marks),
+];
+
+fn marking(word: &str) -> Option<Marking> {
+    CLASSES.iter().find(|(name, _)| *name == word).map(|(_, marking)| *marking)
+}
+
+/// The word for it in the key `class`.
+pub(crate) fn class_word(marking: Marking) -> &'static str {
+    CLASSES.iter().find(|(_, one)| *one == marking).map_or("normal", |(word, _)| word)
 }
 
 /// Each entry of the table `key`, by name; `read` says whether it fits.
