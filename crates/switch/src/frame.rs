@@ -94,7 +94,7 @@ pub struct Frame {
     first_segment: u32,
     segments: u16,
     head_len: u16,
-    /// The 802.1p priority of the tag that a network with VLANs took out; 0 without one.
+    /// The 802.1p priority of the tag that was taken out; 0 without one.
     priority: u8,
     /// Offload state. The code that pushed the frame has checked it against the frame's length.
     pub offload: Offload,
@@ -114,11 +114,6 @@ impl Frame {
     /// The 802.1p priority that the frame came with; 0 without a tag.
     pub(crate) fn priority(&self) -> u8 {
         self.tag().map_or(self.priority, |tag| (tag >> 13) as u8)
-    }
-
-    /// Keeps the priority of a tag that is taken out.
-    pub(crate) fn keep_priority(&mut self, tag: u16) {
-        self.priority = (tag >> 13) as u8;
     }
 
     /// Length of the frame in bytes: Ethernet header and payload, without frame check sequence.
@@ -171,7 +166,8 @@ impl Frame {
     pub(crate) fn set_tag(&mut self, tag: Option<u16>) {
         const AT: usize = ETHERNET_HEADER_BYTES - 2;
         let shift = match (self.tag(), tag) {
-            (Some(_), None) => {
+            (Some(old), None) => {
+                self.priority = (old >> 13) as u8;
                 self.head.copy_within(AT + TAG_BYTES..self.head_len as usize, AT);
                 -(TAG_BYTES as i16)
             }

@@ -18,8 +18,8 @@
 //! class take turns, one frame each. After [`RUN`] frames of a class goes one of those below, so that they do not
 //! starve. A ring that is full holds up its own lanes only. A full queue drops from the end of the longest lane of the source
 //! that has most in it, so a source that floods loses its own frames and not those of others. Before that, a frame takes the
-//! place of one of a lower class of its own source, or of any source where its own has little in the queue ([`MODEST`]). When a peer opens or closes rings, frames
-//! of one flow that wait meanwhile may overtake each other.
+//! place of one of a lower class of its own source, or of any source where its own has little in the queue ([`MODEST`]).
+//! When a peer opens or closes rings, frames of one flow that wait meanwhile may overtake each other.
 //!
 //! # Waking up
 //! A queue that is not empty is tried again whenever a frame for the port comes, and after [`FIRST_TRY`], doubling up to

@@ -156,9 +156,8 @@ impl Vlans {
         self.came.clear();
         for frame in batch.frames_mut() {
             let (vlan, tag) = (port.admit(frame), frame.tag());
-            if let (Ok(_), Some(tag)) = (vlan, tag) {
+            if vlan.is_ok() && tag.is_some() {
                 frame.set_tag(None);
-                frame.keep_priority(tag);
             }
             self.came.push(Came { vlan, tag });
         }

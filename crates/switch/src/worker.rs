@@ -310,9 +310,7 @@ impl Worker {
             core.counters.sleeps.add(1);
             core.counters.slept_ns.add(core.now.since(before).0);
         } else if core.moved == 0 || core.now.since(core.polled_at) >= POLL_INTERVAL {
-            waiter.wait(Some(Nanos(0)), &mut core.ready);
-            core.polled_at = core.now;
-            core.counters.polls.add(1);
+            core.ask(waiter);
         }
         core.wake_ready(&self.commands);
         if core.now >= core.earliest {
@@ -332,6 +330,13 @@ impl Worker {
 impl Core {
     fn is_idle(&self) -> bool {
         self.active.is_empty() && self.urgent.is_empty()
+    }
+
+    /// Asks the waiter without sleeping.
+    fn ask(&mut self, waiter: &mut impl Waiter) {
+        waiter.wait(Some(Nanos(0)), &mut self.ready);
+        self.polled_at = self.now;
+        self.counters.polls.add(1);
     }
 
     /// Does what the waiter has found.
@@ -436,12 +441,11 @@ impl Core {
             return;
         }
         slot.active = true;
-        let is_urgent = slot.marking.is_urgent();
-        self.enqueue(index, is_urgent);
-        let Some(slot) = &mut self.slots[index as usize] else { return };
         if let Some(Err(failure)) = slot.port.as_mut().map(|port| catch_panic_call(|| port.disarm())) {
             slot.suffer(failure, self.now);
         }
+        let is_urgent = slot.marking.is_urgent();
+        self.enqueue(index, is_urgent);
     }
 
     fn run_timers(&mut self) {
@@ -488,10 +492,7 @@ impl Core {
         while left != 0 {
             let Some(index) = self.next_turn() else { break };
             (turn, left) = (turn + 1, left - 1);
-            if self.turn(index) {
-                let stays_urgent = self.slots[usize::from(index)].as_ref().is_some_and(|slot| slot.marking.is_urgent());
-                self.enqueue(index, stays_urgent);
-            }
+            self.turn(index);
             while let Ok(command) = commands.try_recv() {
                 command(self);
             }
@@ -506,9 +507,8 @@ impl Core {
                 if self.urgent_ports != 0 && now.since(self.polled_at) >= POLL_INTERVAL {
                     // Those that were woken meanwhile have their turns within this round.
                     let before = self.urgent.len();
-                    waiter.wait(Some(Nanos(0)), &mut self.ready);
-                    (self.now, self.polled_at) = (now, now);
-                    self.counters.polls.add(1);
+                    self.now = now;
+                    self.ask(waiter);
                     self.wake_ready(commands);
                     left += self.urgent.len().saturating_sub(before);
                 }
@@ -516,9 +516,9 @@ impl Core {
         }
     }
 
-    /// A turn of one port; returns whether it stays active.
-    fn turn(&mut self, index: u16) -> bool {
-        let Some(mut slot) = self.slots[index as usize].take() else { return false };
+    /// A turn of one port, which queues up again if it stays active.
+    fn turn(&mut self, index: u16) {
+        let Some(mut slot) = self.slots[index as usize].take() else { return };
         let result =
             if slot.port.is_none() || self.now < slot.quiet_until { Ok(false) } else { self.turn_of(index, &mut slot) };
         if result.is_ok() && slot.port.as_mut().is_some_and(|port| port.take_recheck()) {
@@ -530,9 +530,11 @@ impl Core {
             false
         });
         slot.active = stays;
+        if stays {
+            self.enqueue(index, slot.marking.is_urgent());
+        }
         self.earliest = self.earliest.min(slot.deadline);
         self.slots[index as usize] = Some(slot);
-        stays
     }
 
     fn turn_of(&mut self, index: u16, slot: &mut Slot) -> Result<bool, PortFailure> {

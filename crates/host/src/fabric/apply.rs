@@ -669,7 +669,9 @@ impl Running {
                 if port.plan.labels() != plan.labels() {
                     handle.set_labels(port.token, plan.labels())?;
                 }
-                handle.set_marking(port.token, plan.traffic.marking)?;
+                if port.plan.traffic.marking != plan.traffic.marking {
+                    handle.set_marking(port.token, plan.traffic.marking)?;
+                }
                 if port.plan.traffic.vlans != plan.traffic.vlans {
                     handle.set_vlans(port.token, plan.traffic.vlans.clone())?;
                 }

@@ -16,8 +16,7 @@ use crate::api::report::{
     CounterReport, DescriptorReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport,
     SCHEMA, Status, WorkerReport,
 };
-use crate::file::class_word;
-use crate::file::{self, Mac, Target, Uplink};
+use crate::file::{self, Mac, Target, Uplink, class_word};
 use crate::plan::{self, Attachment};
 
 fn drops(counters: &[Counter; Reason::COUNT]) -> BTreeMap<String, u64> {

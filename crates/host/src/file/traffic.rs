@@ -76,7 +76,7 @@ pub(super) fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
 }
 
 /// The words of the key `class`.
-pub(crate) const CLASSES: [(&str, Marking); 5] = [
+const CLASSES: [(&str, Marking); 5] = [
     ("urgent", Marking::Fixed(Class::Urgent)),
     ("high", Marking::Fixed(Class::High)),
     ("normal", Marking::Fixed(Class::Normal)),
