@@ -89,8 +89,6 @@ attachment = ["ivshmem", "vhost-user"]
 seconds = 0.5
 [quick.repeat]
 times = 2
-[quick.disturbed]
-retries = 0
 """
 
 SMALL = """\
@@ -303,13 +301,13 @@ class Reading(FileCase):
 
 
 class Changing(FileCase):
-    def test_quick_replaces_factors_fixed_and_disturbed_by_key_and_repeat_as_a_whole(self):
+    def test_quick_replaces_factors_and_fixed_by_key_and_repeat_as_a_whole(self):
         experiment = load(self.file(FULL), quick=True)
         self.assertEqual(experiment.factors["attachment"], ("ivshmem", "vhost-user"))
         self.assertEqual(experiment.factors["load"], (0.0, 0.5))
         self.assertEqual(experiment.fixed, {"seconds": 0.5, "offload": False})
         self.assertEqual(experiment.repeat, Repeat(2, None, None, None))
-        self.assertEqual(experiment.disturbed, Disturbed(0.5, 0.1, 0))
+        self.assertEqual(experiment.disturbed, Disturbed(0.5, 0.1, 1, True))
         self.assertEqual(
             experiment.exclude, ({"attachment": ("vhost-user",), "protocol": ("udp",)},)
         )
@@ -752,6 +750,14 @@ class Wrong(FileCase):
             "a whole number from 0 to 100",
             "1.5",
         )
+        self.check(
+            "retries = 1",
+            "count = 1",
+            "count",
+            "disturbed.count",
+            "true or false",
+            "1",
+        )
 
     def test_quick_is_checked_without_being_asked_for(self):
         self.check(
@@ -788,20 +794,11 @@ class Wrong(FileCase):
             "no until",
         )
         self.check(
-            "retries = 0",
-            "retry = 0",
-            "retry =",
-            "quick.disturbed.retry",
-            "a key of [quick.disturbed]",
-            "another key",
-            "retries",
-        )
-        self.check(
             "[quick.fixed]",
             "[quick.fix]",
             "[quick.fix]",
             "quick.fix",
-            "a table of [quick]: factors, fixed, repeat, disturbed",
+            "a table of [quick]: factors, fixed, repeat",
             "another key",
             "fixed",
         )

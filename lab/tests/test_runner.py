@@ -284,6 +284,18 @@ class Disturbed(RunnerTest):
         self.assertEqual(run.points[1]["cell"], run.points[2]["cell"])
         self.assertEqual((run.points[2]["attempt"], told[1]), (2, told[2]))
 
+    def test_disturbed_points_count_where_the_experiment_says_so(self):
+        hooks["measure"] = lambda cell: {
+            "value": small_workload.value_of(cell), "share": 0.5, "disturbed": "it was late"
+        }  # fmt: skip
+        FakeMeter.usages = [usage(), usage(others=9.0)]
+        run = self.run_it(self.experiment(self.limited[0], self.limited[1] + "\ncount = true"))
+        self.assertEqual(len(run.points), CELLS * BLOCKS)
+        self.assertEqual({p["disturbed"] for p in run.points}, {None})
+        self.assertEqual(run.points[0]["notes"], {"disturbed": "it was late"})
+        self.assertIn("9.00 CPUs", run.points[1]["notes"]["disturbed"])
+        self.assertEqual(run.counts()["points"], CELLS * BLOCKS)
+
     def test_notes_of_a_workload_are_kept_with_the_point(self):
         hooks["measure"] = lambda cell: {
             "value": small_workload.value_of(cell), "share": 0.5, "notes": {"stacks": {"a;b": 3}}

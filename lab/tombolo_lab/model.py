@@ -7,8 +7,9 @@ Nothing of an `Experiment` is unchecked, so the runner and the report test nothi
 
 Rules that are easy to miss:
 
-- `[quick.factors]`, `[quick.fixed]` and `[quick.disturbed]` replace key by key. `[quick.repeat]`
-  replaces `[repeat]` as a whole, so that a quick run does not inherit `until`.
+- `[quick.factors]` and `[quick.fixed]` replace key by key. `[quick.repeat]` replaces `[repeat]` as a
+  whole, so that a quick run does not inherit `until`.
+- A quick run shows that everything works, and needs no quiet machine: its disturbed points count.
 - `--set` comes after `[quick]`. One value for a parameter that is no factor makes it a fixed
   condition; several values make it a factor, the last one.
 - Rules of `[[exclude]]` and `[[published]]` figures that name a level that is not run any more,
@@ -76,11 +77,13 @@ class Repeat:
 @dataclass(frozen=True)
 class Disturbed:
     """When a point is marked and repeated: other work took more than `others_cpus` CPUs, or the
-    hypervisor more than `stolen_cpus`. After `retries` more attempts it stays, marked."""
+    hypervisor more than `stolen_cpus`. After `retries` more attempts it stays, marked. Where they
+    `count`, no point is marked or repeated, and the reason stands in its notes."""
 
     others_cpus: float = 0.3
     stolen_cpus: float = 0.1
     retries: int = 2
+    count: bool = False
 
 
 @dataclass(frozen=True)
@@ -677,19 +680,14 @@ class _Reader:
         return tuple(names)
 
     def disturbed(self) -> Disturbed:
-        result = Disturbed()
-        tables = [self.top.table("disturbed"), self.top.table("quick").table("disturbed")]
-        for table in tables:
-            keys = [field.name for field in dataclasses.fields(Disturbed)]
-            table.only(keys, f"a key of [{key_text(table.path)}]")
-            changed = Disturbed(
-                table.number("others_cpus", 0, default=result.others_cpus),
-                table.number("stolen_cpus", 0, default=result.stolen_cpus),
-                table.number("retries", 0, 100, result.retries, whole=True),
-            )
-            if table is tables[0] or self.quick:
-                result = changed
-        return result
+        table, default = self.top.table("disturbed"), Disturbed()
+        table.only([field.name for field in dataclasses.fields(Disturbed)], "a key of [disturbed]")
+        return Disturbed(
+            table.number("others_cpus", 0, default=default.others_cpus),
+            table.number("stolen_cpus", 0, default=default.stolen_cpus),
+            table.number("retries", 0, 100, default.retries, whole=True),
+            table.flag("count", default.count) or (self.quick and "quick" in self.top),
+        )
 
     # ---- what the report shows -------------------------------------------------------------------
     def plot(self, table: Table, factors: dict[str, tuple], primary: str) -> Plot:

@@ -278,6 +278,8 @@ class Runner:
 
     def wait_for_quiet(self) -> None:
         limits = self.experiment.disturbed
+        if limits.count:
+            return
         reason = machine.wait_quiet(limits.others_cpus, limits.stolen_cpus, START_PATIENCE_S)
         if reason:
             self.progress.note(f"the machine is busy, so points may be disturbed: {reason}")
@@ -382,6 +384,11 @@ class Runner:
         values, samples, tools = checked_point(declared, self.experiment.measures, returned)
         usage, limits = meter.usage, self.experiment.disturbed
         shares = ("others", "stolen", "ours", "kernel", "softirq")
+        reason = usage.disturbance(limits.others_cpus, limits.stolen_cpus)
+        reason = reason or (str(returned["disturbed"]) if returned.get("disturbed") else None)
+        notes = dict(returned.get("notes") or {})
+        if reason and limits.count:
+            notes["disturbed"], reason = reason, None
         return {
             "block": block,
             "cell": cell,
@@ -389,9 +396,8 @@ class Runner:
             "measures": values,
             **({"samples": samples} if samples else {}),
             **({"tools": tools} if tools else {}),
-            **({"notes": dict(returned["notes"])} if returned.get("notes") else {}),
-            "disturbed": usage.disturbance(limits.others_cpus, limits.stolen_cpus)
-            or (str(returned["disturbed"]) if returned.get("disturbed") else None),
+            **({"notes": notes} if notes else {}),
+            "disturbed": reason,
             "started": started,
             "took_s": round(usage.seconds, 6),
             **{f"{name}_cpus": round(getattr(usage, f"{name}_cpus"), 4) for name in shares},

@@ -24,7 +24,7 @@ TOP_KEYS = (
     "fixed", "exclude", "design", "repeat", "order", "disturbed", "plots", "published", "quick",
 )  # fmt: skip
 PLAIN_KEYS = TOP_KEYS[:8]
-QUICK_KEYS = ("factors", "fixed", "repeat", "disturbed")
+QUICK_KEYS = ("factors", "fixed", "repeat")
 REQUIRED = object()
 
 
@@ -176,6 +176,12 @@ class Table:
         value = self.get(key, default, expected)
         if key in self.data and (not isinstance(value, str) or value not in choices):
             self.fail(key, expected, found_text(value), near(str(value), choices))
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.data.get(key, default)
+        if not isinstance(value, bool):
+            self.fail(key, "true or false", found_text(value))
         return value
 
     def number(
