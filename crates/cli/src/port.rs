@@ -101,7 +101,7 @@ pub(crate) struct Add {
 pub(crate) struct Set {
     /// Name of the port
     name: String,
-    /// Limits as in the file's key `rate`, such as send=100M,receive=1G,send_frames=50000; a limit left out is off;
+    /// Limits as in the file's key `rate`, such as send=100M,receive=1G,send_urgent=10M; a limit left out is off;
     /// `off` turns all off
     #[arg(long, value_name = "LIMITS")]
     rate: String,

@@ -16,7 +16,7 @@ use std::fmt::Debug;
 
 use tombolo_shm::ivshmem::links::Config;
 use tombolo_switch::class::Marking;
-use tombolo_switch::limit::{Limit, Rate, Rates, Storm};
+use tombolo_switch::limit::{Limit, Rates, Storm};
 use tombolo_switch::policy::Isolation;
 use tombolo_switch::vlan::Membership;
 
@@ -537,12 +537,15 @@ fn bits_text(bits: u64) -> String {
 }
 
 fn rates_text(rates: &Rates) -> Option<String> {
-    let one = |name: &str, rate: &Rate| {
-        let bits = rate.bits.map(|n| format!("{name} {}", bits_text(n)));
-        let frames = rate.frames.map(|n| format!("{name}_frames {n}"));
-        [bits, frames].into_iter().flatten().collect::<Vec<_>>()
-    };
-    let all: Vec<String> = one("send", &rates.send).into_iter().chain(one("receive", &rates.receive)).collect();
+    let all: Vec<String> = rates
+        .named()
+        .flat_map(|(name, rate)| {
+            let bits = rate.bits.map(|n| format!("{name} {}", bits_text(n)));
+            let burst = rate.burst.map(|n| format!("{name}_burst {}", bits_text(n)));
+            let frames = rate.frames.map(|n| format!("{name}_frames {n}"));
+            [bits, burst, frames].into_iter().flatten()
+        })
+        .collect();
     (!all.is_empty()).then(|| all.join(", "))
 }
 

@@ -162,8 +162,8 @@ fn what_a_port_may_do_and_how_much_is_what_the_file_says() {
     let storm = read("storm = { broadcast = 50, unknown = false }\n").unwrap().storm;
     assert_eq!(storm, Storm { broadcast: Some(Limit::frames(50)), unknown: None, ..Storm::default() });
     let rates = read("rate = { send = \"100M\", receive = 5000, receive_frames = 7 }\n").unwrap().rates;
-    assert_eq!(rates.send, Rate { bits: Some(100_000_000), frames: None });
-    assert_eq!(rates.receive, Rate { bits: Some(5000), frames: Some(7) });
+    assert_eq!(rates.send, Rate { bits: Some(100_000_000), ..Rate::default() });
+    assert_eq!(rates.receive, Rate { bits: Some(5000), frames: Some(7), burst: None });
     for bad in [
         "rate = { up = 1 }",
         "rate = { send = 1 }",

@@ -37,6 +37,21 @@ pub enum Class {
     Urgent,
 }
 
+impl Class {
+    /// All of them, the first to wait first.
+    pub const ALL: [Class; CLASSES] = [Class::Background, Class::Normal, Class::High, Class::Urgent];
+
+    /// As in the fabric file.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Class::Background => "background",
+            Class::Normal => "normal",
+            Class::High => "high",
+            Class::Urgent => "urgent",
+        }
+    }
+}
+
 /// By what the frames of a port get their class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marking {

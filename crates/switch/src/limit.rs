@@ -17,11 +17,13 @@
 //! # Rates
 //! [`Rates::send`] slows a port down. The worker takes no more frames from it until its bucket allows more. So the
 //! peer's own queue fills and nothing is lost in the switch. [`Rates::receive`] drops frames beyond the rate, as
-//! `rate_limit`.
+//! `rate_limit`. So do the limits of classes, in both directions: the frames of one class may not hold up those behind
+//! them in the peer's queue.
 
 use crate::Nanos;
+use crate::class::{CLASSES, Class};
 use crate::drop::{Drops, Reason};
-use crate::frame::Batch;
+use crate::frame::{Batch, Frame};
 use crate::mac::PortNumber;
 
 /// Copies of flooded frames that the ports of one network share per second, and once more as a common pool. A copy into a
@@ -196,6 +198,15 @@ pub struct Rate {
     pub bits: Option<u64>,
     /// Frames per second. A frame that represents several segments counts as one.
     pub frames: Option<u64>,
+    /// Bits that may pass at once after a pause; `None` for 20 ms' worth, or one of the longest frames if that is more.
+    /// Without `bits` it means nothing.
+    pub burst: Option<u64>,
+}
+
+impl Rate {
+    fn is_limit(&self) -> bool {
+        self.bits.is_some() || self.frames.is_some()
+    }
 }
 
 /// What a port may carry, from the view of the member behind it.
@@ -205,6 +216,35 @@ pub struct Rates {
     pub send: Rate,
     /// What the member receives.
     pub receive: Rate,
+    /// What it sends of each class, by [`Class`].
+    pub send_class: [Rate; CLASSES],
+    /// What it receives of each class, by [`Class`].
+    pub receive_class: [Rate; CLASSES],
+}
+
+impl Rates {
+    /// The limits of both directions and of their classes, by name: `send`, `send_background` to `receive_urgent`.
+    pub fn named(&self) -> impl Iterator<Item = (String, Rate)> {
+        let ways = [("send", self.send, self.send_class), ("receive", self.receive, self.receive_class)];
+        ways.into_iter().flat_map(|(way, whole, classes)| {
+            let of_class = move |class: Class| (format!("{way}_{}", class.word()), classes[class as usize]);
+            std::iter::once((way.to_string(), whole)).chain(Class::ALL.into_iter().map(of_class))
+        })
+    }
+
+    /// The limit of that name, as [`Rates::named`] has it; `None` for another name.
+    pub fn named_mut(&mut self, name: &str) -> Option<&mut Rate> {
+        let (way, class) = name.split_once('_').map_or((name, None), |(way, class)| (way, Some(class)));
+        let (whole, classes) = match way {
+            "send" => (&mut self.send, &mut self.send_class),
+            "receive" => (&mut self.receive, &mut self.receive_class),
+            _ => return None,
+        };
+        match class {
+            None => Some(whole),
+            Some(word) => Some(&mut classes[Class::ALL.into_iter().find(|class| class.word() == word)? as usize]),
+        }
+    }
 }
 
 /// A [`Rate`] at work.
@@ -216,12 +256,15 @@ pub(crate) struct Meter {
 
 impl Meter {
     pub(crate) fn new(rate: Rate) -> Meter {
-        let limit = |per_second: Option<u64>, least: u64| {
+        let limit = |per_second: Option<u64>, burst: Option<u64>, least: u64| {
             let per_second = per_second?.max(1);
-            let burst = least.max(per_second / (Nanos::SECOND.0 / RATE_BURST.0));
+            let burst = burst.unwrap_or_else(|| least.max(per_second / (Nanos::SECOND.0 / RATE_BURST.0)));
             Some((Limit { per_second, burst }, Bucket::default()))
         };
-        Meter { bits: limit(rate.bits, RATE_BURST_BITS), frames: limit(rate.frames, RATE_BURST_FRAMES) }
+        Meter {
+            bits: limit(rate.bits, rate.burst, RATE_BURST_BITS),
+            frames: limit(rate.frames, None, RATE_BURST_FRAMES),
+        }
     }
 
     /// Whether there is any limit.
@@ -245,6 +288,48 @@ impl Meter {
         }
     }
 
+    fn is_free(&self, now: Nanos) -> bool {
+        self.wait(now) == Nanos(0)
+    }
+}
+
+/// The limits of one direction at work.
+#[derive(Debug, Default)]
+pub(crate) struct Meters {
+    pub(crate) whole: Meter,
+    /// By class, where one has a limit.
+    classes: Option<Box<[Meter; CLASSES]>>,
+}
+
+impl Meters {
+    pub(crate) fn new(whole: Rate, classes: [Rate; CLASSES]) -> Meters {
+        let is_any = classes.iter().any(Rate::is_limit);
+        Meters { whole: Meter::new(whole), classes: is_any.then(|| Box::new(classes.map(Meter::new))) }
+    }
+
+    /// Whether there is any limit.
+    #[inline]
+    pub(crate) fn is_on(&self) -> bool {
+        self.whole.is_on() || self.classes.is_some()
+    }
+
+    /// Whether there is a limit of a class.
+    #[inline]
+    pub(crate) fn has_classes(&self) -> bool {
+        self.classes.is_some()
+    }
+
+    /// Whether the limit of its class lets the frame pass, which it is charged for then.
+    pub(crate) fn class_passes(&mut self, now: Nanos, batch: &Batch<'_>, frame: &Frame) -> bool {
+        let Some(classes) = &mut self.classes else { return true };
+        let meter = &mut classes[batch.class_of(frame) as usize];
+        let passes = meter.is_free(now);
+        if passes {
+            meter.charge(now, 1, frame.len() as u64);
+        }
+        passes
+    }
+
     /// Writes to `passed` those of the frames `which` that may be carried; counts the others in `drops`.
     pub(crate) fn pass(
         &mut self,
@@ -256,8 +341,9 @@ impl Meter {
     ) {
         passed.clear();
         for index in which {
-            if self.wait(now) == Nanos(0) {
-                self.charge(now, 1, batch.frames()[usize::from(*index)].len() as u64);
+            let frame = &batch.frames()[usize::from(*index)];
+            if self.whole.is_free(now) && self.class_passes(now, batch, frame) {
+                self.whole.charge(now, 1, frame.len() as u64);
                 passed.push(*index);
             }
         }
@@ -293,6 +379,34 @@ mod tests {
         bucket.charge(SECOND, 8, limit);
         assert_eq!(bucket.owes(SECOND, limit), Nanos::MILLI.times(500));
         assert_eq!(bucket.owes(SECOND.times(2), limit), Nanos(0));
+    }
+
+    #[test]
+    fn limits_are_found_by_the_names_they_are_listed_with() {
+        let mut rates = Rates::default();
+        let names: Vec<_> = rates.named().map(|(name, _)| name).collect();
+        for (n, name) in names.iter().enumerate() {
+            *rates.named_mut(name).unwrap() = Rate { bits: Some(n as u64), ..Rate::default() };
+        }
+        assert!(rates.named().enumerate().all(|(n, (_, rate))| rate.bits == Some(n as u64)));
+        assert_eq!((names.len(), rates.receive.bits), (10, Some(5)));
+        assert_eq!(rates.send_class[Class::Urgent as usize].bits, Some(4));
+        for name in ["", "sent", "send_", "send_fast", "receive_urgent_"] {
+            assert_eq!(rates.named_mut(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_burst_that_is_given_takes_the_place_of_that_of_20_ms() {
+        for (burst, want) in [(None, 524_288 / 8_000 + 1), (Some(80_000), 11), (Some(1_000), 1)] {
+            let mut meter = Meter::new(Rate { bits: Some(1_000_000), frames: None, burst });
+            let mut passed = 0;
+            while meter.is_free(SECOND) {
+                meter.charge(SECOND, 1, 1_000);
+                passed += 1;
+            }
+            assert_eq!(passed, want, "{burst:?}");
+        }
     }
 
     #[test]

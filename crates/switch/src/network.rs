@@ -99,6 +99,8 @@ pub struct Plan {
     destinations: Vec<PortNumber>,
     dropped: Vec<(u16, Reason)>,
     notes_drops: bool,
+    /// By frame, whether [`Plan::limit`] lets it pass.
+    passes: Vec<Option<bool>>,
 }
 
 impl Plan {
@@ -141,6 +143,32 @@ impl Plan {
             self.lists[port as usize].clear();
         }
         self.dropped.clear();
+    }
+
+    /// Takes out the frames that `passes` refuses, and counts them. Frames that go somewhere are asked for once each.
+    pub(crate) fn limit(&mut self, batch: &Batch<'_>, mut passes: impl FnMut(&Frame) -> bool, drops: &mut Drops) {
+        let mut known = std::mem::take(&mut self.passes);
+        known.clear();
+        known.resize(batch.len(), None);
+        let mut destinations = std::mem::take(&mut self.destinations);
+        destinations.retain(|port| {
+            let mut list = std::mem::take(&mut self.lists[usize::from(*port)]);
+            list.retain(|index| {
+                let at = usize::from(*index);
+                known[at].unwrap_or_else(|| {
+                    let is_good = passes(&batch.frames()[at]);
+                    if !is_good {
+                        self.lose(at, Reason::RateLimit, drops);
+                    }
+                    known[at] = Some(is_good);
+                    is_good
+                })
+            });
+            let is_left = !list.is_empty();
+            self.lists[usize::from(*port)] = list;
+            is_left
+        });
+        (self.destinations, self.passes) = (destinations, known);
     }
 
     #[inline]

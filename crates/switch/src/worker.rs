@@ -57,7 +57,7 @@ use crate::counters::PortCounters;
 use crate::drop::{Drops, Reason};
 use crate::frame::Batch;
 use crate::guard::Guard;
-use crate::limit::{Meter, Rates, Storm};
+use crate::limit::{Meters, Rates, Storm};
 use crate::network::{Network, Plan};
 use crate::offload::Transformer;
 use crate::overflow::Overflow;
@@ -198,8 +198,8 @@ pub(crate) struct Slot {
     pub(crate) storm: Storm,
     pub(crate) rates: Rates,
     pub(crate) marking: Marking,
-    send: Meter,
-    receive: Meter,
+    send: Meters,
+    receive: Meters,
     last_frame_at: Nanos,
     serviced_at: Nanos,
     deadline: Nanos,
@@ -551,8 +551,8 @@ impl Core {
             return Ok(true);
         }
         let mut budget = budget.min(slot.allowance);
-        if slot.send.is_on() {
-            let pause = slot.send.wait(now);
+        if slot.send.whole.is_on() {
+            let pause = slot.send.whole.wait(now);
             if pause != Nanos(0) {
                 slot.limited_until = now.after(pause);
                 slot.deadline = slot.deadline.min(slot.limited_until);
@@ -572,9 +572,9 @@ impl Core {
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
             let from = Source { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
-            let (cost, bytes) = self.pass_on(from, &mut slot.taps, &mut batch, &mut drops);
+            let (cost, bytes) = self.pass_on(from, &mut slot.send, &mut slot.taps, &mut batch, &mut drops);
             slot.debt = cost.saturating_sub(self.settings.budget as u64);
-            slot.send.charge(now, taken as u64, bytes);
+            slot.send.whole.charge(now, taken as u64, bytes);
             slot.allowance = allowance(self.settings.budget, taken, cost, &drops);
         }
         self.spare = batch.recycle();
@@ -605,6 +605,7 @@ impl Core {
     fn pass_on(
         &mut self,
         from: Source<'_>,
+        send: &mut Meters,
         taps: &mut Vec<Tap>,
         batch: &mut Batch<'_>,
         drops: &mut Drops,
@@ -617,6 +618,9 @@ impl Core {
         self.plan.note_drops(!taps.is_empty());
         let summary = network.decide(self.now, from.index, from.guard, batch, &mut self.plan, drops);
         from.counters.rx_bytes.add(summary.bytes);
+        if send.has_classes() {
+            self.plan.limit(batch, |frame| send.class_passes(self.now, batch, frame), drops);
+        }
         let shapes = network.has_vlans();
         if !taps.is_empty() {
             network.restore(batch);
@@ -753,8 +757,8 @@ impl Slot {
             storm: Storm::default(),
             rates: Rates::default(),
             marking: Marking::default(),
-            send: Meter::default(),
-            receive: Meter::default(),
+            send: Meters::default(),
+            receive: Meters::default(),
             last_frame_at: Nanos(0),
             serviced_at: Nanos(0),
             deadline: NEVER,
@@ -773,7 +777,8 @@ impl Slot {
     /// Sets the limits; buckets start full.
     pub(crate) fn limit(&mut self, storm: Storm, rates: Rates) {
         (self.storm, self.rates) = (storm, rates);
-        (self.send, self.receive) = (Meter::new(rates.send), Meter::new(rates.receive));
+        self.send = Meters::new(rates.send, rates.send_class);
+        self.receive = Meters::new(rates.receive, rates.receive_class);
         self.limited_until = Nanos(0);
     }
 

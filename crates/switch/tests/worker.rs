@@ -802,7 +802,7 @@ fn what_a_port_sends_is_slowed_down_to_its_rate_and_nothing_is_lost() {
     let net = bench.network(MacSettings::default());
     let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
     sink.send(frame(mac(1), mac(2), 64, 0));
-    let rates = Rates { send: Rate { frames: Some(1000), bits: None }, ..Rates::default() };
+    let rates = Rates { send: Rate { frames: Some(1000), ..Rate::default() }, ..Rates::default() };
     bench.settle();
     bench.ask(|h| h.set_limits(a.token, Storm::OFF, rates)).unwrap();
     (0..1000).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
@@ -815,7 +815,7 @@ fn what_a_port_sends_is_slowed_down_to_its_rate_and_nothing_is_lost() {
     let took = bench.waiter.lock().now.since(start);
     // 64 of them at once, the others at a thousand per second.
     assert!((900..=960).contains(&(took.0 / Nanos::MILLI.0)), "{took:?}");
-    let rates = Rates { send: Rate { bits: Some(8_000_000), frames: None }, ..Rates::default() };
+    let rates = Rates { send: Rate { bits: Some(8_000_000), ..Rate::default() }, ..Rates::default() };
     bench.ask(|h| h.set_limits(a.token, Storm::OFF, rates)).unwrap();
     (0..1000).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
     let start = bench.waiter.lock().now;
@@ -836,7 +836,7 @@ fn a_port_that_receives_during_the_pause_of_its_rate_limit_goes_on_afterwards() 
     let net = bench.network(MacSettings::default());
     let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
     sink.send(frame(mac(1), mac(2), 64, 0));
-    let rates = Rates { send: Rate { frames: Some(1000), bits: None }, ..Rates::default() };
+    let rates = Rates { send: Rate { frames: Some(1000), ..Rate::default() }, ..Rates::default() };
     bench.settle();
     bench.ask(|h| h.set_limits(a.token, Storm::OFF, rates)).unwrap();
     (0..300).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
@@ -859,7 +859,7 @@ fn the_pause_of_a_rate_limit_is_no_late_wake_up() {
     let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
     sink.send(frame(mac(1), mac(2), 64, 0));
     bench.settle();
-    let rates = Rates { send: Rate { frames: Some(1000), bits: None }, ..Rates::default() };
+    let rates = Rates { send: Rate { frames: Some(1000), ..Rate::default() }, ..Rates::default() };
     bench.ask(|h| h.set_limits(a.token, Storm::OFF, rates)).unwrap();
     a.lock().rechecks = true;
     (0..200).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
@@ -890,7 +890,7 @@ fn what_a_port_receives_beyond_its_rate_is_dropped_by_name() {
     let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
     sink.send(frame(mac(1), mac(2), 64, 0));
     bench.settle();
-    let rates = Rates { receive: Rate { frames: Some(100), bits: None }, ..Rates::default() };
+    let rates = Rates { receive: Rate { frames: Some(100), ..Rate::default() }, ..Rates::default() };
     bench.ask(|h| h.set_limits(sink.token, Storm::OFF, rates)).unwrap();
     (0..1000).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
     bench.settle();
@@ -901,6 +901,55 @@ fn what_a_port_receives_beyond_its_rate_is_dropped_by_name() {
         "the burst, and the one that overdraws it"
     );
     assert_eq!(sink.counters.tx_frames.get(), got as u64);
+}
+
+#[test]
+fn a_class_has_limits_of_its_own_where_it_is_sent_and_where_it_is_received() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b, c] = [(); 3].map(|()| bench.port(net, quiet_port()));
+    b.send(frame(mac(1), mac(2), 64, 0));
+    bench.settle();
+    c.take();
+    bench.ask(|h| h.set_marking(a.token, Marking::Marks)).unwrap();
+    // IPv4 packets with the DSCP EF (urgent) and CS1 (background).
+    let marked = |to, dscp: u8, tag| {
+        let mut bytes = frame(to, mac(1), 1000, tag);
+        bytes[12..16].copy_from_slice(&[0x08, 0x00, 0x45, dscp << 2]);
+        bytes
+    };
+    let of = |frames: &[Delivered], dscp: u8| frames.iter().filter(|f| f.bytes[15] == dscp << 2).count();
+    let class = |class: Class, frames| {
+        let mut rates = [Rate::default(); 4];
+        rates[class as usize].frames = Some(frames);
+        rates
+    };
+    let limit = |bench: &mut Bench, token, rates| bench.ask(|h| h.set_limits(token, Storm::OFF, rates)).unwrap();
+    let rates = Rates { send_class: class(Class::Urgent, 10), ..Rates::default() };
+    limit(&mut bench, a.token, rates);
+    for tag in 0..300 {
+        a.send(marked(mac(2), 46, tag));
+        a.send(marked(mac(2), 8, tag));
+    }
+    bench.settle();
+    let got = b.take();
+    assert_eq!((of(&got, 46), of(&got, 8)), (65, 300), "urgent ones beyond the burst are dropped, others are not");
+    assert_eq!((a.rx_drops(Reason::RateLimit), b.tx_drops(Reason::RateLimit)), (235, 0));
+    // A frame for all is one frame.
+    limit(&mut bench, a.token, rates);
+    (0..100).for_each(|tag| a.send(marked(BROADCAST, 46, tag)));
+    bench.settle();
+    assert_eq!((b.take().len(), c.take().len(), a.rx_drops(Reason::RateLimit)), (65, 65, 270));
+    // The receiver's limits are about the classes that the sender's frames have.
+    limit(&mut bench, a.token, Rates::default());
+    limit(&mut bench, b.token, Rates { receive_class: class(Class::Background, 10), ..Rates::default() });
+    for tag in 0..300 {
+        a.send(marked(mac(2), 46, tag));
+        a.send(marked(mac(2), 8, tag));
+    }
+    bench.settle();
+    let got = b.take();
+    assert_eq!((of(&got, 46), of(&got, 8), b.tx_drops(Reason::RateLimit)), (300, 65, 235));
 }
 
 #[test]

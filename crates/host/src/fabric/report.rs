@@ -55,13 +55,13 @@ fn conduct(p: &PortStatus) -> impl Iterator<Item = (&'static str, String)> {
     let each = |limit: Option<Limit>| limit.map_or_else(|| "off".into(), |l| l.per_second.to_string());
     let Storm { broadcast, multicast, unknown, .. } = p.storm;
     let storm = format!("broadcast {}, multicast {}, unknown {}", each(broadcast), each(multicast), each(unknown));
-    let rates = [
-        ("send", p.rates.send.bits, "bit/s"),
-        ("send", p.rates.send.frames, "frames/s"),
-        ("receive", p.rates.receive.bits, "bit/s"),
-        ("receive", p.rates.receive.frames, "frames/s"),
-    ];
-    let rates: Vec<_> = rates.into_iter().filter_map(|(way, n, unit)| Some(format!("{way} {} {unit}", n?))).collect();
+    let rates = p.rates.named().flat_map(|(name, rate)| {
+        let burst = rate.burst.map(|n| format!(" (burst {n} bit)")).unwrap_or_default();
+        let bits = rate.bits.map(|n| format!("{name} {n} bit/s{burst}"));
+        let frames = rate.frames.map(|n| format!("{name} {n} frames/s"));
+        bits.into_iter().chain(frames)
+    });
+    let rates: Vec<_> = rates.collect();
     let told = [
         ("allow", (!allow.is_empty()).then(|| allow.join(", "))),
         ("storm", (p.storm != Storm::default()).then_some(storm)),

@@ -11,6 +11,7 @@
 use serde_json::{Map, Value, json};
 
 use super::schema::{CONDITIONS, Condition, Key, SECTIONS, SectionSchema};
+use super::traffic::rate_names;
 
 /// Where the schema of the current main branch is published.
 pub const ID: &str = "https://raw.githubusercontent.com/tombolo-fabric/tombolo/main/docs/tombolo.schema.json";
@@ -283,10 +284,12 @@ fn special(expects: &str) -> Option<Value> {
             let limits = json!({ "broadcast": limit(), "multicast": limit(), "unknown": limit() });
             json!({ "anyOf": [{ "type": "boolean" }, table(limits, &[])] })
         }
-        "{ send = \"100M\", receive = \"1G\", send_frames = 50000, receive_frames = 50000 }, each if wanted" => {
-            let frames = number(1, MAX_FRAMES_PER_SECOND.into());
-            let limits = json!({ "send": bits(), "receive": bits(), "send_frames": frames, "receive_frames": frames });
-            table(limits, &[])
+        _ if expects.starts_with("{ send = \"100M\", send_burst = ") => {
+            let limit = |name: String| match name.ends_with("_frames") {
+                true => (name, number(1, MAX_FRAMES_PER_SECOND.into())),
+                false => (name, bits()),
+            };
+            table(Value::Object(rate_names().map(limit).collect()), &[])
         }
         "an address and port like \"127.0.0.1:8080\"" | "a member and port like \"web:80\"" => text(":[0-9]{1,5}$"),
         "a member, a group, \"outside\", an address or a prefix" => text("^[0-9A-Za-z:./-]+$"),

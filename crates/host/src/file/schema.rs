@@ -65,9 +65,10 @@ const STORM: Key = key(
 );
 const RATE: Key = key(
     "rate",
-    "{ send = \"100M\", receive = \"1G\", send_frames = 50000, receive_frames = 50000 }, each if wanted",
+    "{ send = \"100M\", send_burst = \"1M\", send_frames = 50000, send_urgent = \"10M\", … }, receive alike, each if wanted",
     "no limit",
-    "limits in bits and frames per second: what it sends waits, what it should receive beyond that is dropped",
+    "limits in bits and frames per second, also by class: what it sends waits, what it should receive beyond that, or sends \
+     beyond a limit of its class, is dropped",
 );
 const CLASS: Key = key(
     "class",

@@ -159,18 +159,35 @@ fn rates(s: &mut Section<'_, '_, '_, '_>) -> Rates {
     if let Some((other, span)) = s.raw("rate").filter(|(value, _)| !matches!(value, DeValue::Table(_))) {
         s.wrong("rate", &span, found(other), None);
     }
-    entries(s, "rate", &["send", "receive", "send_frames", "receive_frames"], |name, value| {
+    let names: Vec<String> = rate_names().collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    entries(s, "rate", &names, |name, value| {
         let frames = || integer(value).filter(|n| (1..=MAX_FRAMES_PER_SECOND).contains(n)).map(|n| n as u64);
-        let place = match name {
-            "send" => &mut rates.send.bits,
-            "receive" => &mut rates.receive.bits,
-            "send_frames" => &mut rates.send.frames,
-            _ => &mut rates.receive.frames,
+        let (name, kind) = match name.rsplit_once('_') {
+            Some((name, kind @ ("burst" | "frames"))) => (name, kind),
+            _ => (name, "bits"),
         };
-        *place = if name.ends_with("_frames") { frames() } else { bits(value) };
+        let Some(rate) = rates.named_mut(name) else { return false };
+        let (place, read) = match kind {
+            "burst" => (&mut rate.burst, bits(value)),
+            "frames" => (&mut rate.frames, frames()),
+            _ => (&mut rate.bits, bits(value)),
+        };
+        *place = read;
         place.is_some()
     });
+    let alone = rates.named().find(|(_, rate)| rate.burst.is_some() && rate.bits.is_none());
+    if let (Some((name, _)), Some((_, span))) = (alone, s.raw("rate")) {
+        let hint = format!("give {name} too; {name}_burst says how much of it may pass at once");
+        s.wrong("rate", &span, format!("{name}_burst without {name}"), Some(hint));
+    }
     rates
+}
+
+/// The keys of `rate`: of each direction, and of each class in it, bits and frames per second, and the burst in bits.
+pub(super) fn rate_names() -> impl Iterator<Item = String> {
+    let names = Rates::default().named().map(|(name, _)| name).collect::<Vec<_>>();
+    names.into_iter().flat_map(|name| ["", "_burst", "_frames"].map(|kind| format!("{name}{kind}")))
 }
 
 #[cfg(test)]
@@ -186,11 +203,18 @@ mod tests {
     fn a_change_has_the_words_of_the_file() {
         let rates = change("rate = { send = \"100M\", receive_frames = 7 }").unwrap();
         let expected = Rates {
-            send: Rate { bits: Some(100_000_000), frames: None },
-            receive: Rate { bits: None, frames: Some(7) },
+            send: Rate { bits: Some(100_000_000), ..Rate::default() },
+            receive: Rate { frames: Some(7), ..Rate::default() },
+            ..Rates::default()
         };
         assert_eq!(rates, expected);
         assert_eq!(change("rate = {}").unwrap(), Rates::default(), "no limits");
+        let rates =
+            change("rate = { send_urgent = \"10M\", send_urgent_burst = 5000, receive_high_frames = 3 }").unwrap();
+        let set: Vec<_> = rates.named().filter(|(_, rate)| *rate != Rate::default()).collect();
+        let urgent = Rate { bits: Some(10_000_000), burst: Some(5_000), frames: None };
+        let high = Rate { frames: Some(3), ..Rate::default() };
+        assert_eq!(set, [("send_urgent".to_string(), urgent), ("receive_high".to_string(), high)]);
     }
 
     #[test]
@@ -202,6 +226,9 @@ mod tests {
             ("rate = { sent = \"100M\" }", "send"),
             ("rate = { send = \"fast\" }", "\"fast\" for send"),
             ("rate = 5", "the number 5"),
+            ("rate = { send_burst = \"1M\", send_frames = 5 }", "send_burst without send"),
+            ("rate = { send_urgend = \"1M\" }", "send_urgent"),
+            ("rate = { receive_burst_frames = 4 }", "receive_burst_frames"),
             ("rate = {", "valid TOML"),
         ] {
             let why = change(text).unwrap_err();
