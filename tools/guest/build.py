@@ -8,6 +8,7 @@ by `apt-get download`, and unpacked, never installed. Outputs, in build/guest/:
     vmlinux         the ELF inside it, which has a PVH entry (for -M microvm)
     initramfs.cpio  busybox, the virtio modules, iperf 2 with its libraries, /init
     version         what the three were built from; a second run with the same inputs does nothing
+    qga.cpio        Debian's qemu-guest-agent, an archive to be put behind initramfs.cpio
     initramfs-agent.cpio   with --agent: the same with tombolo-agent, and what it needs to reach an ivshmem device
 
 Exit code 0 with the outputs in place, 1 with one line saying what is missing and how to get it.
@@ -35,6 +36,8 @@ WANTED = ("virtio_pci", "virtio_mmio", "virtio_net", "virtio_rng")
 AGENT_WANTED = ("tun", "vfio_pci", "vfio_iommu_type1")
 # Dynamic programs that come along with their libraries, when this machine has them.
 PROGRAMS = ("iperf", "ethtool")
+# The QEMU guest agent, with those of its libraries that this machine may lack.
+QGA_PACKAGES = ("qemu-guest-agent", "libglib2.0-0", "liburing2", "libudev1", "libpcre2-8-0")
 
 
 class Missing(Exception):
@@ -227,6 +230,41 @@ def with_agent(initramfs, modules, already, agent):
     return initramfs + b"\0" * (-len(initramfs) % 4) + more.bytes()
 
 
+def add_qga(out):
+    """Makes qga.cpio, an archive to be put behind initramfs.cpio: Debian's qemu-guest-agent with its libraries, and the module
+    of the port that it answers at. The init of the guest loads it and starts the agent where `qga` is on its command line."""
+    mark, wanted = out / "version-qga", hashlib.sha256((out / "version").read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    if mark.exists() and mark.read_text() == wanted and (out / "qga.cpio").exists():
+        return
+    tree = next((out / "kernel").iterdir())
+    unpacked = out / "qga"
+    if not (unpacked / "usr/sbin/qemu-ga").exists():
+        shutil.rmtree(unpacked, ignore_errors=True)
+        unpacked.mkdir()
+        download(QGA_PACKAGES, unpacked)
+    archive = Archive()
+    modules = Modules(tree)
+    already = modules.order(WANTED)
+    names = {name: data for name, data in modules.order(("virtio_console",)).items() if name not in already}
+    for name, data in names.items():
+        archive.file(f"lib/modules/{name}.ko", data, 0o644)
+    archive.file("lib/modules/qga-order", "".join(f"{name}.ko\n" for name in names).encode(), 0o644)
+    archive.file("bin/qemu-ga", (unpacked / "usr/sbin/qemu-ga").read_bytes())
+    folders = ":".join(sorted({str(path.parent) for path in unpacked.rglob("*.so*")}))
+    found = run("ldd", str(unpacked / "usr/sbin/qemu-ga"), env=dict(os.environ, LD_LIBRARY_PATH=folders))
+    if "not found" in found:
+        raise Missing(f"libraries of qemu-ga: {found}")
+    for line in found.splitlines():
+        match = re.search(r"(?:=> )?(/\S+) \(0x", line)
+        if match:
+            path = Path(match[1])
+            inside = path.relative_to(unpacked) if path.is_relative_to(unpacked) else path.relative_to("/")
+            archive.file(str(inside), path.read_bytes())
+    write(out, {"qga.cpio": archive.bytes()})
+    mark.write_text(wanted)
+    print(f"guest: qga.cpio {(out / 'qga.cpio').stat().st_size >> 10} KiB")
+
+
 def write(out, made):
     """Puts outputs in place, each at once."""
     for name, data in made.items():
@@ -266,6 +304,7 @@ def stamp(package, version, busybox):
 def main():
     options = arguments()
     build(options)
+    add_qga(options.out)
     if options.agent:
         add_agent(options.out, options.agent)
 

@@ -61,6 +61,7 @@ const NAMES: &[(&str, &str, What)] = &[
     ("events", "names", What::Subject),
     ("logs", "members", What::Log),
     ("wait", "name", What::Awaited),
+    ("exec", "machine", What::Machine),
     ("port add", "network", What::Network),
     ("port set", "name", What::Port),
     ("port del", "name", What::Port),

@@ -11,21 +11,35 @@ use tombolo_host::rundir::RunDirError;
 
 /// The exit codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub(crate) enum Exit {
     /// Done.
-    Done = 0,
+    Done,
     /// It failed; nothing, or nothing of use, was done.
-    Failed = 1,
+    Failed,
     /// It was called wrongly, or given a file that is wrong.
-    Misused = 2,
+    Misused,
     /// Some of it was done.
-    Partly = 3,
+    Partly,
+    /// As a command in a guest ended, or why there was none.
+    Guest(u8),
+}
+
+impl Exit {
+    /// The number that the shell sees.
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Exit::Done => 0,
+            Exit::Failed => 1,
+            Exit::Misused => 2,
+            Exit::Partly => 3,
+            Exit::Guest(code) => code,
+        }
+    }
 }
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
-        ExitCode::from(exit as u8)
+        ExitCode::from(exit.code())
     }
 }
 

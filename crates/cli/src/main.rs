@@ -17,6 +17,7 @@ mod doctor;
 mod down;
 mod events;
 mod examples;
+mod exec;
 mod exit;
 mod fd_store;
 mod lab;
@@ -112,6 +113,8 @@ enum Command {
     /// Run, list, restart, stop and talk to cells and VMs of a running fabric
     #[command(subcommand)]
     Cell(cell::Cell),
+    /// Run a command in a VM, by the QEMU guest agent
+    Exec(exec::Exec),
     /// Let traffic between taps, veths and cards skip the kernel's forwarding; NAT and firewall still apply
     #[command(subcommand)]
     Bypass(bypass::Bypass),
@@ -168,6 +171,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Table(table) => table.run(select),
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),
+        Command::Exec(exec) => exec.run(select),
         Command::Bypass(bypass) => bypass.run(),
         Command::Service(service) => service.run(select),
         Command::Call(call) => call.run(),

@@ -147,7 +147,7 @@ impl Up {
                 if let Some(daemon) = daemon {
                     daemon.wait(ENDING);
                 }
-                Err(Failure::Said(if code == Exit::Misused as u8 { Exit::Misused } else { Exit::Failed }, error))
+                Err(Failure::Said(if code == Exit::Misused.code() { Exit::Misused } else { Exit::Failed }, error))
             }
             Ok(Word::Runs(_) | Word::Waits(_)) | Err(_) => {
                 let log = std::fs::read_to_string(&log_path).unwrap_or_default();
@@ -380,7 +380,7 @@ fn serve_as_daemon(path: &Path, replace: bool, starter: u32) -> Result<Exit, Fai
         Ok(()) => Ok(Exit::Done),
         Err(Failure::Said(exit, error)) => {
             say(&error);
-            tell(&Word::Failed { code: exit as u8, error });
+            tell(&Word::Failed { code: exit.code(), error });
             Ok(exit)
         }
         Err(Failure::Unread) => Ok(Exit::Failed),

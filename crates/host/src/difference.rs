@@ -673,6 +673,7 @@ fn machine_keys(out: &mut Keys, a: &file::Machine, b: &file::Machine) {
     out.list("qemu", &a.qemu, &b.qemu, String::clone);
     out.list("xl", &a.xl, &b.xl, String::clone);
     out.plain("iommu", &a.iommu, &b.iommu);
+    out.plain("agent", &a.agent, &b.agent);
     out.say("attach", &a.attach, &b.attach, |at| Some(at.word().into()));
     out.plain("region", &a.region, &b.region);
     out.plain("queues", &a.queues, &b.queues);

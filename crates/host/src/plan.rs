@@ -15,6 +15,7 @@ use tombolo_switch::policy::Labels;
 use crate::file::{
     self, Accel, Attach, Boot, Fabric, Image, Ip6, Mac, Machine, PortKind, Prefix6, Proto, Traffic, Uplink,
 };
+use crate::qemu::agent;
 use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
 use crate::qemu::probe::{Qemu, Tsc};
 use crate::rundir;
@@ -443,6 +444,9 @@ fn process(
         }
     }
     short(argv::monitor_path(&facts.runtime, &m.name))?;
+    if m.agent {
+        short(agent::socket_path(&facts.runtime, &m.name))?;
+    }
     let shared: Vec<SharedMemory> = seats.iter().map(shared_memory).collect();
     let image = image(m)?;
     let (image, tsc) = (image.as_deref(), facts.tsc);

@@ -512,6 +512,8 @@ pub struct Machine {
     pub xl: Vec<String>,
     /// Whether it has an IOMMU, by which the guest may hand devices to programs.
     pub iommu: bool,
+    /// Whether it has the device over which `tombolo exec` reaches the QEMU guest agent.
+    pub agent: bool,
     /// How the devices attach.
     pub attach: Attach,
     /// Bytes of the region of each ivshmem device.

@@ -450,6 +450,7 @@ impl<'t> Reader<'_, 't> {
                 .unwrap_or(Accel::Auto),
             cmdline,
             iommu: !cell && s.flag("iommu").unwrap_or(false),
+            agent: !cell && s.flag("agent").unwrap_or(false),
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
             xl: s.list("xl", false, |t| (!t.contains('\n')).then(|| t.to_string())).unwrap_or_default(),
             attach,

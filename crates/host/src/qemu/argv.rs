@@ -208,6 +208,14 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
             }
         }
     }
+    if machine.agent {
+        // Behind all others, so that no other device changes its place by it.
+        let path = escape(&super::agent::socket_path(with.runtime, &machine.name));
+        let bus = if microvm { "virtio-serial-device" } else { "virtio-serial-pci" };
+        add(&["-chardev", &format!("socket,id=agent,path={path},server=on,wait=off")]);
+        add(&["-device", &format!("{bus},max_ports=2")]);
+        add(&["-device", &format!("virtserialport,chardev=agent,name={}", super::agent::PORT)]);
+    }
     if microvm && machine.kind == MachineKind::Cell {
         add(&["-global", "virtio-mmio.force-legacy=false"]);
     }
@@ -345,6 +353,18 @@ mod tests {
         assert!(has_disk(&argv));
         let words: Vec<String> = argv.into_iter().skip_while(|w| !w.contains("id=disk1")).skip(1).collect();
         assert!(!has_disk(&words), "cloud-init's alone is no disk to leave in order: {words:?}");
+    }
+
+    #[test]
+    fn a_vm_has_a_port_for_its_agent_only_where_the_file_says_so() {
+        let text = "[vm.v]\nkernel = \"Cargo.toml\"\n";
+        assert!(!argv(text, (7, 2, 22), false).iter().any(|w| w.contains("serial-")));
+        for (more, bus) in [("", "virtio-serial-pci"), ("machine = \"microvm\"\n", "virtio-serial-device")] {
+            let argv = argv(&format!("{text}agent = true\n{more}"), (7, 2, 22), false);
+            assert_eq!(after(&argv, "-chardev", 2), "socket,id=agent,path=/run/t/v.qga,server=on,wait=off");
+            assert_eq!(after(&argv, "-device", 1), format!("{bus},max_ports=2"));
+            assert_eq!(after(&argv, "-device", 2), "virtserialport,chardev=agent,name=org.qemu.guest_agent.0");
+        }
     }
 
     #[test]

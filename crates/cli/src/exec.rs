@@ -1,0 +1,220 @@
+//! `tombolo exec`: a command in a VM, by the QEMU guest agent.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use tombolo_host::api::report::Status;
+use tombolo_host::qemu::agent::{self, AgentError, End, Finished, INPUT_BYTES};
+use tombolo_host::rundir;
+
+use crate::exit::{Exit, Failure};
+use crate::number;
+use crate::out::{self, tell};
+use crate::select::Select;
+
+/// The time is over.
+const LATE: u8 = 124;
+/// There was no command: as with docker, and unlike what most commands end with.
+const NOT_DONE: u8 = 125;
+/// The command could not be started.
+const NOT_RUN: u8 = 126;
+/// There is none of that name.
+const NOT_FOUND: u8 = 127;
+
+const EXAMPLES: &str = "\
+The VM needs `agent = true` in the fabric file, and qemu-guest-agent running in the guest. The command is run by
+no shell. It is found in the agent's PATH, and has the agent's rights, which are usually root's. Output is shown at
+the end; the agent keeps 16 MiB of each stream. If `exec` ends early (Ctrl-C, --timeout), the command runs on.
+
+Exit codes: the command's; 128 and the signal that ended it; 124 the time was over; 125 `exec` itself failed;
+126 the command could not be started; 127 it was not found.
+
+Examples:
+  tombolo exec db uptime
+  tombolo exec db -- sh -c 'df -h | tail -n +2'   what a shell is needed for
+  tombolo exec db tee /etc/motd < motd            input, up to 4 MiB
+  tombolo exec --json --timeout 5 db id           both streams and the exit code";
+
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Exec {
+    /// Name of the VM
+    machine: String,
+    /// The command and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<String>,
+    /// Give up after this time; the command runs on in the guest
+    #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true)]
+    timeout: Option<Duration>,
+    /// Give the command no input; otherwise it gets standard input, unless that is a terminal
+    #[arg(short, long)]
+    no_stdin: bool,
+    /// Print the exit code and the output as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn not_done(text: impl Into<String>) -> Failure {
+    Failure::Said(Exit::Guest(NOT_DONE), text.into())
+}
+
+fn by_code(failure: Failure) -> Failure {
+    match failure {
+        Failure::Said(Exit::Failed, text) => not_done(text),
+        other => other,
+    }
+}
+
+/// Whether the machine can have an agent, and runs.
+fn look(status: &Status, name: &str) -> Result<(), String> {
+    let names = || status.machines.iter().map(|m| m.name.as_str()).collect::<Vec<_>>().join(", ");
+    let Some(m) = status.machines.iter().find(|m| m.name == name) else {
+        return Err(format!("there is no machine \"{name}\"; there are: {}", names()));
+    };
+    if m.kind == "cell" {
+        return Err(format!("{name} is a cell, and runs no other programs; `tombolo cell console {name}` talks to it"));
+    }
+    if m.domain.is_some() || m.accel == "xen" {
+        return Err(format!(
+            "{name} is a domain of Xen, and has no guest agent; `tombolo cell console {name}` talks to it"
+        ));
+    }
+    match m.state.as_str() {
+        "running" => Ok(()),
+        state => {
+            Err(format!("{name} is {state}; `tombolo wait {name}` waits for it, `tombolo cell run {name}` starts it"))
+        }
+    }
+}
+
+/// Standard input, whole: the agent takes no more once the command runs.
+fn input(deadline: Option<Instant>) -> Result<Vec<u8>, Failure> {
+    let (tell, told) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let read = io::stdin().take(INPUT_BYTES as u64 + 1).read_to_end(&mut bytes);
+        tell.send(read.map(|_| bytes))
+    });
+    let read = match deadline {
+        None => told.recv().ok(),
+        Some(deadline) => told.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok(),
+    };
+    let late = || Failure::Said(Exit::Guest(LATE), "standard input did not end in time; -n gives none".into());
+    let bytes = read.ok_or_else(late)?.map_err(|error| not_done(format!("standard input: {error}")))?;
+    match bytes.len() > INPUT_BYTES {
+        true => Err(not_done(format!("standard input: expected at most {} MiB, found more", INPUT_BYTES >> 20))),
+        false => Ok(bytes),
+    }
+}
+
+fn failure(name: &str, error: &AgentError) -> Failure {
+    let text = format!("{name}: {error}");
+    let code = match error {
+        AgentError::TimedOut { .. } => LATE,
+        AgentError::NotStarted(why) if why.contains("No such file") => NOT_FOUND,
+        AgentError::NotStarted(_) => NOT_RUN,
+        _ => NOT_DONE,
+    };
+    Failure::Said(Exit::Guest(code), text)
+}
+
+/// The exit code of a command that has ended. Windows has larger ones.
+fn code(end: End) -> u8 {
+    match end {
+        End::Code(code) => u8::try_from(code).unwrap_or(u8::MAX),
+        End::Signal(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
+    }
+}
+
+fn report(name: &str, done: &Finished) -> serde_json::Value {
+    let (exit_code, signal) = match done.end {
+        End::Code(code) => (Some(code), None),
+        End::Signal(signal) => (None, Some(signal)),
+    };
+    let mut out = serde_json::json!({
+        "machine": name,
+        "exit_code": exit_code,
+        "signal": signal,
+        "stdout": String::from_utf8_lossy(&done.stdout),
+        "stderr": String::from_utf8_lossy(&done.stderr),
+        "truncated": done.truncated,
+    });
+    for (key, bytes) in [("stdout_base64", &done.stdout), ("stderr_base64", &done.stderr)] {
+        if std::str::from_utf8(bytes).is_err() {
+            out[key] = agent::encode(bytes).into();
+        }
+    }
+    out
+}
+
+impl Exec {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let deadline = self.timeout.map(|timeout| Instant::now() + timeout);
+        let name = &self.machine;
+        let root = rundir::runtime_root()?;
+        let fabric = select.name(&root).map_err(by_code)?;
+        let status = select.client()?.status().map_err(|error| by_code(error.into()))?;
+        look(&status, name).map_err(not_done)?;
+        let socket = agent::socket_path(&root.join(fabric), name);
+        if !socket.exists() {
+            return Err(not_done(format!(
+                "{name} has no device for an agent: add `agent = true` to [vm.{name}] in {}; `tombolo apply` then \
+                 starts it again with one",
+                status.file
+            )));
+        }
+        let input = match self.no_stdin || io::stdin().is_terminal() {
+            true => vec![],
+            false => input(deadline)?,
+        };
+        let done = agent::execute(&socket, &self.command, &input, deadline).map_err(|error| failure(name, &error))?;
+        if self.json {
+            out::json(&report(name, &done))?;
+        } else {
+            io::stderr().write_all(&done.stderr)?;
+            let mut stdout = io::stdout().lock();
+            stdout.write_all(&done.stdout)?;
+            stdout.flush()?;
+        }
+        if done.truncated {
+            tell!("tombolo: {name}: the agent kept only the first part of the output");
+        }
+        Ok(Exit::Guest(code(done.end)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        exec: Exec,
+    }
+
+    fn parse(words: &[&str]) -> Result<Exec, clap::Error> {
+        Line::try_parse_from(["exec"].iter().chain(words)).map(|l| l.exec)
+    }
+
+    #[test]
+    fn what_stands_behind_the_machine_is_the_commands() {
+        assert_eq!(parse(&["db", "ls", "-l", "--json"]).unwrap().command, ["ls", "-l", "--json"]);
+        assert_eq!(parse(&["--json", "db", "--", "ls", "-l"]).unwrap().command, ["ls", "-l"]);
+        assert!(parse(&["db"]).is_err() && parse(&["--timeout", "0", "db", "ls"]).is_err());
+    }
+
+    #[test]
+    fn ends_have_codes() {
+        assert_eq!((code(End::Code(0)), code(End::Code(7)), code(End::Signal(9))), (0, 7, 137));
+        assert_eq!(code(End::Code(-1_073_741_510)), 255);
+        let error = |why: &str| failure("db", &AgentError::NotStarted(why.into()));
+        assert!(matches!(error("x (No such file or directory)"), Failure::Said(Exit::Guest(127), _)));
+        assert!(matches!(error("x (Permission denied)"), Failure::Said(Exit::Guest(126), _)));
+        let bytes = Finished { end: End::Code(0), stdout: vec![0xff], stderr: vec![], truncated: false };
+        assert_eq!(report("db", &bytes)["stdout_base64"], "/w==");
+    }
+}

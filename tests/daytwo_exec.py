@@ -1,0 +1,137 @@
+"""`tombolo exec` against Debian's qemu-guest-agent in a real guest: ends, streams, input, limits, several at once, what is killed
+or stopped in between, and a guest that lies."""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+
+from lib import BUILD, Skip, linux_cmdline, scratch, timeout, until
+from lib.fabric import PROGRAM, Console, Fabric
+
+PATIENCE_S = 120
+FILE = """
+name = "{name}"
+[network.lan]
+[vm.v]
+kernel = "{kernel}"
+initrd = "{initrd}"
+machine = "{machine}"
+attach = "{attach}"
+accel = "tcg"
+memory = "256M"
+agent = {agent}
+cmdline = "{cmdline}"
+"""
+
+
+@contextlib.contextmanager
+def standing(qga="yes", machine="microvm", attach="vhost-user", agent=True):
+    """A fabric with the guest `v`, whose agent answers, and the guest's console."""
+    kernel, parts = BUILD / "guest/vmlinuz", [BUILD / "guest/initramfs.cpio", BUILD / "guest/qga.cpio"]
+    if not all(path.exists() for path in [kernel, *parts]):
+        raise Skip("build/guest/qga.cpio is not there: run ./x guest")
+    with scratch() as folder:
+        initrd = folder / "initrd"
+        first, second = (path.read_bytes() for path in parts)
+        initrd.write_bytes(first + b"\0" * (-len(first) % 4) + second)
+        cmdline = linux_cmdline("v", "", "net=none", f"qga={qga}" if agent else "")
+        text = FILE.format(name=f"x{os.getpid()}", kernel=kernel, initrd=initrd, machine=machine, attach=attach,
+                           agent=str(agent).lower(), cmdline=cmdline)
+        with Fabric(folder, text) as fabric, Console("v", fabric.name, fabric.env) as console:
+            console.wait_control(PATIENCE_S)
+            if qga == "yes" and agent:
+                until("the agent", lambda: execute(fabric, "true").returncode == 0, PATIENCE_S)
+            yield fabric, console
+            fabric.down()
+
+
+def execute(fabric, *words, flags=(), data=b"", seconds=PATIENCE_S):
+    command = [PROGRAM, "exec", "--fabric", fabric.name, *flags, "v", "--", *words]
+    return subprocess.run(command, input=data, capture_output=True, env=dict(os.environ, **fabric.env), timeout=seconds)
+
+
+def begin(fabric, *words):
+    command = [PROGRAM, "exec", "--fabric", fabric.name, "-n", "v", "--", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ, **fabric.env))
+
+
+@timeout(240)
+def test_a_command_ends_as_it_does_in_the_guest():
+    with standing() as (fabric, _):
+        done = execute(fabric, "sh", "-c", "echo out; echo err >&2; exit 7")
+        assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n"), done
+        assert execute(fabric, "sh", "-c", "kill -9 $$").returncode == 128 + 9
+        missing = execute(fabric, "no-such-command")
+        assert missing.returncode == 127 and b"No such file" in missing.stderr, missing
+        # Every byte in and out, more than any buffer between.
+        data = os.urandom(1 << 20)
+        assert execute(fabric, "cat", data=data).stdout == data
+        over = execute(fabric, "cat", data=bytes((4 << 20) + 1))
+        assert over.returncode == 125 and b"at most 4 MiB" in over.stderr, over
+        large = execute(fabric, "sh", "-c", "head -c 17000000 /dev/zero")
+        assert large.returncode == 0 and len(large.stdout) == 16 << 20 and b"first part" in large.stderr, large.stderr
+        report = json.loads(execute(fabric, "sh", "-c", "printf '\\377'; exit 3", flags=["--json"]).stdout)
+        assert (report["exit_code"], report["signal"], report["stdout_base64"]) == (3, None, "/w=="), report
+        begun = time.monotonic()
+        late = execute(fabric, "sleep", "60", flags=["--timeout", "2"])
+        assert late.returncode == 124 and b"runs on in the guest as process" in late.stderr, late
+        assert time.monotonic() - begun < 30
+
+
+@timeout(240)
+def test_several_at_once_and_killed_ones_disturb_no_other():
+    with standing(machine="q35", attach="stream") as (fabric, console):
+        slow = begin(fabric, "sh", "-c", "sleep 5; echo slow")
+        both = [begin(fabric, "sh", "-c", f"sleep 1; echo {n}; exit {n}") for n in range(6)]
+        for n, one in enumerate(both):
+            out, err = one.communicate(timeout=PATIENCE_S)
+            assert (one.returncode, out) == (n, b"%d\n" % n), (n, out, err)
+        out, err = slow.communicate(timeout=PATIENCE_S)
+        assert (slow.returncode, out) == (0, b"slow\n"), err
+        # Killed at many moments: within the sync, the request, and the answer.
+        for n in range(20):
+            one = begin(fabric, "sh", "-c", "head -c 300000 /dev/zero")
+            time.sleep(n * 0.02)
+            one.kill()
+            one.communicate()
+            done = execute(fabric, "echo", str(n))
+            assert (done.returncode, done.stdout) == (0, b"%d\n" % n), (n, done)
+        # An agent that is stopped is told of; once it goes on, its late answers are nobody's.
+        console.run("kill -STOP $(pidof qemu-ga)")
+        begun = time.monotonic()
+        silent = execute(fabric, "true")
+        assert silent.returncode == 125 and b"does not answer" in silent.stderr, silent
+        assert 9 < time.monotonic() - begun < 40
+        assert execute(fabric, "true", flags=["--timeout", "1"]).returncode == 124
+        console.run("kill -CONT $(pidof qemu-ga)")
+        done = execute(fabric, "echo", "again")
+        assert (done.returncode, done.stdout) == (0, b"again\n"), done
+
+
+@timeout(240)
+def test_an_agent_that_may_not_run_commands_and_a_machine_without_one_are_told_of():
+    with standing("--blacklist=guest-exec") as (fabric, _):
+        refused = execute(fabric, "true")
+        assert refused.returncode == 125 and b"allow-rpcs" in refused.stderr, refused
+        done = subprocess.run([PROGRAM, "exec", "--fabric", fabric.name, "w", "true"], capture_output=True, stdin=subprocess.DEVNULL,
+                              env=dict(os.environ, **fabric.env))
+        assert done.returncode == 125 and b"there are: v" in done.stderr, done
+    with standing(agent=False) as (fabric, _):
+        bare = execute(fabric, "true")
+        assert bare.returncode == 125 and b"agent = true" in bare.stderr, bare
+
+
+@timeout(240)
+def test_a_guest_that_lies_is_an_error_and_costs_no_more():
+    with standing("no") as (fabric, console):
+        console.run("cat /sys/class/virtio-ports/*/name; ls /dev/vport*")
+        # An endless line, and endless lines with wrong ids.
+        for lie in ("yes [[[[ | tr -d '\\n'", "yes '{\"return\": 1}'"):
+            console.start(f"{lie} >$(ls /dev/vport*p1)")
+            begun = time.monotonic()
+            done = execute(fabric, "true")
+            assert done.returncode == 125 and (b"breaks the protocol" in done.stderr or b"not answer" in done.stderr), done
+            assert time.monotonic() - begun < 100
+            console.run("killall yes", check=False)
