@@ -20,7 +20,7 @@ use tombolo_switch::limit::{Limit, Rates, Storm};
 use tombolo_switch::policy::Isolation;
 use tombolo_switch::vlan::Membership;
 
-use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Target, Uplink, class_word};
+use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Target, Uplink, boot_text, class_word};
 use crate::plan::{self, KernelUplink, MachinePlan, Plan, PortPlan};
 
 /// A fabric file and what it comes to.
@@ -331,9 +331,11 @@ fn judge(old: &Model, before: &Part, after: &Part, keys: &[KeyChange]) -> (Actio
             };
             (Action::Restart, why)
         }
-        (Part::Tap(a), Part::Tap(b)) => judge_port(&a.1, &b.1, &beyond(&LIVE), "its device is made again"),
+        (Part::Tap(a), Part::Tap(b)) => {
+            judge_port(&a.1, &b.1, &beyond(&[&LIVE[..], &["boot"]].concat()), "its device is made again")
+        }
         (Part::Port(a), Part::Port(b)) => {
-            judge_port(&a.1, &b.1, &beyond(&[&LIVE[..], &["ip"]].concat()), "its peer has to connect again")
+            judge_port(&a.1, &b.1, &beyond(&[&LIVE[..], &["ip", "boot"]].concat()), "its peer has to connect again")
         }
         (Part::Link(a), Part::Link(b)) => {
             let why = match has(&["service", "to", "callers"]) && a.1 == b.1 {
@@ -578,6 +580,7 @@ fn keys(before: &Part, after: &Part) -> Vec<KeyChange> {
             out.maybe("ip", &a.ip, &b.ip);
             out.plain("mac", &a.mac, &b.mac);
             out.plain("accept_ra", &a.accept_ra, &b.accept_ra);
+            out.say("boot", &a.boot, &b.boot, |boot| boot.as_ref().map(boot_text));
             out.maybe("container", &a.container, &b.container);
             out.plain("monitor", &a.monitor, &b.monitor);
             out.member((a.guard, &a.ip6, &a.traffic), (b.guard, &b.ip6, &b.traffic));
@@ -587,6 +590,7 @@ fn keys(before: &Part, after: &Part) -> Vec<KeyChange> {
             out.plain("network", &a.network, &b.network);
             out.other("kind", &a.kind, &b.kind);
             out.maybe("mac", &a.mac, &b.mac);
+            out.say("boot", &a.boot, &b.boot, |boot| boot.as_ref().map(boot_text));
             out.maybe("ip", &a.ip, &b.ip);
             out.member((a.guard, &a.ip6, &a.traffic), (b.guard, &b.ip6, &b.traffic));
         }
@@ -629,6 +633,7 @@ fn network_keys(out: &mut Keys, a: &NetworkPart, b: &NetworkPart) {
     out.list("dns", &n.dns, &m.dns, ToString::to_string);
     out.plain("worker", &n.worker, &m.worker);
     out.say("ipv6", &n.ipv6, &m.ipv6, |p| Some(p.map_or("off".into(), |prefix| format!("{prefix}/64"))));
+    out.say("boot", &n.boot, &m.boot, |boot| boot.as_ref().map(boot_text));
     out.say("policy", &n.policy, &m.policy, |policy| Some(format!("{policy:?}").to_lowercase()));
     out.say("bypass", &n.bypass, &m.bypass, |b| b.as_ref().map(|names| names.join(", ")));
     let texts = |part: &NetworkPart| part.forwards.iter().map(forward_texts).collect::<BTreeMap<_, _>>();
@@ -658,6 +663,11 @@ fn machine_keys(out: &mut Keys, a: &file::Machine, b: &file::Machine) {
         }
         _ => {}
     }
+    let boots = |m: &file::Machine| match &m.netboot {
+        Some(boot) => Some(boot_text(boot)),
+        None => m.from_network.then(|| "true".to_string()),
+    };
+    out.text("boot", boots(a), boots(b));
     let line = if a.kind == file::MachineKind::Cell { "args" } else { "cmdline" };
     out.say(line, &a.cmdline, &b.cmdline, |text| Some(format!("{text:?}")));
     let networks = |m: &file::Machine| m.nics.iter().map(|n| n.network.clone()).collect::<Vec<_>>();

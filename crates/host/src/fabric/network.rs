@@ -273,6 +273,7 @@ impl Running {
                     Err(error) => (self.say)(&format!("{}: {error}", member.name)),
                 }
             }
+            gateway.set_boot(self.spec.network(network).map(|n| self.spec.boots(n)).unwrap_or_default());
             let ours = |all: Vec<Ipv6Addr>| match &gateway.config().ipv6 {
                 Some(six) => all.into_iter().filter(|address| six.holds(*address)).collect(),
                 None => vec![],

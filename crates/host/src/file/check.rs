@@ -62,6 +62,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     lease(fabric, taken);
     let mut check = Check { fabric, spots, out };
     check.idle_workers();
+    check.boots();
     check.idle_keys_of_networks();
     check.idle_keys_of_members();
     check.guards();
@@ -241,10 +242,52 @@ impl Check<'_, '_, '_> {
                 }
                 continue;
             }
+            if m.from_network {
+                let kernel = matches!(m.boot, Boot::Vm { kernel: Some(_), .. });
+                if kernel {
+                    let hint = Some("leave `kernel` out, or `boot`".to_string());
+                    self.fault((at, "boot"), &[(at, "kernel")], "no `boot` beside `kernel`", "both", hint);
+                }
+                if m.nics.is_empty() {
+                    self.fault((at, "boot"), &[(at, "network")], "a machine with a network", "none", None);
+                }
+            }
             if m.machine == MachineType::Microvm && matches!(m.boot, Boot::Vm { kernel: None, .. }) {
                 let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
-                let expected = "a machine type that boots from a disk";
+                let expected = "a machine type that boots from a disk or the network";
                 self.fault((at, "machine"), &[(at, "kernel")], expected, "\"microvm\"", hint);
+            }
+        }
+    }
+
+    /// What clients boot: with a server for what is no URL, and where someone tells them.
+    fn boots(&mut self) {
+        let fabric = self.fabric;
+        let networks = fabric.networks.iter().map(|n| (path_of(&n.name), n.name.as_str(), n.boot.as_ref()));
+        let machines = fabric
+            .machines
+            .iter()
+            .flat_map(|m| m.nics.iter().map(|nic| (path_of_machine(m), nic.network.as_str(), m.netboot.as_ref())));
+        let taps = fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.network.as_str(), t.boot.as_ref()));
+        let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.network.as_str(), p.boot.as_ref()));
+        for (at, network, boot) in networks.chain(machines).chain(taps).chain(ports) {
+            let (Some(network), Some(boot)) = (fabric.network(network), boot) else { continue };
+            let at = &at[..];
+            let of = &path_of(&network.name)[..];
+            let server = boot.server.or(network.boot.as_ref().and_then(|all| all.server));
+            if let Some(file) = super::boot::needs_server(boot).filter(|_| server.is_none()) {
+                let hint = Some(format!("add server = \"…\": {file:?} is no URL"));
+                self.fault((at, "boot"), &[(of, "boot")], "the address of a TFTP server", "no `server`", hint);
+            }
+            let six = boot.url6.is_some() || boot.ipxe6.is_some() || !boot.architectures6.is_empty();
+            let four = boot.file.is_some() || boot.ipxe.is_some() || !boot.architectures.is_empty();
+            let leans_on = [(of, "dhcp"), (of, "ipv6"), (of, "uplink")];
+            if network.dhcp.is_none() && (four || six) {
+                let hint = Some("its DHCP server is what tells clients: set `dhcp`, or leave `boot` out".to_string());
+                self.fault((at, "boot"), &leans_on, "a network with `dhcp`", "one without", hint);
+            } else if network.ipv6.is_none() && six {
+                let hint = Some("leave `url6`, `arch6` and `ipxe6` out, or set `ipv6`".to_string());
+                self.fault((at, "boot"), &leans_on, "a network with `ipv6`", "one without", hint);
             }
         }
     }

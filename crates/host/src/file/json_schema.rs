@@ -86,7 +86,8 @@ fn described(section: &SectionSchema) -> Value {
     // What no table says, since only one section has it.
     match section.name {
         "cell" => all.push(json!({ "not": { "required": ["app", "image"] } })),
-        "vm" => all.push(json!({ "anyOf": [{ "required": ["kernel"] }, { "required": ["disk"] }] })),
+        "vm" => all
+            .push(json!({ "anyOf": [{ "required": ["kernel"] }, { "required": ["disk"] }, { "required": ["boot"] }] })),
         "port" => {
             all.push(when(json!({ "required": ["ip"] }), json!({ "required": ["mac"] })));
             let connects = json!({ "required": ["connect"], "properties": { "connect": { "const": true } } });
@@ -248,6 +249,20 @@ fn special(expects: &str) -> Option<Value> {
         "\"none\", \"user\", \"kernel\" or { bridge = \"INTERFACE\" }" => {
             let bridge = table(json!({ "bridge": text(INTERFACE) }), &["bridge"]);
             json!({ "anyOf": [{ "enum": ["none", "user", "kernel"] }, bridge] })
+        }
+        _ if expects.contains("{ server = ") => {
+            let files = json!({ "type": "object", "additionalProperties": any() });
+            let boot = table(
+                json!({
+                    "server": ipv4(), "file": any(), "arch": files, "ipxe": any(),
+                    "url6": any(), "arch6": files, "ipxe6": any(),
+                }),
+                &[],
+            );
+            match expects.starts_with("true") {
+                true => json!({ "anyOf": [{ "type": "boolean" }, boot] }),
+                false => boot,
+            }
         }
         "a domain name" => text(r"^[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*$"),
         "a list of addresses like \"9.9.9.9\" or \"9.9.9.9:53\"" => list(text(r"^[0-9A-Fa-f.:\[\]]+$")),

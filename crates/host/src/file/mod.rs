@@ -12,9 +12,11 @@
 //! - `parse`: the sections, one function each.
 //! - `names`: the names in a text that may be faulty, for completion.
 //! - `places`: where the keys are, for faults that only the machine shows ([`crate::preflight`]).
+//! - `boot`: what clients boot from the network.
 //! - `traffic`: what limits a port, and changes of it while it runs.
 //! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
 
+mod boot;
 mod check;
 pub mod json_schema;
 mod model;
@@ -27,6 +29,7 @@ mod read;
 pub mod schema;
 mod traffic;
 
+pub(crate) use boot::boot_text;
 pub use model::{
     Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType, MirrorDecl,
     Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink, Worker,

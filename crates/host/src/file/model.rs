@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
 use tombolo_switch::class::Marking;
+use tombolo_switch::gateway::{BootConfig, BootTable};
 use tombolo_switch::guard::Roles;
 use tombolo_switch::limit::{Rates, Storm};
 use tombolo_switch::policy::{Action, Isolation, Mirror, Rule};
@@ -280,6 +281,8 @@ pub struct Network {
     pub policy: Action,
     /// Its IPv6 prefix, a /64; `None`: its gateway does nothing for IPv6.
     pub ipv6: Option<Ipv6Addr>,
+    /// What its DHCP server tells clients to boot.
+    pub boot: Option<BootConfig>,
 }
 
 /// Which accelerator a machine is to use.
@@ -530,6 +533,10 @@ pub struct Machine {
     pub restart: Restart,
     /// Machines that have to be on the network before it is started.
     pub depends_on: Vec<String>,
+    /// Whether its firmware boots from the network before it tries disks.
+    pub from_network: bool,
+    /// What it boots from there, in place of what its networks say.
+    pub netboot: Option<BootConfig>,
 }
 
 /// A tap device on a network.
@@ -561,6 +568,8 @@ pub struct Tap {
     pub container: Option<String>,
     /// Whether a monitor of virtual machines opens the device; the fabric is then on the kernel's side of it.
     pub monitor: bool,
+    /// What its guest boots from the network, in place of what the network says.
+    pub boot: Option<BootConfig>,
 }
 
 /// What a bare port speaks.
@@ -672,6 +681,8 @@ pub struct PortDecl {
     pub ip6: Ip6,
     /// What the port may do.
     pub traffic: Traffic,
+    /// What the peer boots from the network, in place of what the network says.
+    pub boot: Option<BootConfig>,
 }
 
 /// Transport of a forward.
@@ -808,6 +819,21 @@ impl Fabric {
         let ports = self.ports.iter().filter(|p| p.network == network);
         let taps = taps.map(|t| (t.name.clone(), Some(t.mac), fixed(&t.ip6)));
         machines.chain(taps).chain(ports.map(|p| (p.name.clone(), p.mac, fixed(&p.ip6)))).collect()
+    }
+
+    /// What the DHCP server of a network tells clients to boot. A member's own settings take the place of the network's, but for
+    /// the server where they name none.
+    pub fn boots(&self, network: &Network) -> BootTable {
+        let with_server = |own: &BootConfig| {
+            let server = own.server.or(network.boot.as_ref().and_then(|all| all.server));
+            BootConfig { server, ..own.clone() }
+        };
+        let of = |mac: Mac, own: &Option<BootConfig>| own.as_ref().map(|own| (mac.0, with_server(own)));
+        let nics = self.machines.iter().flat_map(|m| m.nics.iter().map(move |nic| (nic, &m.netboot)));
+        let machines = nics.filter(|(nic, _)| nic.network == network.name).filter_map(|(nic, own)| of(nic.mac, own));
+        let taps = self.taps.iter().filter(|t| t.network == network.name).filter_map(|t| of(t.mac, &t.boot));
+        let ports = self.ports.iter().filter(|p| p.network == network.name).filter_map(|p| of(p.mac?, &p.boot));
+        BootTable { all: network.boot.clone(), of: machines.chain(taps).chain(ports).collect() }
     }
 
     /// True if a forward listens where this one would: same transport and port, and one of the addresses is the

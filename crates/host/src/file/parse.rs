@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use tombolo_ring::ivshmem::protocol::CALLS;
 use toml::de::{DeTable, DeValue};
 
+use super::boot::boot;
 use super::model::*;
 use super::policy;
 use super::problem::{Complaints, FileError, Part, near, nearest};
@@ -331,6 +332,7 @@ impl<'t> Reader<'_, 't> {
         let worker = s.string("worker").unwrap_or(first);
         let bypass = bypass(&mut s).filter(|_| uplink == Uplink::Kernel);
         let policy = policy::otherwise(&mut s);
+        let boot = boot(&mut s);
         // As with DHCP, and without a gateway nobody would advertise it.
         let joins = matches!(uplink, Uplink::Bridge { .. });
         let ipv6 = match s.text("ipv6", Ipv6::parse).unwrap_or(if joins { Ipv6::Off } else { Ipv6::Auto }) {
@@ -353,6 +355,7 @@ impl<'t> Reader<'_, 't> {
             bypass,
             policy,
             ipv6,
+            boot,
         });
     }
 
@@ -376,6 +379,8 @@ impl<'t> Reader<'_, 't> {
             )
             .unwrap_or(Attach::VhostUser);
         s.applies("attach", Some(attach.word()));
+        let from_network = !cell && matches!(s.raw("boot"), Some((DeValue::Boolean(true) | DeValue::Table(_), _)));
+        let netboot = if cell { None } else { boot(&mut s) };
         let (boot, cmdline) = if cell {
             let app = s.string("app");
             let image = match s.text("image", file) {
@@ -398,7 +403,7 @@ impl<'t> Reader<'_, 't> {
             let disks =
                 first.into_iter().chain(more.into_iter().map(|path| (path.clone(), format_of(&path)))).collect();
             let cloud_init = s.text("cloud_init", file);
-            if s.raw("kernel").is_none() && s.raw("disk").is_none() && !s.doubted("disk") {
+            if s.raw("kernel").is_none() && s.raw("disk").is_none() && !s.doubted("disk") && !from_network {
                 s.missing("kernel");
             }
             let console = if attach == Attach::Xen { "console=hvc0" } else { "console=ttyS0" };
@@ -466,6 +471,8 @@ impl<'t> Reader<'_, 't> {
                 )
                 .unwrap_or(Restart::No),
             depends_on: s.list("depends_on", true, |t| Some(t.to_string())).unwrap_or_default(),
+            from_network,
+            netboot,
             name,
         };
         match counted {
@@ -523,9 +530,11 @@ impl<'t> Reader<'_, 't> {
             accept_ra: s.flag("accept_ra").unwrap_or(false),
             container: s.text("container", container_id),
             monitor: s.flag("monitor").unwrap_or(false),
+            boot: boot(&mut s),
             network,
             name,
         };
+        s.applies("monitor", Some(if tap.monitor { "true" } else { "false" }));
         if tap.container.is_some() && !(tap.adopt && tap.netns.is_some()) {
             s.missing(if tap.adopt { "netns" } else { "adopt" });
         }
@@ -576,11 +585,12 @@ impl<'t> Reader<'_, 't> {
             (Some(_), None) => Guard::Mac,
             (None, _) => Guard::Off,
         });
-        if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard != Guard::Off) {
+        let boot = boot(&mut s);
+        if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard != Guard::Off || boot.is_some()) {
             s.missing("mac");
         }
         let (ip6, traffic) = (ip6(&mut s), traffic(&mut s));
-        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard, ip6, traffic });
+        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard, ip6, traffic, boot });
     }
 
     fn link(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {

@@ -123,6 +123,11 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         self.table.get(key).map(|v| (v.get_ref(), v.span()))
     }
 
+    /// Whether the section's word is `word`.
+    pub(super) fn is_of(&self, word: &str) -> bool {
+        self.schema.name == word
+    }
+
     /// Whether sections of this word have such a key at all.
     pub(super) fn has_key(&self, key: &str) -> bool {
         self.schema.keys().any(|k| k.name == key)

@@ -106,6 +106,13 @@ const NATIVE: Key = key(
     "none: such frames are dropped",
     "the VLAN of its frames without a tag, besides those of `trunk`",
 );
+const BOOT: Key = key(
+    "boot",
+    "{ server = \"10.0.0.5\", file = \"undionly.kpxe\", arch = { x86-64-uefi = \"ipxe.efi\" }, ipxe = \"http://…\", url6 = \"tftp://…\", \
+     arch6 = { … }, ipxe6 = \"…\" }, each if wanted",
+    "what the network says",
+    "what it boots from the network, in place of what the network says; without `server`, from the network's (docs/boot.md)",
+);
 const ACTION: &str = "\"allow\" or \"deny\"";
 const WHO: &str = "a member, a group, \"outside\", an address or a prefix, or a list of them";
 const EVERY_NETWORK: Key = key("network", "the name of a network", "every network of the file", "where it applies");
@@ -264,6 +271,13 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the thread that runs its switch",
             ),
             key(
+                "boot",
+                BOOT.expects,
+                "nothing",
+                "what clients that boot from the network are told: TFTP server, file, files by architecture, what iPXE loads, and the \
+                 URLs over IPv6 (docs/boot.md)",
+            ),
+            key(
                 "policy",
                 ACTION,
                 "\"allow\"",
@@ -320,6 +334,13 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "none",
                 "user-data for cloud-init in the guest, on a read-only disk of its NoCloud source; the host name is the VM's name",
             ),
+            key(
+                "boot",
+                "true, false, or { server = \"…\", file = \"…\", arch = { … }, ipxe = \"…\", url6 = \"…\", arch6 = { … }, ipxe6 = \"…\" }",
+                "false",
+                "whether its firmware boots from the network, before it tries disks; a table says what, in place of what its network says \
+                 (docs/boot.md)",
+            ),
             key("iommu", "true or false", "false", "an IOMMU (q35): vfio in the guest needs one; docs/ivshmem.md"),
             key(
                 "agent",
@@ -374,6 +395,7 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "false",
                 "true: a virtual machine monitor, such as Firecracker, opens the device, and `mac` and `ip` are its guest's; needs `adopt`",
             ),
+            BOOT,
         ],
         shared: &[],
     },
@@ -419,6 +441,7 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the peer's Ethernet address: for guard and lease",
             ),
             key("ip", "an IPv4 address inside the network", "from DHCP", "the address leased to `mac`"),
+            BOOT,
             key("guard", GUARD, "\"ip\" with `ip`, \"mac\" with `mac` alone, else \"off\"", GUARDS),
             IP6,
             ALLOW,
@@ -570,6 +593,8 @@ pub const CONDITIONS: &[Condition] = &[
     only("vm", "xl", "attach", &["xen"]),
     only("vm", "queues", "attach", &["vhost-user", "xen"]),
     only("vm", "region", "attach", &["ivshmem", "ivshmem-plain"]),
+    only("vm", "boot", "attach", &["vhost-user", "stream"]),
+    only("tap", "boot", "monitor", &["true"]),
     only("vm", "initrd", "kernel", &[]),
     only("vm", "cmdline", "kernel", &[]),
     only("vm", "disk_format", "disk", &[]),

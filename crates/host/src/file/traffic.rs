@@ -94,7 +94,7 @@ pub(crate) fn class_word(marking: Marking) -> &'static str {
 }
 
 /// Each entry of the table `key`, by name; `read` says whether it fits.
-fn entries(
+pub(super) fn entries(
     s: &mut Section<'_, '_, '_, '_>,
     key: &str,
     names: &[&str],

@@ -98,6 +98,8 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
         (true, MachineKind::Vm, true) => "microvm,acpi=on,pit=on,rtc=on",
         (true, _, false) => "microvm,acpi=on,pcie=on,pit=on,rtc=on",
         // KVM remaps interrupts only with the I/O APIC in QEMU.
+        // What the firmware says is seen on the console, since there is no screen.
+        (false, ..) if machine.from_network && !(machine.iommu && with.kvm) => "q35,graphics=off",
         (false, ..) if machine.iommu && with.kvm => "q35,kernel-irqchip=split",
         (false, ..) => "q35",
     };
@@ -157,7 +159,9 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
             for (i, (path, format)) in disks.iter().enumerate() {
                 let id = if i == 0 { "disk".to_string() } else { format!("disk{i}") };
                 add(&["-drive", &format!("if=none,id={id},format={format},file={}", escape(path))]);
-                add(&["-device", &format!("{device},drive={id}")]);
+                // Behind the network devices.
+                let order = machine.from_network.then(|| format!(",bootindex={}", machine.nics.len() + 1 + i));
+                add(&["-device", &format!("{device},drive={id}{}", order.unwrap_or_default())]);
             }
             if cloud_init.is_some() {
                 let path = escape(&super::cloud_init::path(with.runtime, &machine.name));
@@ -177,7 +181,12 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
             let again = if with.qemu.stream_reconnects() { ",reconnect-ms=1000" } else { "" };
             add(&["-netdev", &format!("stream,id=net{i},server=off,addr.type=unix,addr.path={path}{again}")]);
         }
-        let mut nic = if microvm { "virtio-net-device".to_string() } else { "virtio-net-pci,romfile=".to_string() };
+        let mut nic = match (microvm, machine.from_network) {
+            (true, _) => "virtio-net-device".to_string(),
+            // Firmware that boots from the network runs the boot ROM (iPXE) of QEMU's packages.
+            (false, true) => format!("virtio-net-pci,bootindex={}", i + 1),
+            (false, false) => "virtio-net-pci,romfile=".to_string(),
+        };
         nic.push_str(&format!(",netdev=net{i},mac={}", device.mac));
         if shared {
             nic.push_str(&format!(",host_mtu={}", device.mtu));
@@ -365,6 +374,14 @@ mod tests {
             assert_eq!(after(&argv, "-device", 1), format!("{bus},max_ports=2"));
             assert_eq!(after(&argv, "-device", 2), "virtserialport,chardev=agent,name=org.qemu.guest_agent.0");
         }
+    }
+
+    #[test]
+    fn a_vm_that_boots_from_the_network_has_a_boot_rom_and_tries_it_first() {
+        let argv = argv("[vm.v]\nboot = true\ndisk = \"Cargo.toml\"\n", (10, 0, 2), false);
+        assert!(after(&argv, "-M", 0).starts_with("q35,graphics=off,"), "{argv:?}");
+        assert_eq!(after(&argv, "-device", 0), "virtio-blk-pci,drive=disk,bootindex=2");
+        assert!(after(&argv, "-device", 1).starts_with("virtio-net-pci,bootindex=1,netdev=net0,"), "{argv:?}");
     }
 
     #[test]

@@ -73,6 +73,8 @@ counters! {
     dhcp_over_quota,
     /// Leases whose client asked for a name that is somebody else's.
     dhcp_name_conflicts,
+    /// DHCP and DHCPv6 answers that told a client what to boot.
+    boot_answers,
     /// DHCP messages dropped because their port sent more than its rate allows.
     dhcp_throttled,
     /// Changes of leases that were handed to the host to be kept.

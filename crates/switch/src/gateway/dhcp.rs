@@ -4,6 +4,7 @@
 //! (`giaddr`), other hardware than Ethernet, a wrong magic number. Unknown and malformed options are skipped,
 //! option 82 (relay agent information) among them.
 
+use super::boot::{BootClient, FIELD_BYTES, HTTP_CLIENT};
 use crate::frame::Mac;
 use crate::gateway::names;
 use smoltcp::wire::{DhcpMessageType, DhcpOpCode, DhcpOption, DhcpPacket, DhcpRepr, EthernetAddress};
@@ -27,9 +28,22 @@ const OPTION_BROADCAST: u8 = 28;
 const OPTION_REQUESTED: u8 = 50;
 const OPTION_MESSAGE_TYPE: u8 = 53;
 const OPTION_SERVER: u8 = 54;
+const OPTION_PARAMETERS: u8 = 55;
 const OPTION_MESSAGE: u8 = 56;
+const OPTION_MAX_SIZE: u8 = 57;
 const OPTION_RENEWAL: u8 = 58;
 const OPTION_REBINDING: u8 = 59;
+const OPTION_VENDOR_CLASS: u8 = 60;
+const OPTION_TFTP_SERVER: u8 = 66;
+const OPTION_BOOT_FILE: u8 = 67;
+const OPTION_USER_CLASS: u8 = 77;
+/// RFC 4578 §2.1.
+const OPTION_ARCHITECTURES: u8 = 93;
+/// What every client takes as a message, with the headers of IP and UDP (RFC 2131 §2).
+const EVERY_CLIENTS_BYTES: u16 = 576;
+const HEADERS_BYTES: usize = 28;
+/// Where the field `file` is (RFC 2131 §2).
+const FILE_FIELD: usize = 108;
 
 /// What a client sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +58,9 @@ pub(super) struct Message {
     pub(super) server: Option<Ipv4Addr>,
     /// The first label of its host name, in small letters, where that is a valid one.
     pub(super) name: Option<String>,
+    /// Longest message that it takes, with the headers of IP and UDP.
+    pub(super) max_bytes: u16,
+    pub(super) boot: BootClient,
 }
 
 /// Reads a client's message; `None` where it is none.
@@ -55,6 +72,7 @@ pub(super) fn read(bytes: &[u8]) -> Option<Message> {
         return None;
     }
     let (mut kind, mut requested, mut server, mut name) = (None, None, None, None);
+    let (mut max_bytes, mut boot) = (EVERY_CLIENTS_BYTES, BootClient::default());
     let address = |data: &[u8]| <[u8; 4]>::try_from(data).ok().map(Ipv4Addr::from);
     for DhcpOption { kind: code, data } in packet.options() {
         match code {
@@ -65,9 +83,18 @@ pub(super) fn read(bytes: &[u8]) -> Option<Message> {
                 let text = std::str::from_utf8(data).ok().map(|t| t.trim_end_matches('\0'));
                 name = text.and_then(|t| names::label(t.split('.').next().unwrap_or(t)));
             }
+            OPTION_PARAMETERS => boot.asks |= data.contains(&OPTION_TFTP_SERVER) || data.contains(&OPTION_BOOT_FILE),
+            OPTION_MAX_SIZE => {
+                let said = data.try_into().map(u16::from_be_bytes).unwrap_or_default();
+                max_bytes = said.max(EVERY_CLIENTS_BYTES);
+            }
+            OPTION_VENDOR_CLASS => boot.read_vendor_class(data),
+            OPTION_USER_CLASS => boot.read_user_class(data),
+            OPTION_ARCHITECTURES => boot.read_architectures(data),
             _ => {}
         }
     }
+    boot.asks |= boot.ipxe || !boot.architectures.is_empty();
     Some(Message {
         kind: kind?,
         transaction: packet.transaction_id(),
@@ -77,6 +104,8 @@ pub(super) fn read(bytes: &[u8]) -> Option<Message> {
         requested,
         server,
         name,
+        max_bytes,
+        boot,
     })
 }
 
@@ -99,6 +128,15 @@ pub(super) struct Grant<'a> {
     pub(super) lease: Option<(Ipv4Addr, u32)>,
     /// The name by which the client goes.
     pub(super) name: Option<&'a str>,
+    /// What the client boots, if anything.
+    pub(super) boot: Option<Boot<'a>>,
+}
+
+/// What a client is told to boot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Boot<'a> {
+    pub(super) server: Option<Ipv4Addr>,
+    pub(super) file: &'a str,
 }
 
 /// An OFFER or ACK (`kind`) for `to`.
@@ -120,7 +158,23 @@ pub(super) fn grant(to: &Message, kind: DhcpMessageType, facts: &Facts<'_>, gran
     if let Some(name) = grant.name {
         more.push(DhcpOption { kind: OPTION_HOST_NAME, data: name.as_bytes() });
     }
-    let repr = DhcpRepr {
+    let boot = grant.boot;
+    if boot.is_some() && to.boot.http {
+        more.push(DhcpOption { kind: OPTION_VENDOR_CLASS, data: HTTP_CLIENT });
+    }
+    let server = boot.and_then(|boot| boot.server);
+    let server_text = server.map(|address| address.to_string());
+    // The fields of the header say the same; a client that asks for options may read only these.
+    let needs_options = boot.is_some_and(|boot| to.boot.asks || boot.file.len() > FIELD_BYTES);
+    let plain = more.len();
+    if let Some(boot) = boot.filter(|_| needs_options) {
+        if let Some(text) = &server_text {
+            more.push(DhcpOption { kind: OPTION_TFTP_SERVER, data: text.as_bytes() });
+        }
+        more.push(DhcpOption { kind: OPTION_BOOT_FILE, data: boot.file.as_bytes() });
+    }
+    let mut repr = DhcpRepr {
+        server_ip: server.unwrap_or(Ipv4Addr::UNSPECIFIED),
         your_ip: grant.lease.map_or(Ipv4Addr::UNSPECIFIED, |(address, _)| address),
         router: facts.router,
         subnet_mask: Some(facts.mask),
@@ -129,7 +183,14 @@ pub(super) fn grant(to: &Message, kind: DhcpMessageType, facts: &Facts<'_>, gran
         additional_options: &more,
         ..blank(to, kind, facts.server)
     };
-    write(&repr)
+    if repr.buffer_len() + HEADERS_BYTES > usize::from(to.max_bytes.min(facts.mtu)) {
+        repr.additional_options = &more[..plain];
+    }
+    let mut bytes = write(&repr);
+    if let Some(boot) = boot.filter(|boot| boot.file.len() <= FIELD_BYTES) {
+        bytes[FILE_FIELD..FILE_FIELD + boot.file.len()].copy_from_slice(boot.file.as_bytes());
+    }
+    bytes
 }
 
 /// A refusal of what `to` asked for.

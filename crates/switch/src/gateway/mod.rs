@@ -43,6 +43,7 @@
 //! does not take the queries, they run out and their clients get SERVFAIL. Times of stored leases are wall-clock
 //! seconds. If the host's clock is set while the fabric is down, the ends of leases move by the same amount.
 
+mod boot;
 mod config;
 mod counters;
 mod dhcp;
@@ -58,6 +59,7 @@ mod tcp;
 #[cfg(test)]
 mod tests;
 
+pub use boot::{ARCHITECTURES, BootConfig, BootTable, MAX_BOOT_BYTES};
 pub use config::{ConfigError, DhcpConfig, GatewayConfig, Ipv6Config, MAX_DOMAIN_BYTES, MIN_LEASE_SECS};
 pub use counters::GatewayCounters;
 pub use forward::UpstreamQuery;
@@ -137,6 +139,8 @@ pub struct Gateway {
     streams: tcp::Server,
     /// What it does for IPv6, if anything.
     six: Option<six::Six>,
+    /// What clients boot.
+    boot: BootTable,
     entropy: Entropy,
     start: Start,
     counters: Arc<GatewayCounters>,
@@ -177,6 +181,7 @@ impl Gateway {
             forwarder: Forwarder::default(),
             streams,
             six,
+            boot: BootTable::default(),
             entropy,
             start,
             counters: Arc::default(),
@@ -275,6 +280,11 @@ impl Gateway {
         if let Some(leases) = self.six.as_mut().and_then(|six| six.leases.as_mut()) {
             leases.reservations_changed();
         }
+    }
+
+    /// Sets what members boot from the network.
+    pub fn set_boot(&mut self, table: BootTable) {
+        self.boot = table;
     }
 
     /// Removes the member of that name; whether there was one. Its lease, if any, runs on until it ends.
@@ -603,7 +613,12 @@ impl Gateway {
             mtu: self.config.mtu,
         };
         let lease = address.map(|address| (address, self.lease_secs()));
-        let bytes = dhcp::grant(message, kind, &facts, &dhcp::Grant { lease, name });
+        let boot = self.boot.find(message.mac).and_then(|config| {
+            let file = message.boot.file(config)?;
+            Some(dhcp::Boot { server: config.server, file })
+        });
+        self.counters.boot_answers.add(boot.is_some().into());
+        let bytes = dhcp::grant(message, kind, &facts, &dhcp::Grant { lease, name, boot });
         let held = Some(message.client).filter(|client| self.config.has_host(*client));
         let to = held.or(if message.broadcast { None } else { address });
         (bytes, to)

@@ -20,8 +20,8 @@
 //! is lost as if on a wire: frames not received from it yet, offers, queries and TCP connections. Guests repeat them.
 
 use super::{
-    ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord, LeaseStore, Member, Name6,
-    Start, UpstreamQuery, check_member, packet, six,
+    BootTable, ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord, LeaseStore,
+    Member, Name6, Start, UpstreamQuery, check_member, packet, six,
 };
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
@@ -43,6 +43,7 @@ enum Command {
     Answer(u64, Vec<u8>),
     SetForward(bool),
     SetNames6(Vec<Name6>),
+    SetBoot(BootTable),
     SetRouter6(Option<Mac>, u16),
     Withdraw,
 }
@@ -90,6 +91,7 @@ struct Shared {
     forward: AtomicBool,
     /// The router for IPv6 that the handle set last.
     router6: Mutex<Option<(Option<Mac>, u16)>>,
+    boot: Mutex<BootTable>,
     /// The last advertisement has left.
     withdrawn: AtomicBool,
     start: Start,
@@ -165,6 +167,12 @@ impl GatewayHandle {
     pub fn set_names6(&self, names: Vec<Name6>) {
         lock(&self.0.members).set_names6(&names);
         self.send(Command::SetNames6(names));
+    }
+
+    /// Queues [`Gateway::set_boot`] for the worker.
+    pub fn set_boot(&self, table: BootTable) {
+        lock(&self.0.boot).clone_from(&table);
+        self.send(Command::SetBoot(table));
     }
 
     /// Queues [`Gateway::set_router6`] for the worker: an uplink for IPv6 came or went.
@@ -248,6 +256,7 @@ impl GatewayHandle {
         drop(table);
         gateway.members = lock(&shared.members).clone();
         gateway.counters = shared.counters.clone();
+        gateway.boot = lock(&shared.boot).clone();
         gateway.forwarder = Forwarder::of_epoch(epoch);
         // No client waits for the answers any more.
         lock(&shared.outbox).queries.clear();
@@ -297,6 +306,7 @@ impl GatewayPort {
             members: Mutex::new(gateway.members.clone()),
             forward: AtomicBool::new(gateway.config().forward),
             router6: Mutex::default(),
+            boot: Mutex::default(),
             withdrawn: AtomicBool::new(false),
             config: gateway.config().clone(),
             start: gateway.start,
@@ -330,6 +340,7 @@ impl GatewayPort {
                 Command::Answer(id, bytes) => self.gateway.answer(self.now, id, bytes),
                 Command::SetForward(forward) => self.gateway.set_forward(forward),
                 Command::SetNames6(names) => self.gateway.set_names6(&names),
+                Command::SetBoot(table) => self.gateway.set_boot(table),
                 Command::SetRouter6(router, secs) => self.gateway.set_router6(router, secs),
                 Command::Withdraw => self.gateway.withdraw(),
             }

@@ -1,5 +1,6 @@
 //! The gateway under a virtual clock: frames in, frames out.
 
+mod boot;
 mod dhcp;
 mod dns;
 mod hostile;

@@ -6,6 +6,7 @@
 //!
 //! There is no library for this that fits: smoltcp has no DHCPv6, and the crate dhcproto brings a DNS implementation with it.
 
+use super::super::boot::{BootClient, HTTP_CLIENT};
 use super::advertise::write_name;
 use crate::frame::Mac;
 use crate::gateway::names;
@@ -24,12 +25,20 @@ const CLIENT_ID: u16 = 1;
 const SERVER_ID: u16 = 2;
 const IA_NA: u16 = 3;
 const IA_ADDRESS: u16 = 5;
+const REQUESTED: u16 = 6;
 const STATUS: u16 = 13;
 const RAPID_COMMIT: u16 = 14;
+const USER_CLASS: u16 = 15;
+const VENDOR_CLASS: u16 = 16;
 const DNS_SERVERS: u16 = 23;
 const DOMAINS: u16 = 24;
 const IA_PD: u16 = 25;
 const NAME: u16 = 39;
+// RFC 5970 §3.
+const BOOT_URL: u16 = 59;
+const ARCHITECTURES: u16 = 61;
+/// The enterprise number that UEFI has in a vendor class.
+const ENTERPRISE: u32 = 343;
 
 /// Kinds of messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +87,7 @@ pub(super) struct Message {
     pub(super) rapid: bool,
     /// The first label of its name, in small letters, where that is a valid one.
     pub(super) name: Option<String>,
+    pub(super) boot: BootClient,
 }
 
 /// Splits the first option off: its code, its data, what follows.
@@ -130,6 +140,7 @@ pub(super) fn read(bytes: &[u8]) -> Option<Message> {
         prefixes: Vec::new(),
         rapid: false,
         name: None,
+        boot: BootClient::default(),
     };
     let duid = |data: &[u8]| (3..=MAX_DUID_BYTES).contains(&data.len()).then(|| data.to_vec());
     while !rest.is_empty() {
@@ -144,6 +155,13 @@ pub(super) fn read(bytes: &[u8]) -> Option<Message> {
             }
             RAPID_COMMIT => message.rapid = true,
             NAME => message.name = label(data),
+            REQUESTED => {
+                message.boot.asks |= data.as_chunks::<2>().0.iter().any(|code| u16::from_be_bytes(*code) == BOOT_URL);
+            }
+            USER_CLASS => message.boot.read_user_class6(data),
+            // Behind the enterprise number and a length.
+            VENDOR_CLASS => message.boot.read_vendor_class(data.get(6..).unwrap_or_default()),
+            ARCHITECTURES => message.boot.read_architectures(data),
             _ => {}
         }
         rest = after;
@@ -231,6 +249,15 @@ impl Answer {
             write_name(&mut name, domain);
             self.option(DOMAINS, &name);
         }
+    }
+
+    /// What the client boots.
+    pub(super) fn boot(&mut self, to: &BootClient, url: &str) {
+        if to.http {
+            let length = (HTTP_CLIENT.len() as u16).to_be_bytes();
+            self.option(VENDOR_CLASS, &[&ENTERPRISE.to_be_bytes()[..], &length, HTTP_CLIENT].concat());
+        }
+        self.option(BOOT_URL, url.as_bytes());
     }
 
     pub(super) fn into_bytes(self) -> Vec<u8> {

@@ -544,6 +544,11 @@ impl Gateway {
         };
         let finish = |mut answer: Answer| {
             answer.facts(six.address, &self.domain);
+            let url = self.boot.find(mac).and_then(|config| message.boot.url6(config));
+            if let Some(url) = url.filter(|_| message.boot.asks) {
+                counters.boot_answers.add(1);
+                answer.boot(&message.boot, url);
+            }
             Some(answer.into_bytes())
         };
         match message.kind {

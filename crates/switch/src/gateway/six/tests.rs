@@ -374,3 +374,50 @@ proptest! {
         prop_assert!(world.sent().len() <= 1);
     }
 }
+
+/// The options 16 and 59 of the answer to a solicitation of client `n` with these options.
+fn boot_of(world: &mut World, n: u8, options: &[u8]) -> (Option<Vec<u8>>, Option<String>) {
+    let bytes = [&[1, 1, 2, 3, 0, 1, 0, 4, 0, 4, n, n][..], options].concat();
+    let to = route(n, link_local(&mac(n)), dhcp::SERVERS);
+    let sent = world.put(n, &wire::udp(&to, 546, 547, &bytes));
+    let mut rest = &sent[0][66..];
+    let (mut class, mut url) = (None, None);
+    while !rest.is_empty() {
+        let (code, length) = (rest[1], usize::from(u16::from_be_bytes([rest[2], rest[3]])));
+        match code {
+            16 => class = Some(rest[4..4 + length].to_vec()),
+            59 => url = Some(String::from_utf8(rest[4..4 + length].to_vec()).unwrap()),
+            _ => {}
+        }
+        rest = &rest[4 + length..];
+    }
+    (class, url)
+}
+
+#[test]
+fn a_client_that_asks_is_told_the_url_that_it_boots() {
+    let mut world = World::new();
+    let config = crate::gateway::BootConfig {
+        url6: Some("tftp://[fd00::5]/x".into()),
+        architectures6: vec![(7, "tftp://[fd00::5]/ipxe.efi".into()), (16, "http://[fd00::5]/ipxe.efi".into())],
+        ipxe6: Some("http://[fd00::5]/start".into()),
+        ..Default::default()
+    };
+    world.gateway.set_boot(crate::gateway::BootTable { all: Some(config), of: [].into() });
+    let requested = [0, 6, 0, 4, 0, 23, 0, 59];
+    let with = |more: &[u8]| [&requested[..], more].concat();
+    let url = |text: &str| (None, Some(text.to_string()));
+    assert_eq!(boot_of(&mut world, 1, &[]), (None, None), "it did not ask");
+    assert_eq!(boot_of(&mut world, 1, &[0, 6, 0, 3, 0, 23, 59]), (None, None), "half of a code");
+    assert_eq!(boot_of(&mut world, 1, &requested), url("tftp://[fd00::5]/x"));
+    let uefi = [0, 61, 0, 2, 0, 7];
+    assert_eq!(boot_of(&mut world, 1, &with(&uefi)), url("tftp://[fd00::5]/ipxe.efi"));
+    let ipxe = [&uefi[..], b"\0\x0f\0\x06\0\x04iPXE"].concat();
+    assert_eq!(boot_of(&mut world, 1, &with(&ipxe)), url("http://[fd00::5]/start"));
+    // Vendor class: enterprise 343, and the text with its length.
+    let http = b"\0\x10\0\x1b\0\0\x01\x57\0\x15HTTPClient:Arch:00016\0\x3d\0\x02\0\x10";
+    let class = b"\0\0\x01\x57\0\x0aHTTPClient".to_vec();
+    assert_eq!(boot_of(&mut world, 1, http), (Some(class), Some("http://[fd00::5]/ipxe.efi".into())));
+    assert_eq!(world.count("boot_answers"), 4);
+    assert_eq!(boot_of(&mut world, 1, &[0, 16, 0, 3, 0, 0, 1]), (None, None), "a class that is cut");
+}
