@@ -9,7 +9,7 @@ import struct
 import subprocess
 import time
 
-from lib import Fabric, Namespace, need_root, scratch, timeout, until
+from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
 from lib.containers import BUILT, Cni, Containerd, Failed, cnitool, leftovers, plugin
 from lib.frames import mac_bytes
 from lib.machine import SLOW
@@ -97,7 +97,7 @@ def test_addresses_rates_and_faults_of_the_runtime():
         refused(4, cni, "ADD", "../c", path(one))
         refused(6, cni, "ADD", "c", path(one), config="{")
         refused(1, cni, "ADD", "c", path(one), cniVersion="9.0.0")
-        refused(2, cni, "ADD", "c", path(one), runtimeConfig={"portMappings": [{"hostPort": 1, "containerPort": 1}]})
+        refused(7, cni, "ADD", "c", path(one), runtimeConfig={"portMappings": [{"hostPort": 0, "containerPort": 1}]})
         assert "eth0" not in one.ip("link")
         result = cni("ADD", "c", path(one), runtimeConfig={"ips": ["10.236.1.77/22"], "bandwidth": {"ingressRate": 8000000, "egressRate": 4000000}})
         assert result["ips"][0]["address"] == "10.236.1.77/22" and result["interfaces"][0]["mtu"] == 1400
@@ -297,3 +297,86 @@ def test_a_microvms_monitor_opens_its_tap_and_its_guest_is_on_the_fabric():
         vms("DEL", "vm1", path(one), args="TC_REDIRECT_TAP_NAME=tap7")
         cni("DEL", "c2", path(two))
         assert not cni.ports() and "tap7" not in one.ip("link")
+
+
+def kernel_uplink():
+    """A fabric whose network takes forwards while it runs."""
+    return FILE.replace('"user"', '"kernel"')
+
+
+def listens(outside, address, port):
+    """Whether a connection from the host gets what the container says."""
+    done = outside.run("busybox", "timeout", "5", "busybox", "nc", address, port, check=False)
+    return "from the container" in done.stdout
+
+
+@timeout(120)
+def test_port_mappings_lead_to_the_container_and_end_with_it():
+    need_root()
+    plugin()
+    tool = cnitool()
+    with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, contextlib.ExitStack() as stack:
+        outside.way_out()
+        text = kernel_uplink().format(name=f"map{os.getpid()}")
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        cni = Cni(f, "1.1.0")
+        mappings = [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}, {"hostPort": 8081, "containerPort": 80, "hostIP": "127.0.0.1"},
+                    {"hostPort": 8053, "containerPort": 53, "protocol": "UDP"}]
+        config = {"runtimeConfig": {"portMappings": mappings}}
+        result = cni("ADD", "c1", path(one), **config)
+        server = ("import socket\nwith socket.create_server(('', 80)) as s:\n while True:\n  c, _ = s.accept()\n"
+                  "  c.sendall(b'from the container')\n  c.close()")
+        stack.enter_context(Process(["python3", "-c", server], name="server", netns=one))
+        until("the mapping leads to the container", lambda: listens(outside, "198.51.100.2", "8080"), 30)
+        until("also from the host's loopback", lambda: listens(outside, "127.0.0.1", "8081"), 30)
+        assert not listens(outside, "198.51.100.2", "8081"), "it is of 127.0.0.1 alone"
+        assert {(w["proto"], w["listen"], w["to"]) for w in f.status()["forwards"]} == {
+            ("tcp", "0.0.0.0:8080", "c1:80"), ("tcp", "127.0.0.1:8081", "c1:80"), ("udp", "0.0.0.0:8053", "c1:53")}
+        cni("CHECK", "c1", path(one), prevResult=result, **config)
+        more = {"runtimeConfig": {"portMappings": [{"hostPort": 9999, "containerPort": 9}]}}
+        assert "9999" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result, **more)
+        # Taken by another container, by a program of the host, and of an address that the host has not.
+        assert "8080" in refused(100, cni, "ADD", "c2", path(two), **config)
+        holder = stack.enter_context(Process(["busybox", "nc", "-l", "-p", "8082"], name="holder", netns=outside))
+        until("the port is taken", lambda: ":8082" in outside.run("ss", "-tln").stdout, 20)
+        taken = {"runtimeConfig": {"portMappings": [{"hostPort": 8082, "containerPort": 80}]}}
+        said = refused(100, cni, "ADD", "c2", path(two), **taken)
+        assert "8082" in said and "another program listens there" in said and "choose another port" in said, said
+        holder.kill()
+        assert "hostIP" in refused(2, cni, "ADD", "c2", path(two), runtimeConfig={"portMappings": [{**mappings[0], "hostIP": "::1"}]})
+        assert set(cni.ports()) == {"c1"} and "eth0" not in two.ip("link")
+        # A daemon that is killed, and the next one.
+        f.kill()
+        f.start()
+        until("the mapping is there again", lambda: listens(outside, "198.51.100.2", "8080"), 60)
+        cni("CHECK", "c1", path(one), prevResult=result, **config)
+        cni("DEL", "c1", path(one), **config)
+        rules = lambda: outside.run("nft", "list", "ruleset").stdout  # noqa: E731
+        assert not f.status()["forwards"] and "dnat ip to" not in rules(), rules()
+        # By cnitool, which passes the capability on, and GC without the container in its list.
+        listed = conflist(f, "1.1.0")
+        listed["plugins"][0]["capabilities"] = {"portMappings": True}
+        (folder / "10-pods.conflist").write_text(json.dumps(listed))
+        environment = dict(os.environ, NETCONFPATH=str(folder), CNI_PATH=str(BUILT), CAP_ARGS=json.dumps({"portMappings": mappings}))
+        add = ["nsenter", f"--net=/run/netns/{outside}", str(tool), "add", "pods", path(one)]
+        done = subprocess.run(add, env=environment, capture_output=True, text=True, timeout=60 * SLOW)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        assert len(f.status()["forwards"]) == 3
+        until("the mapping of cnitool leads there", lambda: listens(outside, "198.51.100.2", "8080"), 30)
+        cni("GC", **{"cni.dev/valid-attachments": []})
+        assert not f.status()["forwards"] and not cni.ports() and "dnat ip to" not in rules()
+        # A container that ends while no daemon runs takes its mapping with it.
+        one.ip("link", "del", "eth0")
+        cni("ADD", "c3", path(one), **config)
+        f.kill()
+        cni("DEL", "c3", path(one), **config)
+        f.start()
+        assert not f.status()["forwards"] and not cni.ports() and "dnat ip to" not in rules()
+
+
+@timeout(60)
+def test_port_mappings_through_a_user_uplink_are_refused_with_what_to_do():
+    with fabric() as f, Namespace() as one:
+        said = refused(100, Cni(f), "ADD", "c", path(one), runtimeConfig={"portMappings": [{"hostPort": 8080, "containerPort": 80}]})
+        assert "uplink \"kernel\"" in said and "tombolo apply" in said, said
+        assert not f.status()["forwards"] and "eth0" not in one.ip("link")

@@ -12,13 +12,14 @@
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 use serde_json::{Value, json};
+use tombolo_host::api::report::ForwardReport;
 use tombolo_host::file::Mac;
 use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_port::tap::{self, TapConfig};
 
 use crate::error::CniError;
 use crate::fabric::{Device, Fabric, Place, mac_of, member_name, plain_name};
-use crate::request::{Command, Config, Environment, VERSIONS};
+use crate::request::{Command, Config, Environment, Mapping, VERSIONS};
 
 fn system(error: impl std::fmt::Display) -> CniError {
     CniError::System(error.to_string())
@@ -229,6 +230,16 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     let network = fabric.network(&status)?;
     let found = fabric.containers(&status).into_iter().find(|found| found.container == identity);
     let found = found.ok_or_else(|| differs(format!("fabric \"{}\" has no port for {identity}", config.fabric)))?;
+    for Mapping { protocol, listen, port } in &config.mappings {
+        let to = format!("{}:{port}", found.name);
+        let is_it = |f: &&ForwardReport| (f.proto == *protocol, f.listen, &f.to) == (true, *listen, &to);
+        let fault = match status.forwards.iter().find(is_it) {
+            None => format!("the fabric has no forward from {protocol} {listen} to {to}"),
+            Some(ForwardReport { fault: Some(fault), .. }) => format!("the forward from {protocol} {listen}: {fault}"),
+            Some(_) => continue,
+        };
+        return Err(differs(fault));
+    }
     let netns = Netns::open(path).map_err(system)?;
     let link = Interface::open(Some(&netns), interface).map_err(|e| differs(e.to_string()))?;
     let there = link.mac().map_err(system)?;

@@ -9,7 +9,7 @@ use tombolo_host::file::Mac;
 use tombolo_host::rundir;
 
 use crate::error::CniError;
-use crate::request::Config;
+use crate::request::{Config, Mapping};
 
 /// Times that another address is tried where one was taken meanwhile.
 const TRIES: usize = 32;
@@ -178,6 +178,10 @@ impl<'c> Fabric<'c> {
                 }
                 // Another call was faster, or a member that is no port has the name or address.
                 Err(error @ ClientError::Refused { status: 400 | 409, .. }) => {
+                    // With another address a port of the host is no more free.
+                    if error.to_string().contains("forward[") {
+                        return Err(error.into());
+                    }
                     if self.config.ip.is_some() && attempt + 1 >= wanted.len() {
                         return Err(error.into());
                     }
@@ -219,6 +223,11 @@ impl Device<'_> {
             rates.iter().filter_map(|(key, rate)| Some(format!("{key} = {}", rate.filter(|r| *r != 0)?))).collect();
         if !rates.is_empty() {
             text.push_str(&format!("rate = {{ {} }}\n", rates.join(", ")));
+        }
+        for Mapping { protocol, listen, port } in &config.mappings {
+            text.push_str(&format!(
+                "[[forward]]\nproto = \"{protocol}\"\nlisten = \"{listen}\"\nto = \"{name}:{port}\"\nnetwork = \"{network}\"\n"
+            ));
         }
         text
     }

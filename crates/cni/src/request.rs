@@ -3,7 +3,7 @@
 //! Both are hostile: each value is checked before anything is made, and every length has a limit.
 //! What passes here can be written into a section of a fabric file as it is.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use serde::Deserialize;
@@ -18,6 +18,8 @@ pub(crate) const MAX_INPUT_BYTES: u64 = 8 << 20;
 const MAX_VARIABLE_BYTES: usize = 4096;
 /// Longest name of a network and ID of a container; file names of runtimes end at 255 bytes.
 const MAX_NAME_BYTES: usize = 180;
+/// Most port mappings of a container.
+const MAX_MAPPINGS: usize = 256;
 
 /// Versions, the oldest first.
 pub(crate) const VERSIONS: [&str; 4] = ["0.3.1", "0.4.0", "1.0.0", "1.1.0"];
@@ -156,10 +158,32 @@ pub(crate) struct Bandwidth {
     pub(crate) egress_rate: Option<u64>,
 }
 
+/// A port mapping as the runtime gives it.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct RawMapping {
+    host_port: u32,
+    container_port: u32,
+    protocol: String,
+    #[serde(rename = "hostIP")]
+    host_ip: String,
+}
+
+/// A port of the host that leads to one of the container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    /// "tcp" or "udp".
+    pub(crate) protocol: &'static str,
+    /// Where the host listens.
+    pub(crate) listen: SocketAddr,
+    /// The container's port.
+    pub(crate) port: u16,
+}
+
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct RuntimeConfig {
-    port_mappings: Option<Vec<Value>>,
+    port_mappings: Option<Vec<RawMapping>>,
     bandwidth: Option<Bandwidth>,
     ips: Option<Vec<String>>,
     mac: Option<String>,
@@ -213,6 +237,7 @@ pub(crate) struct Config {
     /// Whether the interface is a tap for the monitor of a microVM.
     pub(crate) is_vm: bool,
     pub(crate) bandwidth: Bandwidth,
+    pub(crate) mappings: Vec<Mapping>,
     pub(crate) ip: Option<Ipv4Addr>,
     pub(crate) prev_result: Option<Value>,
     /// For GC: what is to stay. `None` where no list came.
@@ -241,6 +266,49 @@ pub(crate) fn version_of(input: &[u8]) -> String {
     }
     let given = serde_json::from_slice::<Only>(input).ok().and_then(|only| only.version);
     given.filter(|v| VERSIONS.contains(&&v[..])).unwrap_or_else(|| "1.0.0".into())
+}
+
+/// Checks port mappings. Two equal ones are one: dual-stack runtimes give some twice.
+fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>, CniError> {
+    let wrong = |i: usize, key: &str, expected: &str, found: &str| {
+        let found = short(found);
+        CniError::Config(format!("runtimeConfig.portMappings[{i}].{key}: expected {expected}, found {found:?}"))
+    };
+    if raw.len() > MAX_MAPPINGS {
+        let text = format!("runtimeConfig.portMappings: expected at most {MAX_MAPPINGS}, found {}", raw.len());
+        return Err(CniError::Config(text));
+    }
+    let mut out: Vec<Mapping> = Vec::new();
+    for (i, raw) in raw.iter().enumerate() {
+        let port = |key: &str, number: u32| {
+            let port = u16::try_from(number).ok().filter(|port| *port != 0);
+            port.ok_or_else(|| wrong(i, key, "a number from 1 to 65535", &number.to_string()))
+        };
+        let protocol = match &raw.protocol.to_ascii_lowercase()[..] {
+            "" | "tcp" => "tcp",
+            "udp" => "udp",
+            other => return Err(wrong(i, "protocol", "\"tcp\" or \"udp\"", other)),
+        };
+        let host = match &raw.host_ip[..] {
+            "" => Ipv4Addr::UNSPECIFIED,
+            text => match text.parse() {
+                Ok(IpAddr::V4(address)) => address,
+                Ok(IpAddr::V6(address)) => {
+                    return Err(CniError::Unsupported(format!(
+                        "runtimeConfig.portMappings[{i}].hostIP: expected an IPv4 address, found {address}: the plugin \
+                         maps ports of the host's IPv4 addresses only; leave the mapping out, or give an IPv4 address"
+                    )));
+                }
+                Err(_) => return Err(wrong(i, "hostIP", "an IPv4 address of the host", text)),
+            },
+        };
+        let listen = SocketAddr::from((host, port("hostPort", raw.host_port)?));
+        let mapping = Mapping { protocol, listen, port: port("containerPort", raw.container_port)? };
+        if !out.contains(&mapping) {
+            out.push(mapping);
+        }
+    }
+    Ok(out)
 }
 
 /// Reads a configuration.
@@ -277,13 +345,7 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
         return Err(wrong("vm", "\"tap\", or no such key", vm));
     }
     let runtime = raw.runtime_config;
-    if runtime.port_mappings.is_some_and(|all| !all.is_empty()) {
-        return Err(CniError::Unsupported(
-            "runtimeConfig.portMappings: forwards of a running fabric change with its file only: leave the capability \
-             \"portMappings\" out, and add a [[forward]] to the file (`tombolo apply`)"
-                .into(),
-        ));
-    }
+    let mappings = mappings(runtime.port_mappings.unwrap_or_default())?;
     if let Some(mac) = &runtime.mac {
         return Err(CniError::Unsupported(format!(
             "runtimeConfig.mac: expected none, found {:?}: the address follows from the container's ID",
@@ -319,6 +381,7 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
         default_route: raw.default_route.unwrap_or(true),
         is_vm: raw.vm.is_some(),
         bandwidth,
+        mappings,
         ip,
         prev_result: raw.prev_result,
         valid: raw.valid_attachments.or(raw.attachments),
@@ -351,6 +414,23 @@ mod tests {
         assert!(config(json!({ "cniVersion": "1.1.0" })).unwrap().is_at_least("0.4.0"));
     }
 
+    fn mapping(protocol: &str, host: &str) -> Value {
+        let one = json!({ "hostPort": 80, "containerPort": 8080, "protocol": protocol, "hostIP": host });
+        json!({ "runtimeConfig": { "portMappings": [one] } })
+    }
+
+    #[test]
+    fn port_mappings_are_read_with_their_defaults() {
+        let read = |protocol: &str, host: &str| config(mapping(protocol, host)).unwrap().mappings;
+        let expected = |protocol, listen: &str| vec![Mapping { protocol, listen: listen.parse().unwrap(), port: 8080 }];
+        assert_eq!(read("", ""), expected("tcp", "0.0.0.0:80"));
+        assert_eq!(read("TCP", "127.0.0.1"), expected("tcp", "127.0.0.1:80"));
+        assert_eq!(read("udp", "0.0.0.0"), expected("udp", "0.0.0.0:80"));
+        assert!(config(json!({ "runtimeConfig": { "portMappings": [] } })).unwrap().mappings.is_empty());
+        let twice = vec![json!({ "hostPort": 1, "containerPort": 2 }); 2];
+        assert_eq!(config(json!({ "runtimeConfig": { "portMappings": twice } })).unwrap().mappings.len(), 1);
+    }
+
     #[test]
     fn values_that_could_not_be_right_are_named() {
         for (more, code, word) in [
@@ -363,7 +443,18 @@ mod tests {
             (json!({ "runtimeConfig": { "ips": ["fd00::1"] } }), 7, "ips"),
             (json!({ "runtimeConfig": { "ips": ["10.0.0.1", "10.0.0.2"] } }), 7, "2 addresses"),
             (json!({ "runtimeConfig": { "bandwidth": { "egressRate": 5 } } }), 7, "egressRate"),
-            (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 80 }] } }), 2, "[[forward]]"),
+            (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 80 }] } }), 7, "containerPort"),
+            (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 0, "containerPort": 1 }] } }), 7, "hostPort"),
+            (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 65536, "containerPort": 1 }] } }), 7, "65536"),
+            (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": -1, "containerPort": 1 }] } }), 6, "decoded"),
+            (mapping("sctp", ""), 7, "protocol"),
+            (mapping("tcp", "fd00::1"), 2, "hostIP"),
+            (mapping("tcp", "host\"\n"), 7, "hostIP"),
+            (
+                json!({ "runtimeConfig": { "portMappings": vec![json!({ "hostPort": 1, "containerPort": 1 }); 257] } }),
+                7,
+                "257",
+            ),
             (json!({ "runtimeConfig": { "mac": "02:00:00:00:00:01" } }), 2, "mac"),
             (json!({ "runtimeConfig": 7 }), 6, "decoded"),
             (json!({ "cni.dev/valid-attachments": [{}] }), 6, "containerID"),

@@ -384,7 +384,7 @@ impl Look<'_> {
 }
 
 /// Whether the listener is free: what is there instead, and what to do.
-fn free(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
+pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
     let bound = match proto {
         Proto::Tcp => TcpListener::bind(listen).map(drop),
         Proto::Udp => UdpSocket::bind(listen).map(drop),

@@ -486,7 +486,7 @@ impl Running {
     }
 
     /// Puts the kernel's rules in force for what runs, in one transaction, or takes them away.
-    fn kernel_again(&mut self) -> Result<(), FabricError> {
+    pub(super) fn kernel_again(&mut self) -> Result<(), FabricError> {
         let plan = self.kernel_plan();
         match self.dir().owner().nft_table.clone() {
             Some(table) if plan.kernel.is_empty() => self.undo_kernel(&table),

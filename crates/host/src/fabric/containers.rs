@@ -27,7 +27,7 @@ use tokio::sync::Mutex;
 use tombolo_port::link::{Interface, Netns};
 
 use super::{Running, Say};
-use crate::file::{Fabric, Tap};
+use crate::file::{Fabric, Tap, Target};
 use crate::rundir::RunDir;
 
 /// How often the namespaces are looked at.
@@ -66,6 +66,7 @@ pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fab
         return spec;
     }
     spec.taps.retain(|t| !gone.contains(&t.name));
+    spec.forwards.retain(|f| !matches!(&f.target, Target::Name(name) if gone.contains(name)));
     dir.record(|o| {
         for addition in &mut o.additions {
             addition.names.retain(|name| !gone.contains(name));

@@ -741,14 +741,13 @@ impl Running {
             )));
         }
         let same = spec.networks.len() == self.spec.networks.len()
-            && spec.forwards.len() == self.spec.forwards.len()
             && spec.links.len() == self.spec.links.len()
             && spec.rules.len() == self.spec.rules.len()
             && spec.mirrors.len() == self.spec.mirrors.len()
             && spec.name == self.spec.name;
         if !same {
-            let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; for the rest \
-                change the file and restart the fabric";
+            let text = "only [cell.…], [vm.…], [tap.…] and [port.…], and [[forward]] to these, can be added to a running \
+                fabric; for the rest change the file and restart the fabric";
             return Err(FabricError::State(text.into()));
         }
         let mut facts = self.facts.clone();
@@ -758,6 +757,9 @@ impl Running {
         }
         let names: Vec<String> =
             spec.members().filter(|n| !self.spec.members().any(|m| m == *n)).map(String::from).collect();
+        let forwards = &spec.forwards[self.spec.forwards.len()..];
+        self.can_forward(&spec, forwards, &names)?;
+        let forwards = !forwards.is_empty();
         let plan = plan::plan(&spec, &facts)?;
         let ports: Vec<_> = plan.ports.iter().filter(|p| !self.ports.contains_key(&p.name)).cloned().collect();
         let machines: Vec<_> = plan.machines.iter().filter(|m| names.contains(&m.name)).cloned().collect();
@@ -767,6 +769,9 @@ impl Running {
         let made = self.start_links(&plan).and_then(|()| {
             ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
+            if forwards {
+                self.kernel_again()?;
+            }
             machines.iter().try_for_each(|machine| self.start_or_wait(machine))
         });
         if let Err(error) = made {
@@ -785,6 +790,9 @@ impl Running {
             }
             (self.spec, self.facts) = old;
             self.update_names();
+            if forwards && let Err(error) = self.kernel_again() {
+                (self.say)(&format!("the rules of before cannot be put back: {error}"));
+            }
             self.dir().record(|o| {
                 o.additions.pop();
             });
@@ -795,6 +803,37 @@ impl Running {
         let text = format!("{} added to the running fabric", was(&names));
         names.iter().for_each(|name| self.events.add(Kind::Apply, Told::of(name), &text));
         Ok(names)
+    }
+
+    /// Whether forwards can be added to what runs, those behind `[[forward]]` of an addition with these members.
+    ///
+    /// # Errors
+    /// One to something else, one through an uplink that would have to start again for it, or one where another program
+    /// listens.
+    fn can_forward(&self, spec: &Fabric, forwards: &[file::Forward], names: &[String]) -> Result<(), FabricError> {
+        let before = self.spec.forwards.len();
+        for (i, forward) in forwards.iter().enumerate() {
+            let at = format!("forward[{}]", before + i);
+            let own = matches!(&forward.target, file::Target::Name(name) if names.contains(name));
+            if !own {
+                let text = format!(
+                    "{at}.to: expected a member that is added with it; another forward goes into the file (`tombolo apply`)"
+                );
+                return Err(FabricError::State(text));
+            }
+            if spec.network(&forward.network).is_none_or(|network| network.uplink != file::Uplink::Kernel) {
+                let text = format!(
+                    "{at}: network \"{}\" has no uplink \"kernel\", the only one that takes forwards while it runs: give \
+                     it that uplink, or add the forward to the file (`tombolo apply`)",
+                    forward.network
+                );
+                return Err(FabricError::State(text));
+            }
+            if let Err((found, hint)) = crate::preflight::free(forward.proto, forward.listen) {
+                return Err(FabricError::State(format!("{at}.listen: {found}; {hint}")));
+            }
+        }
+        Ok(())
     }
 
     /// Forgets that a member was added; whether it was.
@@ -834,7 +873,12 @@ impl Running {
                 "port \"{name}\" is the uplink of its network, which only `down` ends"
             )));
         }
-        if let Some(forward) = self.spec.forwards.iter().find(|f| f.target == file::Target::Name(name.into())) {
+        let target = file::Target::Name(name.into());
+        let added = self.dir().owner().additions.iter().any(|a| a.names.iter().any(|n| n == name));
+        let forward = self.spec.forwards.iter().find(|f| f.target == target);
+        // Those that were added with it go with it.
+        let forwards = forward.is_some() && added;
+        if let Some(forward) = forward.filter(|_| !added) {
             let text = format!(
                 "port \"{name}\" is the target of the forward from {}; it cannot go before that",
                 forward.listen
@@ -844,8 +888,12 @@ impl Running {
         self.drop_port(name);
         self.spec.taps.retain(|t| t.name != name);
         self.spec.ports.retain(|p| p.name != name);
+        self.spec.forwards.retain(|f| f.target != target);
         self.update_names();
         self.forget_addition(name)?;
+        if forwards {
+            self.kernel_again()?;
+        }
         self.forget_rates(name);
         self.record_standing();
         let text = format!("port {name} was removed from the running fabric");
@@ -999,6 +1047,7 @@ fn restore_additions_of(spec: Fabric, additions: &[Addition], misfit: &mut dyn F
                 more.machines.retain(|m| keep(&m.name));
                 more.taps.retain(|t| keep(&t.name));
                 more.ports.retain(|p| keep(&p.name));
+                more.forwards.retain(|f| !matches!(&f.target, file::Target::Name(name) if !keep(name)));
                 out = more;
             }
             Err(error) => misfit(addition, &error),
