@@ -36,8 +36,9 @@ WANTED = ("virtio_pci", "virtio_mmio", "virtio_net", "virtio_rng")
 AGENT_WANTED = ("tun", "vfio_pci", "vfio_iommu_type1")
 # Dynamic programs that come along with their libraries, when this machine has them.
 PROGRAMS = ("iperf", "ethtool")
-# The QEMU guest agent, with those of its libraries that this machine may lack.
-QGA_PACKAGES = ("qemu-guest-agent", "libglib2.0-0", "liburing2", "libudev1", "libpcre2-8-0")
+# The QEMU guest agent; and those of its libraries that this machine may lack. Their names differ between releases.
+QGA_PACKAGE = "qemu-guest-agent"
+QGA_LIBRARY = re.compile(r"lib(glib2|uring|udev|pcre2)\S*")
 
 
 class Missing(Exception):
@@ -68,6 +69,15 @@ def download(packages, into):
             raise Missing(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
         for deb in Path(folder).glob("*.deb"):
             run("dpkg-deb", "-x", str(deb), str(into))
+
+
+def qga_packages():
+    """The packages of the QEMU guest agent and of the libraries that it needs, in this release."""
+    without = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
+    listed = run("apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in without), QGA_PACKAGE)
+    # Lines with a name at their beginning are packages; those that are indented are why.
+    names = {line for line in listed.splitlines() if QGA_LIBRARY.fullmatch(line)}
+    return [QGA_PACKAGE, *sorted(names)]
 
 
 def extract_elf(image):
@@ -241,7 +251,7 @@ def add_qga(out):
     if not (unpacked / "usr/sbin/qemu-ga").exists():
         shutil.rmtree(unpacked, ignore_errors=True)
         unpacked.mkdir()
-        download(QGA_PACKAGES, unpacked)
+        download(qga_packages(), unpacked)
     archive = Archive()
     modules = Modules(tree)
     already = modules.order(WANTED)

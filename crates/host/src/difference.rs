@@ -13,6 +13,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::net::IpAddr;
 
 use tombolo_shm::ivshmem::links::Config;
 use tombolo_switch::class::Marking;
@@ -390,6 +391,8 @@ fn judge_network(old: &Model, a: &NetworkPart, b: &NetworkPart, keys: &[KeyChang
     let mut told = Vec::new();
     if uplink_differs(a, b) && matches!((&a.spec.uplink, &b.spec.uplink), (Uplink::User, Uplink::User)) {
         told.push("passt reads its forwards when it starts: connections through the uplink end");
+    } else if a.spec.uplink6 != b.spec.uplink6 && a.spec.uplink == b.spec.uplink {
+        told.push("connections through its uplink for IPv6 may end");
     } else if a.spec.uplink != b.spec.uplink {
         told.push("connections through the uplink end");
         if a.spec.router != b.spec.router && !members.is_empty() {
@@ -555,7 +558,8 @@ fn rates_text(rates: &Rates) -> Option<String> {
 fn forward_texts(f: &Forward) -> (String, String) {
     let target = match &f.target {
         Target::Name(name) => name.clone(),
-        Target::Ip(ip) => ip.to_string(),
+        Target::Ip(IpAddr::V4(ip)) => ip.to_string(),
+        Target::Ip(IpAddr::V6(ip)) => format!("[{ip}]"),
     };
     (format!("forward {} {}", f.proto.word(), f.listen), format!("{target}:{}", f.port))
 }
@@ -634,6 +638,7 @@ fn network_keys(out: &mut Keys, a: &NetworkPart, b: &NetworkPart) {
     out.plain("worker", &n.worker, &m.worker);
     out.say("ipv6", &n.ipv6, &m.ipv6, |p| Some(p.map_or("off".into(), |prefix| format!("{prefix}/64"))));
     out.say("boot", &n.boot, &m.boot, |boot| boot.as_ref().map(boot_text));
+    out.say("uplink6", &n.uplink6, &m.uplink6, |way| Some(way.text()));
     out.say("policy", &n.policy, &m.policy, |policy| Some(format!("{policy:?}").to_lowercase()));
     out.say("bypass", &n.bypass, &m.bypass, |b| b.as_ref().map(|names| names.join(", ")));
     let texts = |part: &NetworkPart| part.forwards.iter().map(forward_texts).collect::<BTreeMap<_, _>>();

@@ -1,5 +1,4 @@
-//! The kernel uplink's part in the host: one nftables table named by the fabric, and IPv4
-//! forwarding.
+//! The kernel uplink's part in the host: one nftables table named by the fabric, and forwarding.
 //!
 //! The tap itself is a port and goes with the process. The table and the sysctl stay when the
 //! process is killed. They are in the owner record, and the next `up` or `down` undoes them.
@@ -18,11 +17,26 @@
 //! taps. If the host did not forward IPv4 before, it also drops traffic from and to other
 //! interfaces, except for taps of other fabrics, which have chains of their own. The chain exists
 //! before `ip_forward` is set, and is removed after `ip_forward` is restored.
+//!
+//! # IPv6
+//! The tap has ::2 of the network's prefix. With `uplink6 = "masquerade"` all is as for IPv4. With
+//! "routed" members keep their addresses, and with a prefix theirs is exchanged for that one and
+//! back: both let connections from outside in, since the members' addresses are known there.
+//! Whatever translates keeps states: nftables has no stateless NPTv6.
+//!
+//! Linux does not take the answers to a connection from ::1 that was translated: IPv6 has no
+//! `route_localnet`. Nor can it translate between the families. [`crate::relay`] does both.
+//!
+//! A host that begins to forward IPv6 ignores router advertisements and drops the default routes
+//! that it learned from them (`accept_ra`, ip-sysctl.rst), unless `accept_ra` is 2. So it becomes 2
+//! first, wherever it was 1, and 1 again last.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::net::{IpAddr, Ipv6Addr};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::file::Uplink6;
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
 use crate::run::{LIMIT, run};
@@ -55,8 +69,9 @@ pub fn table(fabric: &str) -> String {
 const DEVICES: &str = "tb-*";
 
 /// The rules of all kernel uplinks of a fabric, as input for `nft -f -`. They replace the table, in
-/// one transaction. `forwarding` tells whether the host forwarded IPv4 before there were fabrics.
-pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> String {
+/// one transaction. `forwarding` tells whether the host forwarded IPv4, and IPv6, before there were
+/// fabrics.
+pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> String {
     let table = table(fabric);
     let (mut inwards, mut outwards) = (String::new(), String::new());
     let mut early = String::new();
@@ -67,7 +82,12 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> String
         let _ = writeln!(early, "    iifname \"{device}\" ip daddr 127.0.0.0/8 counter drop");
         let _ = writeln!(source, "    ip saddr {subnet} oifname != \"{device}\" counter masquerade");
         let _ = writeln!(source, "    ip saddr 127.0.0.0/8 oifname \"{device}\" counter masquerade");
-        // Answers and forwards come in, nothing else; what leaves has an address of the network. IPv6 is not routed.
+        if uplink.network.router6().is_some()
+            && let Some(base) = uplink.network.ipv6
+        {
+            six(uplink, base, [&mut inwards, &mut outwards, &mut dnat, &mut source]);
+        }
+        // Answers and forwards come in, nothing else; what leaves has an address of the network.
         let _ = writeln!(inwards, "    oifname \"{device}\" ip daddr {subnet} ct state established,related accept");
         let _ = writeln!(inwards, "    oifname \"{device}\" ip daddr {subnet} ct status dnat accept");
         let _ = writeln!(inwards, "    oifname \"{device}\" counter drop");
@@ -75,16 +95,30 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> String
         let _ = writeln!(outwards, "    iifname \"{device}\" counter drop");
         for f in &uplink.forwards {
             let (ip, port) = (f.listen.ip(), f.listen.port());
-            let host = if ip.is_unspecified() { "fib daddr type local".into() } else { format!("ip daddr {ip}") };
-            let _ = writeln!(dnat, "    {host} {} dport {port} counter dnat ip to {}:{}", f.proto.word(), f.ip, f.port);
+            let (host, to) = match (ip, f.ip) {
+                (IpAddr::V4(ip), IpAddr::V4(_)) if ip.is_unspecified() => {
+                    ("meta nfproto ipv4 fib daddr type local".into(), "ip")
+                }
+                (IpAddr::V4(ip), IpAddr::V4(_)) => (format!("ip daddr {ip}"), "ip"),
+                (IpAddr::V6(ip), IpAddr::V6(_)) if ip.is_unspecified() => {
+                    ("ip6 daddr != ::1 fib daddr type local".into(), "ip6")
+                }
+                (IpAddr::V6(ip), IpAddr::V6(_)) if !ip.is_loopback() => (format!("ip6 daddr {ip}"), "ip6"),
+                // The relay's.
+                _ => continue,
+            };
+            let target = std::net::SocketAddr::new(f.ip, f.port);
+            let _ = writeln!(dnat, "    {host} {} dport {port} counter dnat {to} to {target}", f.proto.word());
         }
     }
-    let rest = match forwarding {
-        true => String::new(),
-        false => format!(
-            "    iifname \"{DEVICES}\" accept\n    oifname \"{DEVICES}\" accept\n    meta nfproto ipv4 counter drop\n"
-        ),
-    };
+    let routes6 = uplinks.iter().any(|uplink| uplink.network.router6().is_some());
+    let newly = [("ipv4", !forwarding[0]), ("ipv6", !forwarding[1] && routes6)];
+    let mut rest = String::new();
+    for (family, _) in newly.into_iter().filter(|(_, newly)| *newly) {
+        let _ = writeln!(rest, "    meta nfproto {family} iifname \"{DEVICES}\" accept");
+        let _ = writeln!(rest, "    meta nfproto {family} oifname \"{DEVICES}\" accept");
+        let _ = writeln!(rest, "    meta nfproto {family} counter drop");
+    }
     format!(
         "table inet {table} {{}}\ndelete table inet {table}\ntable inet {table} {{\n  \
          chain early {{\n    type filter hook prerouting priority raw; policy accept;\n{early}  }}\n  \
@@ -93,6 +127,34 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> String
          chain own {{\n    type nat hook output priority -100; policy accept;\n{dnat}  }}\n  \
          chain source {{\n    type nat hook postrouting priority srcnat; policy accept;\n{source}  }}\n}}\n"
     )
+}
+
+/// The rules for IPv6 of one uplink, whose network has the prefix `base`: those of the chains `forward` inwards and outwards,
+/// `forwards` and `source`.
+fn six(uplink: &KernelUplink, base: Ipv6Addr, [inwards, outwards, dnat, source]: [&mut String; 4]) {
+    let (device, own) = (&uplink.device, format!("{base}/64"));
+    let known = match uplink.network.uplink6 {
+        Uplink6::Routed | Uplink6::Prefix(_) => "",
+        Uplink6::Masquerade | Uplink6::Off => " ct state established,related",
+    };
+    let _ = writeln!(inwards, "    oifname \"{device}\" ip6 daddr {own}{known} accept");
+    let _ = writeln!(inwards, "    oifname \"{device}\" ip6 daddr {own} ct status dnat accept");
+    let _ = writeln!(outwards, "    iifname \"{device}\" ip6 saddr {own} accept");
+    match uplink.network.uplink6 {
+        Uplink6::Masquerade => {
+            let _ = writeln!(source, "    ip6 saddr {own} oifname != \"{device}\" counter masquerade");
+        }
+        Uplink6::Prefix(other) => {
+            let other = format!("{other}/64");
+            let _ = writeln!(
+                source,
+                "    ip6 saddr {own} oifname != \"{device}\" counter snat ip6 prefix to ip6 saddr map {{ {own} : {other} }}"
+            );
+            let _ =
+                writeln!(dnat, "    ip6 daddr {other} counter dnat ip6 prefix to ip6 daddr map {{ {other} : {own} }}");
+        }
+        Uplink6::Routed | Uplink6::Off => {}
+    }
 }
 
 fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
@@ -107,7 +169,7 @@ fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
 }
 
 /// Puts the rules in force.
-pub fn apply(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> Result<(), KernelError> {
+pub fn apply(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> Result<(), KernelError> {
     nft("-f - (making the table)", &rules(fabric, uplinks, forwarding))
 }
 
@@ -141,6 +203,93 @@ pub fn forwarding() -> Result<Vec<Sysctl>, KernelError> {
         names.filter(|name| name != "all").filter_map(|name| get(&format!("net/ipv4/conf/{name}/forwarding")).ok());
     all.extend(each.filter(|sysctl| sysctl.before == "1"));
     Ok(all)
+}
+
+/// Whether this machine forwards IPv6; all its interfaces follow it.
+pub const FORWARD6: &str = "net/ipv6/conf/all/forwarding";
+
+/// Whether this machine has IPv6 at all.
+pub fn has_ipv6() -> bool {
+    sysctl_path(FORWARD6).exists()
+}
+
+/// As [`forwarding`], for [`FORWARD6`]: each interface's `forwarding` follows it. An interface that takes router advertisements
+/// has to be told that it goes on with that; `accept_ra` is last, so that it is restored when the rest is.
+pub fn forwarding6() -> Result<Vec<Sysctl>, KernelError> {
+    let own = get(FORWARD6)?;
+    if own.before == "1" {
+        return Ok(vec![own]);
+    }
+    let interfaces = std::fs::read_dir(sysctl_path("net/ipv6/conf"));
+    let names = interfaces.into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    let names: Vec<String> = names.filter(|name| name != "all").collect();
+    // An interface may go meanwhile.
+    let with = |key: &str| {
+        let key = key.to_string();
+        let each = names.iter().filter_map(move |name| get(&format!("net/ipv6/conf/{name}/{key}")).ok());
+        each.filter(|sysctl| sysctl.before == "1").collect::<Vec<_>>()
+    };
+    let all = [vec![own], with("forwarding"), with("accept_ra")].concat();
+    Ok(all)
+}
+
+/// Has this machine forward IPv6, and go on with router advertisements where it took them: `before` is from [`forwarding6`].
+pub fn forward6(before: &[Sysctl]) -> Result<(), KernelError> {
+    for sysctl in before.iter().filter(|s| s.key.ends_with("/accept_ra")) {
+        match set(&sysctl.key, "2") {
+            Err(KernelError::Sysctl { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
+            other => other?,
+        }
+    }
+    set(FORWARD6, "1")
+}
+
+/// Whether this machine has a default route for IPv6, from the text of /proc/net/ipv6_route (its columns: Linux,
+/// net/ipv6/route.c). One that rejects packets, as that of the loopback device, is none.
+pub fn has_default_route6(table: &str) -> bool {
+    const RTF_REJECT: u32 = 0x0200;
+    table.lines().any(|line| {
+        let words: Vec<_> = line.split_ascii_whitespace().collect();
+        let [to, bits, .., flags, device] = words[..] else { return false };
+        let flags = u32::from_str_radix(flags, 16).unwrap_or(RTF_REJECT);
+        bits == "00" && to.bytes().all(|b| b == b'0') && flags & RTF_REJECT == 0 && device != "lo"
+    })
+}
+
+/// Whether members of the uplink's network get anywhere with IPv6.
+pub fn leads_out6(network: &crate::file::Network) -> bool {
+    let routed = || std::fs::read_to_string("/proc/net/ipv6_route").is_ok_and(|table| has_default_route6(&table));
+    match network.uplink6 {
+        Uplink6::Off => false,
+        Uplink6::Routed => has_ipv6(),
+        Uplink6::Masquerade | Uplink6::Prefix(_) => routed(),
+    }
+}
+
+/// Whether a device has a link-local address that it still looks for duplicates of, from the text of /proc/net/if_inet6
+/// (address, index, prefix length, scope, flags, name).
+fn is_tentative(table: &str, device: &str) -> bool {
+    const TENTATIVE: u32 = 0x40;
+    table.lines().any(|line| {
+        let words: Vec<_> = line.split_ascii_whitespace().collect();
+        let [_, _, _, _, flags, name] = words[..] else { return false };
+        name == device && u32::from_str_radix(flags, 16).is_ok_and(|flags| flags & TENTATIVE != 0)
+    })
+}
+
+/// Switches IPv6 on at the tap of an uplink; with `anew` it loses the addresses that it had. Its link-local address follows from
+/// a MAC address that the switch keeps for it, so it does not look for duplicates: as long as it does, for a second or two,
+/// the kernel asks for no neighbours, and what is forwarded to members is refused.
+pub fn open_ipv6(device: &str, anew: bool) -> Result<(), KernelError> {
+    let key = format!("net/ipv6/conf/{device}/disable_ipv6");
+    if !Path::new(&sysctl_path(&key)).exists() {
+        return Ok(());
+    }
+    set(&format!("net/ipv6/conf/{device}/accept_dad"), "0")?;
+    if anew || is_tentative(&std::fs::read_to_string("/proc/net/if_inet6").unwrap_or_default(), device) {
+        set(&key, "1")?;
+    }
+    set(&key, "0")
 }
 
 /// Puts sysctls back, in order. One that was not changed is left alone, and one of an interface that is gone is forgotten.
@@ -180,22 +329,29 @@ mod tests {
     use std::path::Path;
     use std::process::Stdio;
 
-    fn uplinks() -> Vec<KernelUplink> {
-        let text = "name = \"a-b\"\n[network.lan]\nuplink = \"kernel\"\n\
+    const SIX: &str = "ipv6 = \"fd00:1:2:3::/64\"\n";
+
+    fn uplinks(six: &str) -> Vec<KernelUplink> {
+        let text = format!(
+            "name = \"a-b\"\n[network.lan]\nuplink = \"kernel\"\n{six}\
             [[forward]]\nlisten = \"127.0.0.1:8080\"\nto = \"10.87.0.9:80\"\n\
-            [[forward]]\nproto = \"udp\"\nlisten = \"0.0.0.0:53\"\nto = \"10.87.0.9:5353\"\n";
-        let fabric = file::parse(text, Path::new("t.toml")).unwrap();
+            [[forward]]\nproto = \"udp\"\nlisten = \"0.0.0.0:53\"\nto = \"10.87.0.9:5353\"\n"
+        );
+        let fabric = file::parse(&text, Path::new("t.toml")).unwrap();
         fabric.networks.iter().filter_map(|n| crate::plan::uplink(&fabric, n).1).collect()
     }
 
     #[test]
     fn the_table_says_what_the_file_says() {
-        let text = rules("a-b", &uplinks(), false);
+        let text = rules("a-b", &uplinks(SIX), [false; 2]);
         assert!(text.starts_with("table inet tombolo_a_b {}\ndelete table inet tombolo_a_b\n"));
         for line in [
             "iifname \"tb-a-b-lan\" ip daddr 127.0.0.0/8 counter drop",
             "ip daddr 127.0.0.1 tcp dport 8080 counter dnat ip to 10.87.0.9:80",
-            "fib daddr type local udp dport 53 counter dnat ip to 10.87.0.9:5353",
+            "meta nfproto ipv4 fib daddr type local udp dport 53 counter dnat ip to 10.87.0.9:5353",
+            "ip6 saddr fd00:1:2:3::/64 oifname != \"tb-a-b-lan\" counter masquerade",
+            "oifname \"tb-a-b-lan\" ip6 daddr fd00:1:2:3::/64 ct state established,related accept",
+            "meta nfproto ipv6 counter drop",
             "ip saddr 10.87.0.0/24 oifname != \"tb-a-b-lan\" counter masquerade",
             "iifname \"tb-a-b-lan\" ip saddr 10.87.0.0/24 accept",
             "iifname \"tb-a-b-lan\" counter drop",
@@ -204,8 +360,50 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }
-        let text = rules("a-b", &uplinks(), true);
+        let text = rules("a-b", &uplinks(SIX), [true, false]);
         assert!(!text.contains("meta nfproto ipv4 counter drop"), "a host that forwarded before goes on\n{text}");
+        assert!(text.contains("meta nfproto ipv6 counter drop"), "{text}");
+        let text = rules("a-b", &uplinks("ipv6 = \"off\"\n"), [false; 2]);
+        assert!(!text.contains("ip6") && !text.contains("ipv6"), "IPv6 is left alone\n{text}");
+    }
+
+    #[test]
+    fn the_ways_out_for_ipv6_differ_in_what_they_translate_and_let_in() {
+        let of = |way: &str| rules("a-b", &uplinks(&format!("{SIX}uplink6 = {way}\n")), [false; 2]);
+        let routed = of("\"routed\"");
+        assert!(routed.contains("oifname \"tb-a-b-lan\" ip6 daddr fd00:1:2:3::/64 accept"), "{routed}");
+        assert!(!routed.contains("ip6 saddr fd00:1:2:3::/64 oifname"), "{routed}");
+        let prefix = of("{ prefix = \"2001:db8:5:6::/64\" }");
+        for line in [
+            "snat ip6 prefix to ip6 saddr map { fd00:1:2:3::/64 : 2001:db8:5:6::/64 }",
+            "dnat ip6 prefix to ip6 daddr map { 2001:db8:5:6::/64 : fd00:1:2:3::/64 }",
+        ] {
+            assert!(prefix.contains(line), "{prefix}");
+        }
+    }
+
+    #[test]
+    fn an_address_is_tentative_by_its_flag() {
+        let table = "fe800000000000000000000000000001 02 40 20 80 eth0\nfe800000000000000000000000000002 03 40 20 c0 tb-a-lan\n";
+        assert!(is_tentative(table, "tb-a-lan") && !is_tentative(table, "eth0") && !is_tentative("x", "eth0"));
+    }
+
+    #[test]
+    fn a_default_route_that_rejects_is_none() {
+        let zero = "0".repeat(32);
+        let route = |flags: &str, device: &str, bits: &str| {
+            format!(
+                "{zero} {bits} {zero} 00 fe800000000000000000000000000001 00000400 00000001 00000000 {flags} {device}\n"
+            )
+        };
+        assert!(has_default_route6(&route("00000003", "eth0", "00")));
+        let others = [
+            route("00200200", "lo", "00"),
+            route("00000203", "eth0", "00"),
+            route("00000003", "eth0", "40"),
+            "x\n".into(),
+        ];
+        assert!(!has_default_route6(&others.concat()));
     }
 
     #[test]
@@ -227,7 +425,14 @@ mod tests {
                 return;
             }
         };
-        child.stdin.take().unwrap().write_all(rules("a-b", &uplinks(), false).as_bytes()).unwrap();
+        let prefix = format!(
+            "{SIX}uplink6 = {{ prefix = \"2001:db8:5:6::/64\" }}\n[[forward]]\nlisten = \"[::]:80\"\nto = \"[fd00:1:2:3::9]:80\"\n"
+        );
+        let all = [rules("a-b", &uplinks(SIX), [false; 2]), rules("a-c", &uplinks(&prefix), [false; 2])].concat();
+        assert!(
+            all.contains("ip6 daddr != ::1 fib daddr type local tcp dport 80 counter dnat ip6 to [fd00:1:2:3::9]:80")
+        );
+        child.stdin.take().unwrap().write_all(all.as_bytes()).unwrap();
         let out = child.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
         if said.contains("unshare failed") || said.contains("Operation not permitted") {

@@ -30,6 +30,7 @@ pub mod plan;
 pub mod preflight;
 pub mod process;
 pub mod qemu;
+pub mod relay;
 pub mod resolver;
 pub mod routes;
 mod run;

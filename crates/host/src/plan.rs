@@ -1,7 +1,7 @@
 //! What a fabric file comes to on this machine: ports, processes and rules, with nothing done yet. Pure: the facts about
 //! the machine come in as [`Facts`].
 
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use tombolo_ring::ivshmem::protocol;
@@ -659,7 +659,12 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
         (Uplink::User, Some(router)) => {
             // Ports below 1024 of passt's address stand for forwards; see switch::nat.
             let numbered = forwards.iter().zip(1..);
-            let forwards = numbered.map(|(f, i)| (f.proto, f.listen, i, (f.ip, f.port))).collect();
+            let four = numbered.filter_map(|(f, i)| match f.ip {
+                IpAddr::V4(ip) => Some((f.proto, f.listen, i, (ip, f.port))),
+                // Refused by the check.
+                IpAddr::V6(_) => None,
+            });
+            let forwards = four.collect();
             let user = Attachment::User(UserUplink { mac, router, forwards });
             (Some(PortPlan { guard, ..port(user) }), None)
         }

@@ -369,6 +369,17 @@ impl Look<'_> {
 
     fn routes(&mut self) {
         let host = routes::host();
+        let six = fs::read_to_string("/proc/net/ipv6_route").unwrap_or_default();
+        for network in &self.fabric.networks {
+            let Some(prefix) = network.ipv6.filter(|_| network.router6().is_some()) else { continue };
+            let own = crate::plan::kernel_device(&self.fabric.name, &network.name);
+            if let Some((to, device)) = routes::taken6(&six, prefix, &own) {
+                let found = format!("{prefix}/64: the host's route to {to} goes through {device}");
+                let hint = "a prefix is either on that interface or in the network: give another, or uplink6 = \"off\"";
+                let at = format!("network.{}", network.name);
+                self.say((&at, "ipv6"), "a prefix that the host has no route to", found, Some(hint.into()));
+            }
+        }
         for (network, clash) in routes::clashes(self.fabric, &host) {
             let at = format!("network.{}", network.name);
             if let Clash::Taken(route) = clash

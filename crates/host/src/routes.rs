@@ -4,7 +4,7 @@
 //! Two routes to one subnet leave it to chance who gets the packets; that is refused before anything is made. A wider route
 //! (a VPN's 10.0.0.0/8) loses a part of its addresses, which is said. The default route meets everything and does not count.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use crate::file::{Fabric, Network, Subnet, Uplink};
 use crate::plan::kernel_device;
@@ -42,6 +42,19 @@ pub fn parse(table: &str) -> Vec<Route> {
 /// The routes of this process's network namespace; none where the system does not tell.
 pub fn host() -> Vec<Route> {
     std::fs::read_to_string("/proc/net/route").map(|t| parse(&t)).unwrap_or_default()
+}
+
+/// A route to a part of `prefix`, a /64, in the text of /proc/net/ipv6_route (its columns: Linux, net/ipv6/route.c), as prefix and
+/// device. Routes to single hosts do not count.
+pub fn taken6(table: &str, prefix: Ipv6Addr, own: &str) -> Option<(String, String)> {
+    table.lines().find_map(|line| {
+        let words: Vec<_> = line.split_ascii_whitespace().collect();
+        let [to, bits, .., device] = words[..] else { return None };
+        let to = Ipv6Addr::from_bits(u128::from_str_radix(to, 16).ok()?);
+        let bits = u8::from_str_radix(bits, 16).ok()?;
+        let inside = (64..128).contains(&bits) && (to.to_bits() ^ prefix.to_bits()) >> 64 == 0;
+        (inside && device != own).then(|| (format!("{to}/{bits}"), device.to_string()))
+    })
 }
 
 /// The interfaces of the default routes in a table of that form, each once.
@@ -114,6 +127,21 @@ mod tests {
             Clash::Shadowed(r) => format!("{} shadows {}", n.name, r.device),
         };
         clashes(&fabric, &parse(TABLE)).into_iter().map(word).collect()
+    }
+
+    #[test]
+    fn a_route_to_the_prefix_of_another_interface_is_found() {
+        let row = |to: &str, bits: &str, device: &str| {
+            format!("{to} {bits} {z} 00 {z} 00000100 00000001 00000000 00000001 {device}\n", z = "0".repeat(32))
+        };
+        let prefix = "2001:db8:1:2::".parse().unwrap();
+        let net = "20010db8000100020000000000000000";
+        let table =
+            [row(&"0".repeat(32), "00", "eth0"), row(net, "30", "eth0"), row(net, "80", "lo"), "x\n".into()].concat();
+        assert_eq!(taken6(&table, prefix, "tb-a-lan"), None, "wider ones and those to one host");
+        let table = table + &row(net, "40", "eth0");
+        assert_eq!(taken6(&table, prefix, "tb-a-lan"), Some(("2001:db8:1:2::/64".into(), "eth0".into())));
+        assert_eq!(taken6(&table, prefix, "eth0"), None);
     }
 
     #[test]

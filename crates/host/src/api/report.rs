@@ -279,8 +279,8 @@ pub struct ForwardReport {
     pub listen: SocketAddr,
     /// The member and port it goes to, such as "web:80".
     pub to: String,
-    /// IPv4 address of that member.
-    pub address: Ipv4Addr,
+    /// Address of that member.
+    pub address: IpAddr,
     /// Whether it works; a sentence where it does not.
     pub fault: Option<String>,
 }

@@ -433,6 +433,8 @@ impl Running {
         self.start_waiting();
         self.update_names();
         self.in_order_of(&new.fabric);
+        self.settle_relay();
+        self.settle_routers6();
         if bypass {
             let plan = self.kernel_plan();
             if let Err(error) = self.end_bypass() {
@@ -520,7 +522,9 @@ impl Running {
             }
             if kernel && let Some(kernel) = &part.kernel {
                 let plan = Plan { ports: vec![], machines: vec![], kernel: vec![kernel.clone()], links: vec![] };
-                running.kernel_taps(&plan)?;
+                let before = before.and_then(|before| before.kernel.as_ref());
+                let anew = before.is_some_and(|before| before.network.router6() != kernel.network.router6());
+                running.kernel_taps(&plan, anew)?;
             }
             Ok(())
         })

@@ -59,10 +59,12 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
 use tombolo_bypass::attachment::AttachError;
+use tombolo_port::link::{Interface, LinkError as TapError};
 use tombolo_port::worker::{WorkerError, WorkerThread};
 use tombolo_shm::ivshmem::links::LinkError;
 use tombolo_shm::store::Store;
 use tombolo_switch::control::ControlError;
+use tombolo_switch::guard::link_local;
 
 use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
@@ -71,6 +73,7 @@ use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::preflight;
 use crate::process;
 use crate::qemu::probe::{self, Qemu};
+use crate::relay::{self, Relay};
 use crate::routes::{self, Clash, Route};
 use crate::rundir::{Addition, RunDir, RunDirError, Sysctl};
 use crate::xen::toolstack;
@@ -182,6 +185,8 @@ pub struct Running {
     owns: Arc<AtomicBool>,
     /// Networks whose bypass does not work, and why.
     pub(crate) bypass_faults: BTreeMap<String, String>,
+    /// Passes connections of forwards on that the kernel does not translate.
+    relay: Option<Relay>,
     /// What has its fd store replaced.
     bypass_watch: Option<tokio::task::JoinHandle<()>>,
     pub(crate) say: Say,
@@ -301,6 +306,12 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
     Facts { qemu, kvm, xl, runtime, tsc: probe::tsc() }
 }
 
+/// Sysctls of the family of `key`, and the others.
+fn by_family(sysctls: Vec<Sysctl>, key: &str) -> (Vec<Sysctl>, Vec<Sysctl>) {
+    let family = &key[.."net/ipv4/".len()];
+    sysctls.into_iter().partition(|sysctl| sysctl.key.starts_with(family))
+}
+
 impl Running {
     /// A fabric of which nothing runs yet.
     fn new(spec: Fabric, file: PathBuf, dir: RunDir, facts: Facts, say: Say) -> Running {
@@ -326,6 +337,7 @@ impl Running {
             bridges: BTreeMap::new(),
             owns: Arc::default(),
             bypass_faults: BTreeMap::new(),
+            relay: None,
             bypass_watch: None,
             say,
             notes: vec![],
@@ -520,7 +532,10 @@ impl Running {
             self.undo_leftover(plan)?;
             self.kernel_rules(plan)?;
         }
-        self.kernel_taps(plan)?;
+        self.kernel_taps(plan, false)?;
+        self.settle_relay();
+        self.settle_routers6();
+        self.watch_routers6();
         self.start_bypass(plan);
         self.direct_links(plan)?;
         if let Some(links) = self.links() {
@@ -671,16 +686,44 @@ impl Running {
     }
 
     pub(crate) fn undo_kernel(&mut self, table: &str) -> Result<(), FabricError> {
-        // Another fabric may need forwarding still. It is off before the chain that bounds it is gone.
-        if !self.other_owners()?.iter().any(|o| o.nft_table.is_some()) {
-            kernel::restore(&self.dir().owner().sysctls.clone())?;
-        }
+        // It is off before the chain that bounds it is gone.
+        self.restore_forwarding(kernel::IP_FORWARD)?;
+        self.restore_forwarding(kernel::FORWARD6)?;
         kernel::remove(table)?;
         self.dir().record(|o| {
             o.nft_table = None;
             o.sysctls.clear();
         });
         Ok(())
+    }
+
+    /// Ends the forwarding of a family, whose sysctl `key` names it, unless another fabric needs it still.
+    fn restore_forwarding(&mut self, key: &str) -> Result<(), FabricError> {
+        let needed = |o: &crate::rundir::Owner| o.nft_table.is_some() && o.sysctls.iter().any(|s| s.key == key);
+        if !self.other_owners()?.iter().any(needed) {
+            let (own, _) = by_family(self.dir().owner().sysctls.clone(), key);
+            kernel::restore(&own)?;
+        }
+        self.dir().record(|o| o.sysctls = by_family(std::mem::take(&mut o.sysctls), key).1);
+        Ok(())
+    }
+
+    /// Records how a family was forwarded before there were fabrics. Returns whether it was, and what is to be set still.
+    fn record_forwarding(&mut self, key: &str, mut before: Vec<Sysctl>) -> Result<(bool, Vec<Sysctl>), FabricError> {
+        let set = before.iter().any(|s| s.key == key && s.before == "1");
+        // Where another fabric has set it, the values from before are those that it found: the last one down restores them.
+        let was_off = |s: &Sysctl| s.key == key && s.before != "1";
+        if let Some(theirs) = self.other_owners()?.into_iter().find(|o| o.sysctls.iter().any(was_off)) {
+            before = by_family(theirs.sysctls, key).0;
+        }
+        self.dir().record(|o| {
+            // Values recorded by a killed daemon are those from before the fabric.
+            if !o.sysctls.iter().any(|s| s.key == key) {
+                o.sysctls.extend(before.iter().cloned());
+            }
+        });
+        let forwarded = !self.dir().owner().sysctls.iter().any(was_off);
+        Ok((forwarded, if set { vec![] } else { before }))
     }
 
     /// The owner records of the other fabrics that run.
@@ -696,30 +739,76 @@ impl Running {
             return Ok(());
         }
         let name = self.spec.name.clone();
-        let mut before = kernel::forwarding()?;
-        let set = before.iter().any(|s| s.key == kernel::IP_FORWARD && s.before == "1");
-        // Where another fabric has set it, the values from before are those that it found: the last one down restores them.
-        let was_off = |s: &Sysctl| s.key == kernel::IP_FORWARD && s.before != "1";
-        if let Some(theirs) = self.other_owners()?.into_iter().find(|o| o.sysctls.iter().any(was_off)) {
-            before = theirs.sysctls;
-        }
-        self.dir().record(|o| {
-            o.nft_table = Some(kernel::table(&name));
-            // Values recorded by a killed daemon are those from before the fabric.
-            if o.sysctls.is_empty() {
-                o.sysctls = before.clone();
+        self.dir().record(|o| o.nft_table = Some(kernel::table(&name)));
+        let (forwarded, unset) = self.record_forwarding(kernel::IP_FORWARD, kernel::forwarding()?)?;
+        let routes6 = kernel::has_ipv6() && plan.kernel.iter().any(|uplink| uplink.network.router6().is_some());
+        let (forwarded6, unset6) = match routes6 {
+            true => self.record_forwarding(kernel::FORWARD6, kernel::forwarding6()?)?,
+            false => {
+                self.restore_forwarding(kernel::FORWARD6)?;
+                (true, vec![])
             }
-        });
-        let forwarded = !self.dir().owner().sysctls.iter().any(was_off);
-        kernel::apply(&name, &plan.kernel, forwarded)?;
-        if !set {
+        };
+        kernel::apply(&name, &plan.kernel, [forwarded, forwarded6])?;
+        if !unset.is_empty() {
             kernel::set(kernel::IP_FORWARD, "1")?;
+        }
+        if !unset6.is_empty() {
+            kernel::forward6(&unset6)?;
         }
         Ok(())
     }
 
-    pub(crate) fn kernel_taps(&mut self, plan: &Plan) -> Result<(), FabricError> {
+    /// The forward as the relay has it, where it has a part in it.
+    fn relay_route(&self, forward: &file::Forward) -> Option<relay::Route> {
+        let network = self.spec.network(&forward.network).filter(|n| n.uplink == file::Uplink::Kernel)?;
+        let to = std::net::SocketAddr::new(forward.ip, forward.port);
+        let listen = forward.relayed().filter(|_| self.ports.contains_key(&plan::uplink_name(&network.name)))?;
+        Some(relay::Route { proto: forward.proto, listen, to })
+    }
+
+    /// Why the relay does not do its part in a forward.
+    pub(crate) fn relay_fault(&self, forward: &file::Forward) -> Option<String> {
+        self.relay.as_ref()?.fault(&self.relay_route(forward)?)
+    }
+
+    /// Has the relay pass on what the forwards of now need.
+    pub(crate) fn settle_relay(&mut self) {
+        let routes: Vec<_> = self.spec.forwards.iter().filter_map(|f| self.relay_route(f)).collect();
+        if routes.is_empty() {
+            self.relay = None;
+            return;
+        }
+        if self.relay.is_none() {
+            match Relay::start() {
+                Ok(relay) => self.relay = Some(relay),
+                Err(error) => {
+                    return (self.say)(&format!("forwards that change the address family: no thread: {error}"));
+                }
+            }
+        }
+        self.relay.iter().for_each(|relay| relay.set(routes.clone()));
+    }
+
+    /// Sets up the host's ends of the kernel uplinks. With `anew` the IPv6 addresses that they had go.
+    pub(crate) fn kernel_taps(&mut self, plan: &Plan, anew: bool) -> Result<(), FabricError> {
         for uplink in &plan.kernel {
+            let router6 = uplink.network.router6();
+            if anew || router6.is_some() {
+                kernel::open_ipv6(&uplink.device, anew)?;
+            }
+            if let Some(router6) = router6.filter(|_| kernel::has_ipv6()) {
+                let port = plan::uplink_name(&uplink.network.name);
+                let failed = |error: TapError| FabricError::Port { port: port.clone(), why: error.to_string() };
+                let tap = Interface::open(None, &uplink.device).map_err(failed)?;
+                // The one that members are told as the router's, whichever this machine would choose by itself.
+                let own = link_local(&file::Mac::derived(&[&self.spec.name, &uplink.network.name, "router"]).0);
+                [own, router6].into_iter().try_for_each(|ip| tap.add_address(ip.into(), 64)).map_err(failed)?;
+                kernel::set(&format!("net/ipv6/conf/{}/forwarding", uplink.device), "1")?;
+                for (key, value) in kernel::NEIGHBOURS {
+                    kernel::set(&format!("net/ipv6/neigh/{}/{key}", uplink.device), value)?;
+                }
+            }
             kernel::set(&format!("net/ipv4/conf/{}/route_localnet", uplink.device), "1")?;
             kernel::set(&format!("net/ipv4/conf/{}/forwarding", uplink.device), "1")?;
             for (key, value) in kernel::NEIGHBOURS {
@@ -964,6 +1053,7 @@ impl Running {
         if let Err(error) = self.end_bypass() {
             trouble("the bypass", &error);
         }
+        self.relay = None;
         self.networks.values().for_each(Net::withdraw);
         self.networks.values().for_each(Net::finish_withdrawal);
         let names: Vec<String> = self.ports.keys().cloned().collect();

@@ -26,9 +26,15 @@ use super::events::LeaseWatch;
 use super::leases::{LeaseFiles, LeaseKeeper};
 use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
+use crate::kernel;
+use crate::plan;
 use crate::resolver::{Resolver, Servers, Timing};
 use crate::rundir::RunDirError;
 
+/// For how long members may use the router after an advertisement, in seconds: three intervals between those.
+const ROUTER_SECS: u16 = 5400;
+/// How often the host's routes are looked at.
+const ROUTES_LOOK: Duration = Duration::from_secs(2);
 /// How long the withdrawal of a prefix is waited for.
 const WITHDRAWAL: Duration = Duration::from_millis(200);
 
@@ -41,6 +47,8 @@ pub(crate) struct Net {
     leases: Option<LeaseKeeper>,
     /// Names that the gateway has from us.
     names: Vec<String>,
+    /// The router that the gateway was told to advertise, if it was told.
+    router6: Option<Option<[u8; 6]>>,
     /// What serves the gateway's events.
     serving: Option<AbortHandle>,
 }
@@ -117,7 +125,8 @@ impl Running {
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
-        self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases: None, names: vec![], serving: None });
+        let net = Net { id, gateway: None, leases: None, names: vec![], router6: None, serving: None };
+        self.networks.insert(spec.name.clone(), net);
         self.start_gateway(spec, id)
     }
 
@@ -174,7 +183,7 @@ impl Running {
         let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone(), watch)
             .map_err(|error| fail(format!("starting the thread that keeps leases: {error}")))?;
         let serving = Some(self.serve_gateway(spec, gateway.clone(), &keeper));
-        let net = Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![], serving };
+        let net = Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![], router6: None, serving };
         self.networks.insert(spec.name.clone(), net);
         Ok(())
     }
@@ -185,7 +194,7 @@ impl Running {
         net.stop_leases();
         net.finish_leases(&self.say);
         net.serving.take().into_iter().for_each(|task| task.abort());
-        (net.gateway, net.leases, net.names) = (None, None, vec![]);
+        (net.gateway, net.leases, net.names, net.router6) = (None, None, vec![], None);
         let port = format!("gateway-{network}");
         let Some((_, worker)) = self.worker_of(network) else { return };
         let handle = worker.thread.handle();
@@ -200,7 +209,9 @@ impl Running {
     pub(crate) fn restart_gateway(&mut self, spec: &file::Network) -> Result<(), FabricError> {
         let changed =
             |net: &Net| net.gateway.as_ref().and_then(|g| Some(g.config().ipv6.as_ref()?.prefix)) != spec.ipv6;
-        if let Some(net) = self.networks.get(&spec.name).filter(|net| changed(net)) {
+        // The gateway that comes speaks for itself, and cannot withdraw the router of before.
+        let routed = |net: &Net| matches!(net.router6, Some(Some(_))) && spec.router6().is_none();
+        if let Some(net) = self.networks.get(&spec.name).filter(|net| changed(net) || routed(net)) {
             net.withdraw();
             net.finish_withdrawal();
         }
@@ -227,7 +238,36 @@ impl Running {
         let six = spec.ipv6.map(|prefix| IpAddr::from(Ipv6Config::new(prefix).address()));
         let gateway = spec.gateway.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("gateway")]).chain(six);
         let router = spec.router.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("router")]);
+        let router = router.chain(spec.router6().map(IpAddr::from));
         Protected::new(&gateway.chain(router).collect::<Vec<_>>())
+    }
+
+    /// Has each gateway advertise the router as the way out for IPv6, where there is one now.
+    pub(crate) fn settle_routers6(&mut self) {
+        for spec in &self.spec.networks {
+            let Some(net) = self.networks.get_mut(&spec.name) else { continue };
+            let Some(gateway) = &net.gateway else { continue };
+            let uplink = self.ports.contains_key(&plan::uplink_name(&spec.name));
+            let leads_out = uplink && spec.uplink == Uplink::Kernel && kernel::leads_out6(spec);
+            let router = leads_out.then(|| Mac::derived(&[&self.spec.name, &spec.name, "router"]).0);
+            // A gateway that is made again is told again.
+            if net.router6 != Some(router) {
+                gateway.set_router6(router, if leads_out { ROUTER_SECS } else { 0 });
+                net.router6 = Some(router);
+            }
+        }
+    }
+
+    /// Looks every now and then whether this machine has a default route for IPv6, and so members have a way out.
+    pub(crate) fn watch_routers6(&self) {
+        let me = self.me.clone();
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(ROUTES_LOOK).await;
+                let Some(running) = me.upgrade() else { return };
+                running.lock().await.settle_routers6();
+            }
+        });
     }
 
     /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the name servers.

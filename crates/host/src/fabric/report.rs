@@ -16,7 +16,7 @@ use crate::api::report::{
     CounterReport, DescriptorReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport,
     SCHEMA, Status, WorkerReport,
 };
-use crate::file::{self, Mac, Target, Uplink, class_word};
+use crate::file::{self, Mac, Uplink, class_word};
 use crate::plan::{self, Attachment};
 
 fn drops(counters: &[Counter; Reason::COUNT]) -> BTreeMap<String, u64> {
@@ -164,12 +164,9 @@ impl Running {
             ForwardReport {
                 proto: f.proto.word().into(),
                 listen: f.listen,
-                to: match &f.target {
-                    Target::Name(name) => format!("{name}:{}", f.port),
-                    Target::Ip(ip) => format!("{ip}:{}", f.port),
-                },
+                to: f.target.with_port(f.port),
                 address: f.ip,
-                fault: uplink.and_then(super::ports::RunningPort::fault),
+                fault: uplink.and_then(super::ports::RunningPort::fault).or_else(|| self.relay_fault(f)),
             }
         });
         let (forwards, workers) = (forwards.collect(), workers.collect());

@@ -3,7 +3,7 @@
 //! Each complaint names the keys that it leans on, and is not made where one of them is at fault itself.
 
 use std::collections::HashMap;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 
 use tombolo_ring::ivshmem::protocol;
@@ -134,6 +134,7 @@ impl Check<'_, '_, '_> {
                 let expected = "an address that the gateway does not have";
                 self.fault((at, "router"), &leans_on, expected, gateway.to_string(), hint);
             }
+            self.way_out6(at, n);
             for other in &fabric.networks[..i] {
                 let that = &path_of(&other.name)[..];
                 if other.subnet.overlaps(n.subnet) {
@@ -146,6 +147,40 @@ impl Check<'_, '_, '_> {
                     let found = format!("\"{a}\", which network \"{}\" has joined", other.name);
                     self.fault((at, "uplink"), &[], "an interface of its own", found, None);
                 }
+            }
+        }
+    }
+
+    /// Complains about a way out for IPv6 that the rest of the network contradicts.
+    fn way_out6(&mut self, at: &str, n: &Network) {
+        let spot = (at, "uplink6");
+        if self.spots.has(at, "uplink6") && n.uplink == Uplink::Kernel && n.ipv6.is_none() {
+            let reason = "it has no IPv6 prefix then: leave ipv6 = \"off\" out, or";
+            self.idle(spot, &[(at, "ipv6"), (at, "uplink"), (at, "gateway")], "with ipv6 = \"off\"", reason);
+        }
+        let Some(prefix) = n.ipv6.filter(|_| n.uplink6 != Uplink6::Off) else { return };
+        if n.mtu < super::parse::IPV6_MTU {
+            let hint = Some("set `mtu` to 1280 or more, or leave `uplink6` out".to_string());
+            let expected = "\"off\" with an `mtu` below 1280, which IPv6 cannot use";
+            self.fault(spot, &[(at, "mtu")], expected, n.uplink6.text(), hint);
+        }
+        if n.uplink6 == Uplink6::Routed && !self.spots.has(at, "ipv6") {
+            let hint = "give the prefix that is routed to this host: ipv6 = \"2001:db8:1:2::/64\"".to_string();
+            let expected = "another value without `ipv6`: no router knows the derived prefix";
+            self.fault(spot, &[(at, "ipv6")], expected, "\"routed\"", Some(hint));
+        }
+        if n.uplink6 == Uplink6::Prefix(prefix) {
+            let hint = Some("set uplink6 = \"routed\", which translates nothing".to_string());
+            self.fault(spot, &[(at, "ipv6")], "another prefix than the network's", format!("{prefix}/64"), hint);
+        }
+        if let Some(router) = n.router6() {
+            let taken = self.fabric.addresses6(&n.name).into_iter().find(|(.., all)| all.contains(&router));
+            if let Some((name, ..)) = taken
+                && let Some((member, _)) =
+                    uses(self.fabric).into_iter().find(|(at, _)| at.ends_with(&format!(".{name}")))
+            {
+                let found = format!("{router}, which is the router's");
+                self.fault((&member, "ip6"), &[(at, "ipv6")], "an address that the router does not have", found, None);
             }
         }
     }
@@ -687,16 +722,24 @@ fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) {
     }
 }
 
+/// The addresses that a member has by the file, with their networks, IPv4 first.
+fn addresses_of<'f>(fabric: &'f Fabric, name: &str) -> Vec<(&'f Network, IpAddr)> {
+    let four = fabric.addresses().into_iter().filter(|(_, _, _, who)| *who == name);
+    let mut out: Vec<_> = four.filter_map(|(n, _, ip, _)| Some((fabric.network(n)?, IpAddr::from(ip)))).collect();
+    for n in &fabric.networks {
+        let of_it = fabric.addresses6(&n.name).into_iter().filter(|(who, ..)| who == name);
+        let fixed = of_it.flat_map(|(.., all)| all).map(IpAddr::from).filter(|ip| n.has_host(*ip));
+        out.extend(fixed.map(|ip| (n, ip)));
+    }
+    out
+}
+
 /// Fills in where each forward goes.
 fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     let mut forwards = std::mem::take(&mut fabric.forwards);
     let mut check = Check { fabric, spots, out };
     for (i, f) in forwards.iter_mut().enumerate() {
         let at = &format!("forward[{i}]")[..];
-        if !f.listen.is_ipv4() {
-            let hint = Some("IPv6 listeners are not served yet".to_string());
-            check.fault((at, "listen"), &[], "an IPv4 address and port", f.listen.to_string(), hint);
-        }
         if let Some((network, ip)) = check.target(at, f) {
             (f.network, f.ip) = (network, ip);
         }
@@ -715,16 +758,17 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
 
 impl Check<'_, '_, '_> {
     /// The network and address that a forward goes to.
-    fn target(&mut self, at: &str, f: &Forward) -> Option<(String, Ipv4Addr)> {
+    fn target(&mut self, at: &str, f: &Forward) -> Option<(String, IpAddr)> {
         let fabric = self.fabric;
         let to = (at, "to");
         let on = |n: &str| f.network.is_empty() || f.network == n;
         let (network, ip) = match &f.target {
-            Target::Ip(ip) => match fabric.networks.iter().find(|n| on(&n.name) && n.subnet.has_host(*ip)) {
+            Target::Ip(ip) => match fabric.networks.iter().find(|n| on(&n.name) && n.has_host(*ip)) {
                 Some(n) => (n.name.clone(), *ip),
                 None => {
                     let subnets: Vec<_> = fabric.networks.iter().map(|n| path_of(&n.name)).collect();
                     let mut leans_on: Vec<Spot<'_>> = subnets.iter().map(|at| (&at[..], "subnet")).collect();
+                    leans_on.extend(subnets.iter().map(|at| (&at[..], "ipv6")));
                     leans_on.extend([("", "network"), (at, "network")]);
                     if !self.out.refused("network", None) {
                         self.fault(to, &leans_on, "an address inside one of the networks", ip.to_string(), None);
@@ -733,12 +777,13 @@ impl Check<'_, '_, '_> {
                 }
             },
             Target::Name(name) => {
-                let all: Vec<_> = fabric.addresses().into_iter().filter(|(_, _, _, who)| who == name).collect();
-                let best = |(n, ..): &&(&str, Option<Mac>, Ipv4Addr, &str)| {
-                    on(n) && fabric.network(n).is_some_and(|n| n.uplink.forwards())
+                // The first of a network that forwards to it, of the listener's family where there is one.
+                let rank = |(n, ip): &(&Network, IpAddr)| {
+                    let served = n.uplink.forwards() && (ip.is_ipv4() || n.router6().is_some());
+                    (!served, ip.is_ipv4() != f.listen.is_ipv4())
                 };
-                match all.iter().find(best).or_else(|| all.iter().find(|(n, ..)| on(n))) {
-                    Some(&(n, _, ip, _)) => (n.to_string(), ip),
+                match addresses_of(fabric, name).into_iter().filter(|(n, _)| on(&n.name)).min_by_key(rank) {
+                    Some((n, ip)) => (n.name.clone(), ip),
                     None => {
                         self.no_target(at, f, name);
                         return None;
@@ -746,6 +791,9 @@ impl Check<'_, '_, '_> {
                 }
             }
         };
+        if let Some(n) = fabric.network(&network) {
+            self.family(at, f, n, ip);
+        }
         if let Some(n) = fabric.network(&network)
             && !n.uplink.forwards()
         {
@@ -755,6 +803,30 @@ impl Check<'_, '_, '_> {
             self.fault(to, &[(&path_of(&network), "uplink"), (at, "network")], expected, found, hint);
         }
         Some((network, ip))
+    }
+
+    /// Complains about a forward whose address families the network's uplink does not serve.
+    fn family(&mut self, at: &str, f: &Forward, n: &Network, ip: IpAddr) {
+        let net = &path_of(&n.name)[..];
+        let leans_on = [(net, "uplink"), (at, "network"), (net, "uplink6"), (net, "ipv6")];
+        let kernel = || format!("the user uplink forwards IPv4 to IPv4: set uplink = \"kernel\" in [{net}]");
+        match n.uplink {
+            Uplink::User if f.listen.is_ipv6() => {
+                let hint = Some(format!("{}, or listen at \"127.0.0.1:{}\"", kernel(), f.listen.port()));
+                let expected = "an IPv4 address and port with uplink = \"user\"";
+                self.fault((at, "listen"), &leans_on, expected, f.listen.to_string(), hint);
+            }
+            Uplink::User if ip.is_ipv6() => {
+                let expected = "a member's IPv4 address with uplink = \"user\"";
+                self.fault((at, "to"), &leans_on, expected, ip.to_string(), Some(kernel()));
+            }
+            Uplink::Kernel if ip.is_ipv6() && n.router6().is_none() => {
+                let hint = format!("set uplink6 = \"masquerade\" in [{net}], with an `mtu` of at least 1280");
+                let expected = "a member's IPv4 address in a network without a way out for IPv6";
+                self.fault((at, "to"), &leans_on, expected, ip.to_string(), Some(hint));
+            }
+            _ => {}
+        }
     }
 
     /// Complains about a forward to a name without an address.

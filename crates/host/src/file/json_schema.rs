@@ -306,7 +306,16 @@ fn special(expects: &str) -> Option<Value> {
             };
             table(Value::Object(rate_names().map(limit).collect()), &[])
         }
-        "an address and port like \"127.0.0.1:8080\"" | "a member and port like \"web:80\"" => text(":[0-9]{1,5}$"),
+        "an address and port like \"127.0.0.1:8080\" or \"[::1]:8080\"" => {
+            text(r"^([0-9.]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$")
+        }
+        "a member and port like \"web:80\" or \"[fd00::9]:80\"" => {
+            text(r"^([0-9A-Za-z.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$")
+        }
+        "\"masquerade\", \"routed\", \"off\" or { prefix = \"2001:db8:1:2::/64\" }" => {
+            let prefix = table(json!({ "prefix": text("^[0-9A-Fa-f:.]+/64$") }), &["prefix"]);
+            json!({ "anyOf": [{ "enum": ["masquerade", "routed", "off"] }, prefix] })
+        }
         "a member, a group, \"outside\", an address or a prefix" => text("^[0-9A-Za-z:./-]+$"),
         "a port number, a range like \"6000-6010\", or a list of them" => {
             one_or_list(json!({ "anyOf": [number(1, 65535), text("^ *[0-9]+ *- *[0-9]+ *$")] }))

@@ -228,6 +228,31 @@ impl Uplink {
     }
 }
 
+/// How the kernel uplink carries IPv6.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Uplink6 {
+    /// Not at all.
+    Off,
+    /// Members' addresses become the host's.
+    Masquerade,
+    /// Members' addresses stay: their prefix is routed to the host.
+    Routed,
+    /// The network's prefix becomes this one, a /64, and back (RFC 6296).
+    Prefix(Ipv6Addr),
+}
+
+impl Uplink6 {
+    /// As in the file.
+    pub fn text(self) -> String {
+        match self {
+            Self::Off => "off".into(),
+            Self::Masquerade => "masquerade".into(),
+            Self::Routed => "routed".into(),
+            Self::Prefix(prefix) => format!("prefix {prefix}/64"),
+        }
+    }
+}
+
 /// The DHCP server of a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dhcp {
@@ -283,6 +308,24 @@ pub struct Network {
     pub ipv6: Option<Ipv6Addr>,
     /// What its DHCP server tells clients to boot.
     pub boot: Option<BootConfig>,
+    /// Its way out for IPv6; off without a prefix.
+    pub uplink6: Uplink6,
+}
+
+impl Network {
+    /// The address that members route IPv6 through, where they can: ::2 of the prefix, beside the gateway's ::1.
+    pub fn router6(&self) -> Option<Ipv6Addr> {
+        let prefix = self.ipv6.filter(|_| self.uplink6 != Uplink6::Off)?;
+        Some(Ipv6Addr::from_bits(prefix.to_bits() | 2))
+    }
+
+    /// Whether a host of the network may have the address.
+    pub fn has_host(&self, ip: IpAddr) -> bool {
+        match ip {
+            IpAddr::V4(ip) => self.subnet.has_host(ip),
+            IpAddr::V6(ip) => self.ipv6.is_some_and(|p| ip != p && (p.to_bits() ^ ip.to_bits()) >> 64 == 0),
+        }
+    }
 }
 
 /// Which accelerator a machine is to use.
@@ -709,8 +752,18 @@ impl Proto {
 pub enum Target {
     /// A member, by its name.
     Name(String),
-    /// An IPv4 address inside the network.
-    Ip(Ipv4Addr),
+    /// An address inside the network.
+    Ip(IpAddr),
+}
+
+impl Target {
+    /// With a port, as in the file.
+    pub fn with_port(&self, port: u16) -> String {
+        match self {
+            Self::Name(name) => format!("{name}:{port}"),
+            Self::Ip(ip) => SocketAddr::new(*ip, port).to_string(),
+        }
+    }
 }
 
 /// One port forward, host → guest.
@@ -727,7 +780,23 @@ pub struct Forward {
     /// Filled by the check: the network it goes through.
     pub network: String,
     /// Filled by the check: the member's address.
-    pub ip: Ipv4Addr,
+    pub ip: IpAddr,
+}
+
+impl Forward {
+    /// The addresses at which the daemon passes connections on itself, where the kernel uplink cannot translate them: those of
+    /// the other family, and ::1, whose answers Linux does not route. `None`: translation does it all.
+    pub fn relayed(&self) -> Option<SocketAddr> {
+        let listen = self.listen.ip();
+        match (listen, self.ip) {
+            (IpAddr::V4(_), IpAddr::V4(_)) => None,
+            (IpAddr::V6(_), IpAddr::V6(_)) => {
+                let local = listen.is_unspecified() || listen.is_loopback();
+                local.then(|| SocketAddr::new(Ipv6Addr::LOCALHOST.into(), self.listen.port()))
+            }
+            _ => Some(self.listen),
+        }
+    }
 }
 
 /// The contents of a fabric file, checked and with defaults filled in.
@@ -837,11 +906,12 @@ impl Fabric {
     }
 
     /// True if a forward listens where this one would: same transport and port, and one of the addresses is the
-    /// other or a wildcard.
+    /// other or a wildcard of its family.
     pub fn same_listener(a: &Forward, b: &Forward) -> bool {
         let any = |ip: IpAddr| ip.is_unspecified();
         a.proto == b.proto
             && a.listen.port() == b.listen.port()
+            && a.listen.is_ipv4() == b.listen.is_ipv4()
             && (a.listen.ip() == b.listen.ip() || any(a.listen.ip()) || any(b.listen.ip()))
     }
 }

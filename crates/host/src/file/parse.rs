@@ -1,6 +1,6 @@
 //! The sections of a fabric file, one function each.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -310,6 +310,7 @@ impl<'t> Reader<'_, 't> {
         let index = self.fabric.networks.len() as u32;
         let domain = format!("{}.internal", self.fabric.name);
         let first = self.fabric.workers[0].name.clone();
+        let fabric = self.fabric.name.clone();
         let mut s = self.open("network", &(name.clone(), span, table));
         let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
         let subnet = s.text_or("subnet", Subnet::parse, Subnet::near).unwrap_or(fallback);
@@ -336,11 +337,17 @@ impl<'t> Reader<'_, 't> {
         // As with DHCP, and without a gateway nobody would advertise it.
         let joins = matches!(uplink, Uplink::Bridge { .. });
         let ipv6 = match s.text("ipv6", Ipv6::parse).unwrap_or(if joins { Ipv6::Off } else { Ipv6::Auto }) {
-            Ipv6::Auto => Some(derived_prefix(&self.fabric.name, &name)),
+            Ipv6::Auto => Some(derived_prefix(&fabric, &name)),
             Ipv6::Prefix(prefix) => Some(prefix),
             Ipv6::Off => None,
         };
         let ipv6 = ipv6.filter(|_| gateway.is_some());
+        let uplink6 = uplink6(&mut s);
+        let by_default = if uplink == Uplink::Kernel && mtu >= IPV6_MTU { Uplink6::Masquerade } else { Uplink6::Off };
+        let uplink6 = match ipv6 {
+            Some(_) if uplink == Uplink::Kernel => uplink6.unwrap_or(by_default),
+            _ => Uplink6::Off,
+        };
         self.fabric.networks.push(Network {
             name,
             subnet,
@@ -356,6 +363,7 @@ impl<'t> Reader<'_, 't> {
             policy,
             ipv6,
             boot,
+            uplink6,
         });
     }
 
@@ -658,26 +666,20 @@ impl<'t> Reader<'_, 't> {
         for (path, span, table) in self.listed(root, "forward", self.fabric.forwards.len()) {
             let mut s = Section::open("forward", path, span, table, self.out, self.spots, &[]);
             let proto = s.word("proto", &[("tcp", Proto::Tcp), ("udp", Proto::Udp)]).unwrap_or(Proto::Tcp);
-            let listen = s.text("listen", |t| t.parse::<SocketAddr>().ok().filter(|a| a.port() != 0));
-            let to = s.text("to", |t| {
-                let (who, port) = t.rsplit_once(':')?;
-                let port = port.parse().ok().filter(|&p: &u16| p != 0)?;
-                let target = who.parse().map(Target::Ip).or_else(|_| clean_name(who).map(Target::Name).ok_or(()));
-                Some((target.ok()?, port))
-            });
+            let listen = s.text_or("listen", listener, near_listener);
+            let to = s.text_or("to", forward_target, |text| bracketed(text).map(|meant| meant.1));
             let network = s.string("network").unwrap_or_default();
             for key in ["listen", "to"] {
                 if s.raw(key).is_none() {
                     s.missing(key);
                 }
             }
-            // With one half at fault the other is checked all the same; its place is kept by a port 0.
-            if listen.is_some() || to.is_some() {
-                let ip = Ipv4Addr::UNSPECIFIED;
-                let listen = listen.unwrap_or_else(|| SocketAddr::new(ip.into(), 0));
-                let (target, port) = to.unwrap_or((Target::Ip(ip), 0));
-                self.fabric.forwards.push(Forward { proto, listen, target, port, network, ip });
-            }
+            // With one half at fault the other is checked all the same; its place is kept by a port 0. One with both at fault
+            // keeps its number, which faults of the others are told by.
+            let ip = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+            let listen = listen.unwrap_or_else(|| SocketAddr::new(ip, 0));
+            let (target, port) = to.unwrap_or((Target::Ip(ip), 0));
+            self.fabric.forwards.push(Forward { proto, listen, target, port, network, ip });
         }
     }
 }
@@ -794,6 +796,94 @@ fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
         other => s.wrong("uplink", &span, found(other), None),
     }
     Uplink::None
+}
+
+/// The smallest MTU with which Linux does IPv6 on a device (RFC 8200 §5).
+pub(super) const IPV6_MTU: u16 = 1280;
+
+/// How the kernel uplink carries IPv6, where the file says so.
+fn uplink6(s: &mut Section<'_, '_, '_, '_>) -> Option<Uplink6> {
+    let (value, span) = s.raw("uplink6")?;
+    let words = ["masquerade", "routed", "off"];
+    match value {
+        DeValue::Table(table) => {
+            let text = table.get("prefix").and_then(|v| v.get_ref().as_str());
+            match text.map(Ipv6::parse) {
+                Some(Some(Ipv6::Prefix(prefix))) if table.len() == 1 => return Some(Uplink6::Prefix(prefix)),
+                Some(_) if table.len() == 1 => {
+                    let hint = "it takes the place of the network's: a /64 like \"2001:db8:1:2::/64\"".to_string();
+                    s.wrong("uplink6", &span, format!("the prefix {:?}", text.unwrap_or_default()), Some(hint));
+                }
+                _ => s.wrong("uplink6", &span, "a table of another form", None),
+            }
+        }
+        DeValue::String(text) => match text.as_ref() {
+            "masquerade" => return Some(Uplink6::Masquerade),
+            "routed" => return Some(Uplink6::Routed),
+            "off" => return Some(Uplink6::Off),
+            other => {
+                let prefix = matches!(Ipv6::parse(other), Some(Ipv6::Prefix(_)));
+                let hint = prefix.then(|| format!("write uplink6 = {{ prefix = \"{other}\" }}"));
+                s.wrong("uplink6", &span, found(value), hint.or_else(|| near(other, words)));
+            }
+        },
+        other => s.wrong("uplink6", &span, found(other), None),
+    }
+    None
+}
+
+/// Where a forward listens: no group, no link-local address, and no IPv4 address in IPv6's clothes.
+fn listener(text: &str) -> Option<SocketAddr> {
+    let at: SocketAddr = text.parse().ok()?;
+    let usable = match at.ip() {
+        IpAddr::V4(ip) => !ip.is_multicast() && !ip.is_broadcast(),
+        IpAddr::V6(ip) => !ip.is_multicast() && !ip.is_unicast_link_local() && ip.to_ipv4_mapped().is_none(),
+    };
+    (usable && at.port() != 0).then_some(at)
+}
+
+/// What a listener that is none may have meant.
+fn near_listener(text: &str) -> Option<String> {
+    if let Ok(at) = text.parse::<SocketAddr>() {
+        return match at.ip() {
+            _ if at.port() == 0 => Some("the port is a number from 1 to 65535".into()),
+            IpAddr::V6(ip) if ip.is_unicast_link_local() => {
+                Some("a link-local address belongs to one interface; give another address of it, or [::]".into())
+            }
+            IpAddr::V6(ip) => {
+                ip.to_ipv4_mapped().map(|ip| format!("did you mean \"{}\"?", SocketAddr::new(ip.into(), at.port())))
+            }
+            IpAddr::V4(_) => None,
+        };
+    }
+    if let Some((_, meant)) = bracketed(text) {
+        return Some(meant);
+    }
+    let (host, port) = text.rsplit_once(':').unwrap_or(("", text));
+    let port: u16 = port.parse().ok().filter(|port| *port != 0)?;
+    match host {
+        "*" => Some(format!("all addresses are \"0.0.0.0:{port}\", those of IPv6 \"[::]:{port}\"")),
+        "" | "localhost" => Some(format!("did you mean \"127.0.0.1:{port}\", or \"[::1]:{port}\" for IPv6?")),
+        _ => None,
+    }
+}
+
+/// An IPv6 address and a port without brackets around the address: what was meant, and how to say it.
+fn bracketed(text: &str) -> Option<(SocketAddr, String)> {
+    let (address, port) = text.rsplit_once(':')?;
+    let ip: Ipv6Addr = address.parse().ok().filter(|_| !address.starts_with('['))?;
+    let meant = SocketAddr::new(ip.into(), port.parse().ok().filter(|port| *port != 0)?);
+    Some((meant, format!("an IPv6 address stands in brackets: did you mean \"{meant}\"?")))
+}
+
+fn forward_target(text: &str) -> Option<(Target, u16)> {
+    let (who, port) = text.rsplit_once(':')?;
+    let port = port.parse().ok().filter(|&p: &u16| p != 0)?;
+    if let Some(inner) = who.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        return Some((Target::Ip(inner.parse::<Ipv6Addr>().ok()?.into()), port));
+    }
+    let target = who.parse::<Ipv4Addr>().map(|ip| Target::Ip(ip.into()));
+    Some((target.ok().or_else(|| clean_name(who).map(Target::Name))?, port))
 }
 
 /// What of a network's traffic skips the kernel's forwarding.

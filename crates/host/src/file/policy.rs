@@ -238,7 +238,7 @@ impl Fabric {
             rules.extend(self.forwards.iter().filter(|f| f.network == network).map(|f| Rule {
                 action: Action::Allow,
                 from: vec![Who::Label(OUTSIDE.into())],
-                to: vec![Who::Prefix(f.ip.into(), 32)],
+                to: vec![Who::Prefix(f.ip, if f.ip.is_ipv4() { 32 } else { 128 })],
                 protocol: Protocol::Number(if f.proto == super::model::Proto::Tcp { 6 } else { 17 }),
                 ports: vec![f.port..=f.port],
             }));

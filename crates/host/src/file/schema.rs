@@ -259,6 +259,12 @@ pub const SECTIONS: &[SectionSchema] = &[
                  network (docs/ipv6.md)",
             ),
             key(
+                "uplink6",
+                "\"masquerade\", \"routed\", \"off\" or { prefix = \"2001:db8:1:2::/64\" }",
+                "\"masquerade\" with uplink kernel, `ipv6` on and an `mtu` of at least 1280",
+                "uplink kernel: its way out for IPv6; the host's address, the members' own, or those of another prefix (docs/ipv6.md)",
+            ),
+            key(
                 "dns",
                 "a list of addresses like \"9.9.9.9\" or \"9.9.9.9:53\"",
                 "the host's, from /etc/resolv.conf",
@@ -498,12 +504,17 @@ pub const SECTIONS: &[SectionSchema] = &[
         form: "[[forward]]",
         own: &[
             key("proto", "\"tcp\" or \"udp\"", "\"tcp\"", "transport"),
-            key("listen", "an address and port like \"127.0.0.1:8080\"", "", "where the host listens"),
+            key(
+                "listen",
+                "an address and port like \"127.0.0.1:8080\" or \"[::1]:8080\"",
+                "",
+                "where the host listens; [::] is all its IPv6 addresses, 0.0.0.0 all its IPv4 addresses",
+            ),
             key(
                 "to",
-                "a member and port like \"web:80\"",
+                "a member and port like \"web:80\" or \"[fd00::9]:80\"",
                 "",
-                "the member it goes to: a name or an IPv4 address, and a port",
+                "the member it goes to: a name or an address, and a port",
             ),
             key("network", "the name of a network", "the member's network", "which, for a member of several"),
         ],
@@ -576,6 +587,7 @@ const QEMU: &[&str] = &["vhost-user", "stream", "ivshmem", "ivshmem-plain"];
 pub const CONDITIONS: &[Condition] = &[
     only("network", "router", "uplink", &["user", "kernel"]),
     only("network", "bypass", "uplink", &["kernel"]),
+    only("network", "uplink6", "uplink", &["kernel"]),
     only("cell", "machine", "attach", QEMU),
     only("cell", "accel", "attach", QEMU),
     only("cell", "qemu", "attach", QEMU),
