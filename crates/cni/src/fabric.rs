@@ -218,9 +218,17 @@ impl Device<'_> {
             text.push_str("monitor = true\n");
         }
         // The container's ingress is what it receives.
-        let rates = [("send", config.bandwidth.egress_rate), ("receive", config.bandwidth.ingress_rate)];
-        let rates: Vec<String> =
-            rates.iter().filter_map(|(key, rate)| Some(format!("{key} = {}", rate.filter(|r| *r != 0)?))).collect();
+        let limits = &config.bandwidth;
+        let rates =
+            [("send", limits.egress_rate, limits.egress_burst), ("receive", limits.ingress_rate, limits.ingress_burst)];
+        let of_way = |(key, rate, burst): (&str, Option<u64>, Option<u64>)| {
+            let rate = rate.filter(|rate| *rate != 0)?;
+            // 0 is none in the reference plugin. The fabric takes other numbers from 1000 to 10^12; any frame passes a full bucket.
+            let burst = burst.filter(|burst| *burst != 0).map(|burst| burst.clamp(1_000, 1_000_000_000_000));
+            let burst = burst.map(|burst| format!(", {key}_burst = {burst}")).unwrap_or_default();
+            Some(format!("{key} = {rate}{burst}"))
+        };
+        let rates: Vec<String> = rates.into_iter().filter_map(of_way).collect();
         if !rates.is_empty() {
             text.push_str(&format!("rate = {{ {} }}\n", rates.join(", ")));
         }
@@ -251,8 +259,7 @@ mod tests {
 
     #[test]
     fn a_section_is_one_that_the_fabric_reads() {
-        let input =
-            r#"{"cniVersion":"1.0.0","name":"pods","fabric":"demo","runtimeConfig":{"bandwidth":{"egressRate":5000}}}"#;
+        let input = r#"{"cniVersion":"1.0.0","name":"pods","fabric":"demo","runtimeConfig":{"bandwidth":{"egressRate":5000,"egressBurst":7,"ingressRate":6000,"ingressBurst":70000}}}"#;
         let config = crate::request::parse(input.as_bytes()).unwrap();
         let identity = config.identity("abc", "eth0");
         let mac = mac_of(&config, &identity);
@@ -262,7 +269,9 @@ mod tests {
         let fabric = tombolo_host::file::parse(&text, std::path::Path::new("/x/demo.toml")).unwrap();
         let tap = &fabric.taps[0];
         assert_eq!(tap.container.as_deref(), Some("pods/abc/eth0"));
-        assert_eq!(tap.traffic.rates.send.bits, Some(5000));
+        let rates = tap.traffic.rates;
+        assert_eq!((rates.send.bits, rates.send.burst), (Some(5000), Some(1000)));
+        assert_eq!((rates.receive.bits, rates.receive.burst), (Some(6000), Some(70_000)));
         assert!(member_name(&tap.name).is_some());
     }
 

@@ -150,12 +150,14 @@ pub(crate) fn short(text: &str) -> String {
     text.chars().take(60).collect()
 }
 
-/// Bits per second; bursts are those of the fabric's own limiter.
+/// Bits per second, and bits that may pass at once.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct Bandwidth {
     pub(crate) ingress_rate: Option<u64>,
     pub(crate) egress_rate: Option<u64>,
+    pub(crate) ingress_burst: Option<u64>,
+    pub(crate) egress_burst: Option<u64>,
 }
 
 /// A port mapping as the runtime gives it.
@@ -467,7 +469,15 @@ mod tests {
             "bandwidth": { "ingressRate": 8_000_000, "ingressBurst": 1, "egressRate": 0 } } });
         let config = config(taken).unwrap();
         assert_eq!(config.ip, Some(Ipv4Addr::new(10, 0, 0, 7)));
-        assert_eq!(config.bandwidth, Bandwidth { ingress_rate: Some(8_000_000), egress_rate: Some(0) });
+        assert_eq!(
+            config.bandwidth,
+            Bandwidth {
+                ingress_rate: Some(8_000_000),
+                egress_rate: Some(0),
+                ingress_burst: Some(1),
+                egress_burst: None
+            }
+        );
     }
 
     #[test]
