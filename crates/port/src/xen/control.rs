@@ -84,7 +84,7 @@ struct Vif {
     own: BusState,
     /// Why it was disconnected, if that was the frontend's doing.
     trouble: Option<String>,
-    /// The frontend was found connected to the backend before this one; until when that one may hold what it had.
+    /// The frontend was found connected, or nearly, to the backend before this one; until when that one may hold what it had.
     held_until: Option<Instant>,
 }
 
@@ -187,9 +187,11 @@ impl Control<'_> {
                 continue;
             }
             let own = store.read(&format!("{back}/state"))?.map_or(BusState::Unknown, |text| BusState::parse(&text));
-            // Connected was the backend before this one; what it had is to be connected again.
-            let held_until = (own == BusState::Connected).then(|| Instant::now() + HELD);
-            let own = if held_until.is_some() { BusState::Initialising } else { own };
+            // Connected was the backend before this one; what it had is to be connected again. One that was about to
+            // write so has bound the channels already.
+            let may_hold = matches!(own, BusState::Connected | BusState::InitWait);
+            let held_until = may_hold.then(|| Instant::now() + HELD);
+            let own = if own == BusState::Connected { BusState::Initialising } else { own };
             return Ok(Some(Vif { domain, back, front, own, trouble: None, held_until }));
         }
         self.exchange.say(if is_nameless && self.config.mac.is_none() {

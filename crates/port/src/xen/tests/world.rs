@@ -17,9 +17,21 @@ use tombolo_ring::xen::{Checksum, PAGE_BYTES, RingPage, RxFront, TxFront, TxPart
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::frame::Offload;
 
+struct Transaction {
+    /// The version that it began with.
+    began: u64,
+    /// Nodes that it writes, and their values.
+    writes: Vec<(String, Vec<u8>)>,
+}
+
 #[derive(Default)]
 struct State {
     nodes: BTreeMap<String, Vec<u8>>,
+    /// Raised with each change of `nodes`.
+    version: u64,
+    /// Open transactions by their number.
+    transactions: HashMap<u32, Transaction>,
+    started: u32,
     /// Connection, path as it was given, token.
     watches: Vec<(usize, String, String)>,
     streams: HashMap<usize, UnixStream>,
@@ -90,7 +102,7 @@ impl World {
     fn write(&self, nodes: &[(String, String)]) {
         let mut state = self.lock();
         for (path, value) in nodes {
-            state.nodes.insert(path.clone(), value.clone().into_bytes());
+            state.put(path, value.as_bytes());
         }
         for (path, _) in nodes {
             state.tell(path);
@@ -101,6 +113,7 @@ impl World {
         let mut state = self.lock();
         let below = format!("{path}/");
         state.nodes.retain(|node, _| node != path && !node.starts_with(&below));
+        state.version += 1;
         state.tell(path);
     }
 
@@ -121,6 +134,11 @@ fn message(kind: u32, request: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 impl State {
+    fn put(&mut self, path: &str, value: &[u8]) {
+        self.nodes.insert(path.into(), value.into());
+        self.version += 1;
+    }
+
     /// Sends the events of a change at `path`.
     fn tell(&mut self, path: &str) {
         for (connection, watched, token) in &self.watches {
@@ -133,8 +151,8 @@ impl State {
         }
     }
 
-    /// Answers a request: type and payload.
-    fn answer(&mut self, connection: usize, kind: u32, payload: &[u8]) -> (u32, Vec<u8>) {
+    /// Answers a request: type and payload. `transaction` is 0 outside of one.
+    fn answer(&mut self, connection: usize, kind: u32, transaction: u32, payload: &[u8]) -> (u32, Vec<u8>) {
         let parts: Vec<&str> =
             payload.split(|byte| *byte == 0).map(|part| std::str::from_utf8(part).unwrap()).collect();
         let path = absolute(parts[0]);
@@ -160,17 +178,34 @@ impl State {
                 self.watches.retain(|watch| *watch != (connection, parts[0].into(), parts[1].into()));
                 (5, b"OK\0".to_vec())
             }
-            // Transactions are whole already: one lock for all.
-            6 => (6, b"1\0".to_vec()),
-            7 if self.conflicts > 0 => {
-                self.conflicts -= 1;
-                (16, b"EAGAIN\0".to_vec())
+            6 => {
+                self.started += 1;
+                self.transactions.insert(self.started, Transaction { began: self.version, writes: Vec::new() });
+                (6, format!("{}\0", self.started).into_bytes())
             }
-            7 => (7, b"OK\0".to_vec()),
-            11 if self.conflicts > 0 => (11, b"OK\0".to_vec()),
+            // Any change since it began is a conflict, as in the first xenstored.
+            7 => match self.transactions.remove(&transaction) {
+                None => (16, b"ENOENT\0".to_vec()),
+                Some(open) if parts[0] == "T" && (self.conflicts > 0 || open.began != self.version) => {
+                    self.conflicts = self.conflicts.saturating_sub(1);
+                    (16, b"EAGAIN\0".to_vec())
+                }
+                Some(open) => {
+                    let writes = if parts[0] == "T" { open.writes } else { Vec::new() };
+                    writes.iter().for_each(|(path, value)| self.put(path, value));
+                    writes.iter().for_each(|(path, _)| self.tell(path));
+                    (7, b"OK\0".to_vec())
+                }
+            },
             11 => {
-                self.nodes.insert(path.clone(), parts[1].as_bytes().to_vec());
-                self.tell(&path);
+                let value = parts[1].as_bytes();
+                match self.transactions.get_mut(&transaction) {
+                    Some(open) => open.writes.push((path, value.into())),
+                    None => {
+                        self.put(&path, value);
+                        self.tell(&path);
+                    }
+                }
                 (11, b"OK\0".to_vec())
             }
             _ => (16, b"ENOSYS\0".to_vec()),
@@ -191,7 +226,7 @@ fn serve(world: &World, connection: usize, mut stream: UnixStream) {
             break;
         }
         let mut state = world.lock();
-        let (kind, answer) = state.answer(connection, word(0), &payload);
+        let (kind, answer) = state.answer(connection, word(0), word(8), &payload);
         let _ = stream.write_all(&message(kind, word(4), &answer));
         if word(0) == 4 {
             // The first event of a watch comes at once.
