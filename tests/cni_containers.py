@@ -321,7 +321,7 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
         cni = Cni(f, "1.1.0")
         mappings = [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}, {"hostPort": 8081, "containerPort": 80, "hostIP": "127.0.0.1"},
-                    {"hostPort": 8053, "containerPort": 53, "protocol": "UDP"}]
+                    {"hostPort": 8053, "containerPort": 53, "protocol": "UDP"}, {"hostPort": 8084, "containerPort": 80, "hostIP": "::1"}]
         config = {"runtimeConfig": {"portMappings": mappings}}
         result = cni("ADD", "c1", path(one), **config)
         server = ("import socket\nwith socket.create_server(('', 80)) as s:\n while True:\n  c, _ = s.accept()\n"
@@ -329,9 +329,11 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         stack.enter_context(Process(["python3", "-c", server], name="server", netns=one))
         until("the mapping leads to the container", lambda: listens(outside, "198.51.100.2", "8080"), 30)
         until("also from the host's loopback", lambda: listens(outside, "127.0.0.1", "8081"), 30)
+        until("from its IPv6 loopback", lambda: listens(outside, "::1", "8084"), 30)
         assert not listens(outside, "198.51.100.2", "8081"), "it is of 127.0.0.1 alone"
         assert {(w["proto"], w["listen"], w["to"]) for w in f.status()["forwards"]} == {
-            ("tcp", "0.0.0.0:8080", "c1:80"), ("tcp", "127.0.0.1:8081", "c1:80"), ("udp", "0.0.0.0:8053", "c1:53")}
+            ("tcp", "0.0.0.0:8080", "c1:80"), ("tcp", "127.0.0.1:8081", "c1:80"), ("udp", "0.0.0.0:8053", "c1:53"),
+            ("tcp", "[::1]:8084", "c1:80")}
         cni("CHECK", "c1", path(one), prevResult=result, **config)
         more = {"runtimeConfig": {"portMappings": [{"hostPort": 9999, "containerPort": 9}]}}
         assert "9999" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result, **more)
@@ -343,16 +345,18 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         said = refused(100, cni, "ADD", "c2", path(two), **taken)
         assert "8082" in said and "another program listens there" in said and "choose another port" in said, said
         holder.kill()
-        assert "hostIP" in refused(2, cni, "ADD", "c2", path(two), runtimeConfig={"portMappings": [{**mappings[0], "hostIP": "::1"}]})
+        assert "hostIP" in refused(7, cni, "ADD", "c2", path(two), runtimeConfig={"portMappings": [{**mappings[0], "hostIP": "::g"}]})
         assert set(cni.ports()) == {"c1"} and "eth0" not in two.ip("link")
         # A daemon that is killed, and the next one.
         f.kill()
         f.start()
         until("the mapping is there again", lambda: listens(outside, "198.51.100.2", "8080"), 60)
+        until("also the one of IPv6", lambda: listens(outside, "::1", "8084"), 60)
         cni("CHECK", "c1", path(one), prevResult=result, **config)
         cni("DEL", "c1", path(one), **config)
         rules = lambda: outside.run("nft", "list", "ruleset").stdout  # noqa: E731
         assert not f.status()["forwards"] and "dnat ip to" not in rules(), rules()
+        assert not listens(outside, "::1", "8084")
         # By cnitool, which passes the capability on, and GC without the container in its list.
         listed = conflist(f, "1.1.0")
         listed["plugins"][0]["capabilities"] = {"portMappings": True}
@@ -361,7 +365,7 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         add = ["nsenter", f"--net=/run/netns/{outside}", str(tool), "add", "pods", path(one)]
         done = subprocess.run(add, env=environment, capture_output=True, text=True, timeout=60 * SLOW)
         assert done.returncode == 0, (done.stdout, done.stderr)
-        assert len(f.status()["forwards"]) == 3
+        assert len(f.status()["forwards"]) == 4
         until("the mapping of cnitool leads there", lambda: listens(outside, "198.51.100.2", "8080"), 30)
         cni("GC", **{"cni.dev/valid-attachments": []})
         assert not f.status()["forwards"] and not cni.ports() and "dnat ip to" not in rules()

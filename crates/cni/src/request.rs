@@ -291,18 +291,9 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>, CniError> {
             "udp" => "udp",
             other => return Err(wrong(i, "protocol", "\"tcp\" or \"udp\"", other)),
         };
-        let host = match &raw.host_ip[..] {
-            "" => Ipv4Addr::UNSPECIFIED,
-            text => match text.parse() {
-                Ok(IpAddr::V4(address)) => address,
-                Ok(IpAddr::V6(address)) => {
-                    return Err(CniError::Unsupported(format!(
-                        "runtimeConfig.portMappings[{i}].hostIP: expected an IPv4 address, found {address}: the plugin \
-                         maps ports of the host's IPv4 addresses only; leave the mapping out, or give an IPv4 address"
-                    )));
-                }
-                Err(_) => return Err(wrong(i, "hostIP", "an IPv4 address of the host", text)),
-            },
+        let host: IpAddr = match &raw.host_ip[..] {
+            "" => Ipv4Addr::UNSPECIFIED.into(),
+            text => text.parse().map_err(|_| wrong(i, "hostIP", "an address of the host", text))?,
         };
         let listen = SocketAddr::from((host, port("hostPort", raw.host_port)?));
         let mapping = Mapping { protocol, listen, port: port("containerPort", raw.container_port)? };
@@ -428,6 +419,7 @@ mod tests {
         assert_eq!(read("", ""), expected("tcp", "0.0.0.0:80"));
         assert_eq!(read("TCP", "127.0.0.1"), expected("tcp", "127.0.0.1:80"));
         assert_eq!(read("udp", "0.0.0.0"), expected("udp", "0.0.0.0:80"));
+        assert_eq!(read("tcp", "fd00::1"), expected("tcp", "[fd00::1]:80"));
         assert!(config(json!({ "runtimeConfig": { "portMappings": [] } })).unwrap().mappings.is_empty());
         let twice = vec![json!({ "hostPort": 1, "containerPort": 2 }); 2];
         assert_eq!(config(json!({ "runtimeConfig": { "portMappings": twice } })).unwrap().mappings.len(), 1);
@@ -450,7 +442,6 @@ mod tests {
             (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 65536, "containerPort": 1 }] } }), 7, "65536"),
             (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": -1, "containerPort": 1 }] } }), 6, "decoded"),
             (mapping("sctp", ""), 7, "protocol"),
-            (mapping("tcp", "fd00::1"), 2, "hostIP"),
             (mapping("tcp", "host\"\n"), 7, "hostIP"),
             (
                 json!({ "runtimeConfig": { "portMappings": vec![json!({ "hostPort": 1, "containerPort": 1 }); 257] } }),

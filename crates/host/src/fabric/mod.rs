@@ -772,6 +772,13 @@ impl Running {
         self.relay.as_ref()?.fault(&self.relay_route(forward)?)
     }
 
+    /// Has the kernel and the relay forward what the file and the additions of now say.
+    fn forwards_again(&mut self) -> Result<(), FabricError> {
+        self.kernel_again()?;
+        self.settle_relay();
+        Ok(())
+    }
+
     /// Has the relay pass on what the forwards of now need.
     pub(crate) fn settle_relay(&mut self) {
         let routes: Vec<_> = self.spec.forwards.iter().filter_map(|f| self.relay_route(f)).collect();
@@ -859,7 +866,7 @@ impl Running {
             ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
             if forwards {
-                self.kernel_again()?;
+                self.forwards_again()?;
             }
             machines.iter().try_for_each(|machine| self.start_or_wait(machine))
         });
@@ -879,7 +886,7 @@ impl Running {
             }
             (self.spec, self.facts) = old;
             self.update_names();
-            if forwards && let Err(error) = self.kernel_again() {
+            if forwards && let Err(error) = self.forwards_again() {
                 (self.say)(&format!("the rules of before cannot be put back: {error}"));
             }
             self.dir().record(|o| {
@@ -981,7 +988,7 @@ impl Running {
         self.update_names();
         self.forget_addition(name)?;
         if forwards {
-            self.kernel_again()?;
+            self.forwards_again()?;
         }
         self.forget_rates(name);
         self.record_standing();
