@@ -108,7 +108,7 @@ const NATIVE: Key = key(
 );
 const BOOT: Key = key(
     "boot",
-    "{ server = \"10.0.0.5\", file = \"undionly.kpxe\", arch = { x86-64-uefi = \"ipxe.efi\" }, ipxe = \"http://…\", url6 = \"tftp://…\", \
+    "{ server = \"10.0.0.5\", file = \"undionly.kpxe\", arch = { x86-64-uefi = \"ipxe.efi\" }, ipxe = \"boot.ipxe\", url6 = \"…\", \
      arch6 = { … }, ipxe6 = \"…\" }, each if wanted",
     "what the network says",
     "what it boots from the network, in place of what the network says; without `server`, from the network's (docs/boot.md)",
