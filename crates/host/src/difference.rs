@@ -13,7 +13,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::net::IpAddr;
 
 use tombolo_shm::ivshmem::links::Config;
 use tombolo_switch::class::Marking;
@@ -21,7 +20,7 @@ use tombolo_switch::limit::{Limit, Rates, Storm};
 use tombolo_switch::policy::Isolation;
 use tombolo_switch::vlan::Membership;
 
-use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Target, Uplink, boot_text, class_word};
+use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Uplink, boot_text, class_word};
 use crate::plan::{self, KernelUplink, MachinePlan, Plan, PortPlan};
 
 /// A fabric file and what it comes to.
@@ -556,12 +555,7 @@ fn rates_text(rates: &Rates) -> Option<String> {
 
 /// What a forward is known by, and where it goes.
 fn forward_texts(f: &Forward) -> (String, String) {
-    let target = match &f.target {
-        Target::Name(name) => name.clone(),
-        Target::Ip(IpAddr::V4(ip)) => ip.to_string(),
-        Target::Ip(IpAddr::V6(ip)) => format!("[{ip}]"),
-    };
-    (format!("forward {} {}", f.proto.word(), f.listen), format!("{target}:{}", f.port))
+    (format!("forward {} {}", f.proto.word(), f.listen), f.target.with_port(f.port))
 }
 
 /// The keys in which two parts of the same section differ.

@@ -39,6 +39,7 @@ use std::process::Command;
 use crate::file::Uplink6;
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
+use crate::routes;
 use crate::run::{LIMIT, run};
 use crate::rundir::Sysctl;
 
@@ -244,21 +245,9 @@ pub fn forward6(before: &[Sysctl]) -> Result<(), KernelError> {
     set(FORWARD6, "1")
 }
 
-/// Whether this machine has a default route for IPv6, from the text of /proc/net/ipv6_route (its columns: Linux,
-/// net/ipv6/route.c). One that rejects packets, as that of the loopback device, is none.
-pub fn has_default_route6(table: &str) -> bool {
-    const RTF_REJECT: u32 = 0x0200;
-    table.lines().any(|line| {
-        let words: Vec<_> = line.split_ascii_whitespace().collect();
-        let [to, bits, .., flags, device] = words[..] else { return false };
-        let flags = u32::from_str_radix(flags, 16).unwrap_or(RTF_REJECT);
-        bits == "00" && to.bytes().all(|b| b == b'0') && flags & RTF_REJECT == 0 && device != "lo"
-    })
-}
-
 /// Whether members of the uplink's network get anywhere with IPv6.
 pub fn leads_out6(network: &crate::file::Network) -> bool {
-    let routed = || std::fs::read_to_string("/proc/net/ipv6_route").is_ok_and(|table| has_default_route6(&table));
+    let routed = || std::fs::read_to_string("/proc/net/ipv6_route").is_ok_and(|table| routes::has_default6(&table));
     match network.uplink6 {
         Uplink6::Off => false,
         Uplink6::Routed => has_ipv6(),
@@ -266,15 +255,9 @@ pub fn leads_out6(network: &crate::file::Network) -> bool {
     }
 }
 
-/// Whether a device has a link-local address that it still looks for duplicates of, from the text of /proc/net/if_inet6
-/// (address, index, prefix length, scope, flags, name).
+/// Whether a device has an address that it still looks for duplicates of, from the text of /proc/net/if_inet6.
 fn is_tentative(table: &str, device: &str) -> bool {
-    const TENTATIVE: u32 = 0x40;
-    table.lines().any(|line| {
-        let words: Vec<_> = line.split_ascii_whitespace().collect();
-        let [_, _, _, _, flags, name] = words[..] else { return false };
-        name == device && u32::from_str_radix(flags, 16).is_ok_and(|flags| flags & TENTATIVE != 0)
-    })
+    routes::addresses6(table).any(|address| address.device == device && address.is_tentative)
 }
 
 /// Switches IPv6 on at the tap of an uplink; with `anew` it loses the addresses that it had. Its link-local address follows from
@@ -386,24 +369,6 @@ mod tests {
     fn an_address_is_tentative_by_its_flag() {
         let table = "fe800000000000000000000000000001 02 40 20 80 eth0\nfe800000000000000000000000000002 03 40 20 c0 tb-a-lan\n";
         assert!(is_tentative(table, "tb-a-lan") && !is_tentative(table, "eth0") && !is_tentative("x", "eth0"));
-    }
-
-    #[test]
-    fn a_default_route_that_rejects_is_none() {
-        let zero = "0".repeat(32);
-        let route = |flags: &str, device: &str, bits: &str| {
-            format!(
-                "{zero} {bits} {zero} 00 fe800000000000000000000000000001 00000400 00000001 00000000 {flags} {device}\n"
-            )
-        };
-        assert!(has_default_route6(&route("00000003", "eth0", "00")));
-        let others = [
-            route("00200200", "lo", "00"),
-            route("00000203", "eth0", "00"),
-            route("00000003", "eth0", "40"),
-            "x\n".into(),
-        ];
-        assert!(!has_default_route6(&others.concat()));
     }
 
     #[test]

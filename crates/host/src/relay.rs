@@ -30,6 +30,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use crate::file::Proto;
+use crate::routes;
 
 /// Connections that one forward has at a time.
 pub const CONNECTIONS: usize = 1024;
@@ -199,18 +200,10 @@ fn local4(table: &str) -> Vec<Ipv4Addr> {
     out
 }
 
-/// The addresses of this machine in the text of /proc/net/if_inet6 (address, index, prefix length, scope, flags, name), without
-/// link-local and tentative ones.
+/// The addresses of this machine in the text of /proc/net/if_inet6, without link-local and tentative ones.
 fn local6(table: &str) -> Vec<Ipv6Addr> {
-    const TENTATIVE: u32 = 0x40;
-    let row = |line: &str| {
-        let words: Vec<_> = line.split_ascii_whitespace().collect();
-        let [address, _, _, _, flags, _] = words[..] else { return None };
-        let address = Ipv6Addr::from_bits(u128::from_str_radix(address, 16).ok()?);
-        let flags = u32::from_str_radix(flags, 16).ok()?;
-        (!address.is_unicast_link_local() && flags & TENTATIVE == 0).then_some(address)
-    };
-    table.lines().filter_map(row).collect()
+    let usable = routes::addresses6(table).filter(|a| !a.ip.is_unicast_link_local() && !a.is_tentative);
+    usable.map(|address| address.ip).collect()
 }
 
 /// Opens what is missing of a forward's listeners, and ends those of addresses that are gone.

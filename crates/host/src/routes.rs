@@ -44,16 +44,60 @@ pub fn host() -> Vec<Route> {
     std::fs::read_to_string("/proc/net/route").map(|t| parse(&t)).unwrap_or_default()
 }
 
-/// A route to a part of `prefix`, a /64, in the text of /proc/net/ipv6_route (its columns: Linux, net/ipv6/route.c), as prefix and
-/// device. Routes to single hosts do not count.
-pub fn taken6(table: &str, prefix: Ipv6Addr, own: &str) -> Option<(String, String)> {
-    table.lines().find_map(|line| {
+/// A route for IPv6.
+struct Route6<'t> {
+    to: Ipv6Addr,
+    bits: u8,
+    flags: u32,
+    device: &'t str,
+}
+
+/// The routes in the text of /proc/net/ipv6_route (its columns: Linux, net/ipv6/route.c).
+fn routes6(table: &str) -> impl Iterator<Item = Route6<'_>> {
+    table.lines().filter_map(|line| {
         let words: Vec<_> = line.split_ascii_whitespace().collect();
-        let [to, bits, .., device] = words[..] else { return None };
+        let [to, bits, .., flags, device] = words[..] else { return None };
         let to = Ipv6Addr::from_bits(u128::from_str_radix(to, 16).ok()?);
-        let bits = u8::from_str_radix(bits, 16).ok()?;
+        let (bits, flags) = (u8::from_str_radix(bits, 16).ok()?, u32::from_str_radix(flags, 16).ok()?);
+        Some(Route6 { to, bits, flags, device })
+    })
+}
+
+/// A route to a part of `prefix`, a /64, in the text of /proc/net/ipv6_route, as prefix and device. Routes to single hosts do
+/// not count.
+pub fn taken6(table: &str, prefix: Ipv6Addr, own: &str) -> Option<(String, String)> {
+    routes6(table).find_map(|Route6 { to, bits, device, .. }| {
         let inside = (64..128).contains(&bits) && (to.to_bits() ^ prefix.to_bits()) >> 64 == 0;
         (inside && device != own).then(|| (format!("{to}/{bits}"), device.to_string()))
+    })
+}
+
+/// Whether there is a default route in the text of /proc/net/ipv6_route. One that rejects packets, as that of the loopback
+/// device, is none.
+pub fn has_default6(table: &str) -> bool {
+    const RTF_REJECT: u32 = 0x0200;
+    routes6(table).any(|r| r.bits == 0 && r.to.is_unspecified() && r.flags & RTF_REJECT == 0 && r.device != "lo")
+}
+
+/// An IPv6 address of this machine.
+pub struct Address6<'t> {
+    /// The address.
+    pub ip: Ipv6Addr,
+    /// Whether the kernel still looks whether another machine has it.
+    pub is_tentative: bool,
+    /// The interface.
+    pub device: &'t str,
+}
+
+/// The addresses in the text of /proc/net/if_inet6 (address, index, prefix length, scope, flags, name).
+pub fn addresses6(table: &str) -> impl Iterator<Item = Address6<'_>> {
+    const TENTATIVE: u32 = 0x40;
+    table.lines().filter_map(|line| {
+        let words: Vec<_> = line.split_ascii_whitespace().collect();
+        let [ip, _, _, _, flags, device] = words[..] else { return None };
+        let ip = Ipv6Addr::from_bits(u128::from_str_radix(ip, 16).ok()?);
+        let flags = u32::from_str_radix(flags, 16).ok()?;
+        Some(Address6 { ip, is_tentative: flags & TENTATIVE != 0, device })
     })
 }
 
@@ -127,6 +171,24 @@ mod tests {
             Clash::Shadowed(r) => format!("{} shadows {}", n.name, r.device),
         };
         clashes(&fabric, &parse(TABLE)).into_iter().map(word).collect()
+    }
+
+    #[test]
+    fn a_default_route_that_rejects_is_none() {
+        let zero = "0".repeat(32);
+        let route = |flags: &str, device: &str, bits: &str| {
+            format!(
+                "{zero} {bits} {zero} 00 fe800000000000000000000000000001 00000400 00000001 00000000 {flags} {device}\n"
+            )
+        };
+        assert!(has_default6(&route("00000003", "eth0", "00")));
+        let others = [
+            route("00200200", "lo", "00"),
+            route("00000203", "eth0", "00"),
+            route("00000003", "eth0", "40"),
+            "x\n".into(),
+        ];
+        assert!(!has_default6(&others.concat()));
     }
 
     #[test]

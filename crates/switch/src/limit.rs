@@ -203,12 +203,6 @@ pub struct Rate {
     pub burst: Option<u64>,
 }
 
-impl Rate {
-    fn is_limit(&self) -> bool {
-        self.bits.is_some() || self.frames.is_some()
-    }
-}
-
 /// What a port may carry, from the view of the member behind it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rates {
@@ -303,8 +297,8 @@ pub(crate) struct Meters {
 
 impl Meters {
     pub(crate) fn new(whole: Rate, classes: [Rate; CLASSES]) -> Meters {
-        let is_any = classes.iter().any(Rate::is_limit);
-        Meters { whole: Meter::new(whole), classes: is_any.then(|| Box::new(classes.map(Meter::new))) }
+        let classes = classes.map(Meter::new);
+        Meters { whole: Meter::new(whole), classes: classes.iter().any(Meter::is_on).then(|| Box::new(classes)) }
     }
 
     /// Whether there is any limit.

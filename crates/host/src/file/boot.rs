@@ -23,23 +23,20 @@ pub(super) fn boot(s: &mut Section<'_, '_, '_, '_>) -> Option<BootConfig> {
     }
     let mut out = BootConfig::default();
     entries(s, "boot", &WORDS, |word, value| {
-        let text = |check: fn(&str) -> bool| value.as_str().filter(|t| is_sound(t) && check(t)).map(String::from);
-        match word {
-            "server" => out.server = value.as_str().and_then(|t| t.parse().ok()),
-            "file" => out.file = text(|_| true),
-            "ipxe" => out.ipxe = text(|_| true),
-            "url6" => out.url6 = text(is_url),
-            "ipxe6" => out.ipxe6 = text(is_url),
+        let (place, needs_url) = match word {
+            "server" => {
+                out.server = value.as_str().and_then(|t| t.parse().ok());
+                return out.server.is_some();
+            }
+            "file" => (&mut out.file, false),
+            "ipxe" => (&mut out.ipxe, false),
+            "url6" => (&mut out.url6, true),
+            "ipxe6" => (&mut out.ipxe6, true),
             // Read below, entry by entry.
             _ => return value.as_table().is_some(),
-        }
-        match word {
-            "server" => out.server.is_some(),
-            "file" => out.file.is_some(),
-            "ipxe" => out.ipxe.is_some(),
-            "url6" => out.url6.is_some(),
-            _ => out.ipxe6.is_some(),
-        }
+        };
+        *place = value.as_str().filter(|t| is_sound(t) && (!needs_url || is_url(t))).map(String::from);
+        place.is_some()
     });
     let table = value.as_table()?;
     for (word, of) in [("arch", &mut out.architectures), ("arch6", &mut out.architectures6)] {

@@ -75,22 +75,17 @@ pub(super) fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
     }
 }
 
-/// The words of the key `class`.
-const CLASSES: [(&str, Marking); 5] = [
-    ("urgent", Marking::Fixed(Class::Urgent)),
-    ("high", Marking::Fixed(Class::High)),
-    ("normal", Marking::Fixed(Class::Normal)),
-    ("background", Marking::Fixed(Class::Background)),
-    ("marked", Marking::Marks),
-];
-
 fn marking(word: &str) -> Option<Marking> {
-    CLASSES.iter().find(|(name, _)| *name == word).map(|(_, marking)| *marking)
+    let fixed = Class::ALL.into_iter().map(Marking::Fixed);
+    fixed.chain([Marking::Marks]).find(|marking| class_word(*marking) == word)
 }
 
 /// The word for it in the key `class`.
 pub(crate) fn class_word(marking: Marking) -> &'static str {
-    CLASSES.iter().find(|(_, one)| *one == marking).map_or("normal", |(word, _)| word)
+    match marking {
+        Marking::Fixed(class) => class.word(),
+        Marking::Marks => "marked",
+    }
 }
 
 /// Each entry of the table `key`, by name; `read` says whether it fits.
