@@ -9,6 +9,7 @@ from lib.tap import Inside
 
 ROUTER, GATEWAY, GUEST = "10.87.0.2", "10.87.0.1", "10.87.0.9"
 FORWARD, REDIRECTS = "/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv4/conf/all/accept_redirects"
+FORWARD6 = "/proc/sys/net/ipv6/conf/all/forwarding"
 
 
 def veth(a, b, first, second, name):
@@ -187,3 +188,29 @@ def test_a_host_that_routes_goes_on_routing():
             assert not left.pings(GUEST), "a guest is reached without a forward"
             fabric.down()
         assert read(host, FORWARD) == "1" and left.answers("198.51.100.9")
+
+
+@timeout(300)
+def test_the_forwarding_of_a_killed_fabric_is_its_own_also_for_the_next_fabric():
+    """A second fabric, started after the first one was killed, neither takes the host for a router nor leaves it one."""
+    with worlds(5) as (folder, (host, left, right, guest, other)):
+        veth(host, left, "192.0.2.1/24", "192.0.2.9/24", "left")
+        veth(host, right, "198.51.100.1/24", "198.51.100.9/24", "right")
+        left.ip("route", "add", "default", "via", "192.0.2.1")
+        right.ip("route", "add", "default", "via", "198.51.100.1")
+        settings = lambda: {path: read(host, path) for path in (FORWARD, REDIRECTS, FORWARD6, *(  # noqa: E731
+            f"/proc/sys/net/ipv{family}/conf/{name}/forwarding" for name in ("default", "left", "right", "lo") for family in (4, 6)))}
+        before = settings()
+        assert before[FORWARD] == before[FORWARD6] == "0"
+        second = text(other).replace('name = "trust"', 'name = "second"').replace("[network.lan]", '[network.lan]\nsubnet = "10.88.0.0/24"')
+        with Fabric(folder, text(guest), netns=host) as first:
+            first.kill()
+            assert read(host, FORWARD) == read(host, FORWARD6) == "1"
+            with Fabric(folder, second.replace(f'ip = "{GUEST}"', 'ip = "10.88.0.9"'), netns=host) as fabric:
+                fabric.cli("down", "--fabric", first.name)
+                assert "tombolo_trust" not in host.run("nft", "list", "tables").stdout
+                other.ip("route", "add", "default", "via", "10.88.0.2")
+                assert other.answers("192.0.2.9") and other.answers("198.51.100.9"), "its guest goes out"
+                assert not left.pings("198.51.100.9") and not right.pings("192.0.2.9"), "the host routes for strangers"
+                fabric.down()
+            assert settings() == before

@@ -169,6 +169,15 @@ fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
     Err(failed(String::from_utf8_lossy(&output.stderr).lines().next().unwrap_or("no word").to_string()))
 }
 
+/// Whether this network namespace has such a table.
+pub fn has_table(table: &str) -> Result<bool, KernelError> {
+    let program = which("nft").ok_or(KernelError::NoNft)?;
+    let mut command = Command::new(program);
+    let output = run(command.args(["list", "tables", "inet"]), b"", LIMIT);
+    let output = output.map_err(|e| KernelError::Nft { what: "list tables inet", said: e.to_string() })?;
+    Ok(String::from_utf8_lossy(&output.stdout).lines().any(|line| line.trim() == format!("table inet {table}")))
+}
+
 /// Puts the rules in force.
 pub fn apply(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> Result<(), KernelError> {
     nft("-f - (making the table)", &rules(fabric, uplinks, forwarding))

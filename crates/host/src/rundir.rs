@@ -289,6 +289,15 @@ pub fn running(root: &Path) -> Vec<String> {
     out
 }
 
+/// The records of fabrics that do not run and were not taken down: their daemons were killed.
+pub fn left_owners(root: &Path) -> Vec<Owner> {
+    let running = running(root);
+    let entries = fs::read_dir(root).into_iter().flatten().flatten();
+    let left = entries.filter(|e| e.file_name().to_str().is_some_and(|name| !running.iter().any(|r| r == name)));
+    let read = |e: fs::DirEntry| serde_json::from_slice(&fs::read(e.path().join("owner.json")).ok()?).ok();
+    left.filter_map(read).collect()
+}
+
 /// The owned runtime directory of one fabric. Dropping it releases the lock.
 #[derive(Debug)]
 pub struct RunDir {

@@ -189,6 +189,8 @@ pub struct Running {
     relay: Option<Relay>,
     /// What has its fd store replaced.
     bypass_watch: Option<tokio::task::JoinHandle<()>>,
+    /// What looks for routes out of this machine.
+    routers6_watch: Option<tokio::task::AbortHandle>,
     pub(crate) say: Say,
     /// What the user should know of this start.
     pub(crate) notes: Vec<String>,
@@ -339,6 +341,7 @@ impl Running {
             bypass_faults: BTreeMap::new(),
             relay: None,
             bypass_watch: None,
+            routers6_watch: None,
             say,
             notes: vec![],
             takeover: vec![],
@@ -535,7 +538,6 @@ impl Running {
         self.kernel_taps(plan, false)?;
         self.settle_relay();
         self.settle_routers6();
-        self.watch_routers6();
         self.start_bypass(plan);
         self.direct_links(plan)?;
         if let Some(links) = self.links() {
@@ -711,9 +713,11 @@ impl Running {
     /// Records how a family was forwarded before there were fabrics. Returns whether it was, and what is to be set still.
     fn record_forwarding(&mut self, key: &str, mut before: Vec<Sysctl>) -> Result<(bool, Vec<Sysctl>), FabricError> {
         let set = before.iter().any(|s| s.key == key && s.before == "1");
-        // Where another fabric has set it, the values from before are those that it found: the last one down restores them.
+        // Where another fabric has set it, the values from before are those that it found: the last one down restores them. The
+        // other one may have been killed: then it has not restored them yet.
         let was_off = |s: &Sysctl| s.key == key && s.before != "1";
-        if let Some(theirs) = self.other_owners()?.into_iter().find(|o| o.sysctls.iter().any(was_off)) {
+        let others = self.other_owners()?.into_iter().chain(if set { self.killed_owners()? } else { vec![] });
+        if let Some(theirs) = others.into_iter().find(|o| o.sysctls.iter().any(was_off)) {
             before = by_family(theirs.sysctls, key).0;
         }
         self.dir().record(|o| {
@@ -724,6 +728,22 @@ impl Running {
         });
         let forwarded = !self.dir().owner().sysctls.iter().any(was_off);
         Ok((forwarded, if set { vec![] } else { before }))
+    }
+
+    /// The owner records of other fabrics whose daemons were killed, and whose rules are still in this network namespace: a record
+    /// without its table is from before a restart of the machine, or of another namespace.
+    fn killed_owners(&self) -> Result<Vec<crate::rundir::Owner>, FabricError> {
+        let root = crate::rundir::runtime_root()?;
+        let mut found = vec![];
+        for owner in crate::rundir::left_owners(&root) {
+            if let Some(table) = &owner.nft_table
+                && !owner.sysctls.is_empty()
+                && kernel::has_table(table)?
+            {
+                found.push(owner);
+            }
+        }
+        Ok(found)
     }
 
     /// The owner records of the other fabrics that run.

@@ -244,6 +244,7 @@ impl Running {
 
     /// Has each gateway advertise the router as the way out for IPv6, where there is one now.
     pub(crate) fn settle_routers6(&mut self) {
+        self.watch_routers6();
         for spec in &self.spec.networks {
             let Some(net) = self.networks.get_mut(&spec.name) else { continue };
             let Some(gateway) = &net.gateway else { continue };
@@ -258,16 +259,25 @@ impl Running {
         }
     }
 
-    /// Looks every now and then whether this machine has a default route for IPv6, and so members have a way out.
-    pub(crate) fn watch_routers6(&self) {
-        let me = self.me.clone();
-        tokio::spawn(async move {
-            loop {
-                tokio::time::sleep(ROUTES_LOOK).await;
-                let Some(running) = me.upgrade() else { return };
-                running.lock().await.settle_routers6();
+    /// Looks every now and then whether this machine has a default route for IPv6, and so members have a way out. No daemon wakes
+    /// for that in whose fabric no network depends on it.
+    fn watch_routers6(&mut self) {
+        let depends = |spec: &file::Network| spec.uplink == Uplink::Kernel && spec.router6().is_some();
+        if !self.spec.networks.iter().any(depends) {
+            if let Some(watch) = self.routers6_watch.take() {
+                watch.abort();
             }
-        });
+        } else if self.routers6_watch.is_none() {
+            let me = self.me.clone();
+            let watch = tokio::spawn(async move {
+                loop {
+                    tokio::time::sleep(ROUTES_LOOK).await;
+                    let Some(running) = me.upgrade() else { return };
+                    running.lock().await.settle_routers6();
+                }
+            });
+            self.routers6_watch = Some(watch.abort_handle());
+        }
     }
 
     /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the name servers.
