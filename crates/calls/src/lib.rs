@@ -13,6 +13,7 @@
 //! * [`session`]: one side of calls between two peers: answers, order, time that is left.
 //! * [`sections`] and [`frames`]: what carries them: the shared memory of a link, or a stream of
 //!   bytes.
+//! * [`hello`]: what two machines say before that.
 //! * [`transport`]: both together, with the life of the link or connection. Cells and processes
 //!   bring their own memory, doorbells and sockets.
 #![no_std]
@@ -25,6 +26,7 @@ mod call;
 pub mod carrier;
 mod error;
 pub mod frames;
+pub mod hello;
 pub mod queue;
 pub mod schedule;
 pub mod sections;

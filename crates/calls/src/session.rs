@@ -6,7 +6,9 @@
 //! The two peers' clocks are unrelated. A deadline crosses as the ns that are left when the request
 //! is given to the carrier. The receiver turns it into an instant of its own clock when it takes
 //! the request out. The transport time in between is not known. It makes the deadline later, never
-//! earlier. A request that would have to wait for room in the carrier is not accepted at all
+//! earlier. Over a stream this is corrected: the ns that are left are fewer by half of the shortest
+//! time that a call was on its way, there and back ([`Session::subtract_way`]). A request that would
+//! have to wait for room in the carrier is not accepted at all
 //! ([`CallError::Busy`]).
 //!
 //! # One answer per request
@@ -93,6 +95,15 @@ pub struct Stats {
     pub abandoned: u64,
 }
 
+/// What is kept of a call under way.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    /// Its long bytes.
+    long: usize,
+    /// When it was sent.
+    sent_ns: u64,
+}
+
 /// A slot of the peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Theirs {
@@ -114,8 +125,12 @@ fn long(bytes: usize) -> usize {
 #[derive(Debug)]
 pub struct Session {
     entries: u32,
-    /// Our own calls. Kept of each: its long bytes.
-    slots: Slots<usize, Result<Reply, CallError>>,
+    /// Our own calls.
+    slots: Slots<Asked, Result<Reply, CallError>>,
+    /// The shortest time that a call was on its way, there and back; `None` before the first answer.
+    way_ns: Option<u64>,
+    /// Half of that is subtracted from what is left of a deadline.
+    subtracts: bool,
     /// Long bytes of our calls under way.
     asked_bytes: usize,
     /// Long bytes of replies that wait to be fetched.
@@ -147,6 +162,8 @@ impl Session {
         Session {
             entries,
             slots: Slots::new(entries),
+            way_ns: None,
+            subtracts: false,
             asked_bytes: 0,
             reply_bytes: 0,
             serves: false,
@@ -162,6 +179,19 @@ impl Session {
     /// answered as failed.
     pub fn serve(&mut self) {
         self.serves = true;
+    }
+
+    /// From now on half of [`Session::way_ns`] is subtracted from what is left of a deadline, for a
+    /// peer that is far enough away for that to matter.
+    pub fn subtract_way(&mut self) {
+        self.subtracts = true;
+    }
+
+    /// The shortest time that a call of ours was on its way, there and back, in ns: its round trip without
+    /// the times that it waited and was served, which the peer states. A peer that states them
+    /// wrongly makes this smaller, never larger than its fastest answer. `None` before the first answer.
+    pub fn way_ns(&self) -> Option<u64> {
+        self.way_ns
     }
 
     /// Counters that only grow.
@@ -201,7 +231,10 @@ impl Session {
         let deadline_ns = options.deadline.instant_ns(|| now_ns, BEST_EFFORT);
         let left_ns = match deadline_ns {
             BEST_EFFORT => BEST_EFFORT,
-            deadline_ns => deadline_ns.saturating_sub(now_ns),
+            deadline_ns => {
+                let way_ns = self.way_ns.filter(|_| self.subtracts).unwrap_or(0);
+                deadline_ns.saturating_sub(now_ns).saturating_sub(way_ns / 2)
+            }
         };
         let ttl_ms = options.ttl_ms();
         let call = Call {
@@ -217,7 +250,7 @@ impl Session {
             Ok(false) => return Err(busy),
             Err(broken) => return Err(CallError::Broken(broken)),
         }
-        self.slots.begin(token, deadline_ns, options.until_ns(deadline_ns), long);
+        self.slots.begin(token, deadline_ns, options.until_ns(deadline_ns), Asked { long, sent_ns: now_ns });
         self.asked_bytes += long;
         self.stats.asked += 1;
         Ok(token)
@@ -361,6 +394,7 @@ impl Session {
     fn answered(&mut self, answer: Answer, bytes: Vec<u8>, most: usize, now_ns: u64) -> Result<(), Broken> {
         let (max, in_use) = ((REPLIES * most) as u64, self.reply_bytes as u64);
         let bytes_kept = long(bytes.len());
+        let at_peer_ns = answer.queued_ns.saturating_add(answer.service_ns);
         let mut is_reply = false;
         let ended = self.slots.answer(
             answer.token,
@@ -379,7 +413,10 @@ impl Session {
             self.reply_bytes += bytes_kept;
             self.stats.replied += 1;
         }
-        self.asked_bytes -= ended.kept;
+        let Asked { long, sent_ns } = ended.kept;
+        self.asked_bytes -= long;
+        let way_ns = now_ns.saturating_sub(sent_ns).saturating_sub(at_peer_ns);
+        self.way_ns = Some(self.way_ns.map_or(way_ns, |least| least.min(way_ns)));
         if let Some(waker) = ended.waker {
             waker.wake();
         }

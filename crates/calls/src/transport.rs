@@ -60,6 +60,11 @@ pub trait Stream {
 
     /// Ends the connection.
     fn close(&mut self);
+
+    /// Whether bytes have come that the frames did not want yet, and that wake no thread any more.
+    fn has_more(&self) -> bool {
+        false
+    }
 }
 
 #[derive(Debug)]
@@ -103,7 +108,9 @@ impl<L: Sections, S: Stream> Transport<L, S> {
     /// Over a connection on which both have greeted, with so many entries each way ([`Frames::greeted`]).
     pub fn on_stream(stream: S, frames: Frames, entries: u32, options: &ServeOptions) -> Transport<L, S> {
         let on = OnStream { stream, frames, over: false };
-        Transport { session: Session::new(entries, options), medium: Medium::Stream(on), up: true }
+        let mut session = Session::new(entries, options);
+        session.subtract_way();
+        Transport { session, medium: Medium::Stream(on), up: true }
     }
 
     /// Whether the peer is there, as of the last look.
@@ -241,6 +248,13 @@ impl<L: Sections, S: Stream> Transport<L, S> {
     /// Says that we are about to sleep. False where something waits, or the peer was found to have broken the protocol: then all who wait
     /// look again.
     pub fn arm(&mut self) -> bool {
+        if let Medium::Stream(on) = &self.medium
+            && !on.over
+            && on.stream.has_more()
+            && on.frames.wanted() > 0
+        {
+            return false;
+        }
         !self.up || self.with(|_, carrier| carrier.arm()).unwrap_or(false)
     }
 

@@ -80,6 +80,7 @@ const NAMES: &[(&str, &str, What)] = &[
     ("service watch", "name", What::Service),
     ("service bridge", "link", What::Link),
     ("service bridge", "to", What::Service),
+    ("service export", "services", What::Service),
     ("call", "name", What::Service),
 ];
 
@@ -325,7 +326,8 @@ mod tests {
             assert!(all.iter().any(|(p, a, _)| (p.as_str(), a.as_str()) == (*path, *argument)), "{path} {argument}");
         }
         // Names that are given to something new.
-        let new = [("port add", "name"), ("cell run", "name"), ("service bridge", "service")];
+        let new =
+            [("port add", "name"), ("cell run", "name"), ("service bridge", "service"), ("service import", "name")];
         for (path, argument, value) in &all {
             let names = ["NAME", "MEMBER", "LINK", "NETWORK"].contains(&value.as_str()) && !argument.ends_with("netns");
             let known = NAMES.iter().any(|(p, a, _)| (p, a) == (&path.as_str(), &argument.as_str()));

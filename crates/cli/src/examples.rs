@@ -158,6 +158,30 @@ const EXAMPLES: &[Examples] = &[
         ],
     ),
     (
+        "service keys",
+        &[("tombolo service keys --keys keys node-1 node-2", "once; then copy each machine's files to it")],
+    ),
+    (
+        "service export",
+        &[
+            (
+                "tombolo service export calculator --listen 0.0.0.0:7000 --keys keys --machine node-1 --allow node-2",
+                "node-2 may call it",
+            ),
+            ("tombolo service export calculator --listen 10.0.0.1:7000 --no-tls", "within a VPN of your own"),
+        ],
+    ),
+    (
+        "service import",
+        &[
+            (
+                "tombolo service import calculator --from node-1=192.0.2.7:7000 --keys keys --machine node-2",
+                "then: tombolo call calculator '6 * 7'",
+            ),
+            ("tombolo service import calculator --from 10.0.0.1:7000 --from 10.0.0.2:7000 --no-tls --pick sticky", ""),
+        ],
+    ),
+    (
         "call",
         &[
             ("tombolo call calc '6 * 7' --deadline 5ms", ""),

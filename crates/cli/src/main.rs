@@ -24,6 +24,7 @@ mod lab;
 mod link_bridge;
 mod logs;
 mod ls;
+mod machines;
 mod manual;
 mod metrics;
 mod number;

@@ -15,6 +15,7 @@ use tombolo_rpc::schedule::Late;
 
 use crate::bridge::Bridge;
 use crate::exit::{Exit, Failure};
+use crate::machines::{ExportCommand, ImportCommand, Keys};
 use crate::number;
 use crate::out::{self, Table, counted, scaled};
 use crate::select::Select;
@@ -35,6 +36,12 @@ pub(crate) enum Service {
     Watch(Watch),
     /// Pass calls between a cell or guest and the services of this machine
     Bridge(Bridge),
+    /// Make the keys by which machines know each other
+    Keys(Keys),
+    /// Offer services of this machine to other machines
+    Export(ExportCommand),
+    /// Make a service of another machine one of this machine
+    Import(ImportCommand),
 }
 
 #[derive(Args, Debug)]
@@ -103,6 +110,7 @@ fn refused(report: &Report) -> u64 {
 fn table(rows: &[(String, Result<Report, ConnectError>)]) -> String {
     let mut table = Table::new(&[
         "SERVICE",
+        "MACHINE",
         ">PID",
         ">CLIENTS",
         ">PENDING",
@@ -117,6 +125,7 @@ fn table(rows: &[(String, Result<Report, ConnectError>)]) -> String {
             Ok(r) => {
                 table.row(&[
                     name,
+                    &if r.machines.is_empty() { "-".to_string() } else { r.machines.join(",") },
                     &r.pid.to_string(),
                     &r.clients.to_string(),
                     &r.pending.to_string(),
@@ -127,7 +136,7 @@ fn table(rows: &[(String, Result<Report, ConnectError>)]) -> String {
                     &time(r.service.p99_ns),
                 ]);
             }
-            Err(error) => table.row(&[name, "-", "-", "-", "-", "-", "-", "-", "-"]).push(error.to_string()),
+            Err(error) => table.row(&[name, "-", "-", "-", "-", "-", "-", "-", "-", "-"]).push(error.to_string()),
         }
     }
     table.render(out::colour())
@@ -156,6 +165,9 @@ fn text(r: &Report) -> String {
         r.queue_bound,
         if r.admission { "on" } else { "off" },
     );
+    if !r.machines.is_empty() {
+        out.push_str(&format!("served by  {}\n", r.machines.join(", ")));
+    }
     out.push_str(&format!(
         "calls      {} pending, {} served ({} of them after their deadline), {} late, {} cancelled, {} expired, {} failed, {} abandoned by clients\n",
         r.pending, a.served, a.overran, a.late, a.cancelled, a.expired, a.failed, a.abandoned,
@@ -264,6 +276,9 @@ impl Service {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         match self {
             Service::Bridge(bridge) => bridge.run(select),
+            Service::Keys(keys) => keys.run(),
+            Service::Export(export) => export.run(),
+            Service::Import(import) => import.run(),
             Service::Ls(ls) => ls.run(),
             Service::Stats(stats) => stats.run(),
             Service::Slow(slow) => slow.run(),

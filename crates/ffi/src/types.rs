@@ -267,6 +267,7 @@ impl ServiceSettings {
             slow: duration(self.slow_ns, default.slow),
             polling: polling(self.polling)?,
             folder: folder.map(Into::into),
+            machines: default.machines,
         })
     }
 }

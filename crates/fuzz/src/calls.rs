@@ -3,6 +3,7 @@
 
 use tombolo_calls::carrier::Carrier;
 use tombolo_calls::frames::{self, Frames};
+use tombolo_calls::hello;
 use tombolo_calls::sections::{Plan, Rings};
 use tombolo_calls::session::{ServeOptions, Session};
 use tombolo_calls::{CallError, CallOptions, Request, Response};
@@ -168,5 +169,27 @@ pub fn calls_stream(input: &[u8], behaviour: &mut Behaviour) {
                 break;
             }
         }
+    }
+}
+
+/// What two machines say before calls, as either side reads it: byte by byte, as it may arrive.
+pub fn calls_hello(input: &[u8], behaviour: &mut Behaviour) {
+    let mut named = None;
+    for n in 0..=input.len().min(hello::MAX_HELLO_BYTES + 1) {
+        let read = hello::parse_hello(&input[..n]);
+        behaviour.note(read.as_ref().map(|name| name.as_ref().map(String::len)).map_err(std::mem::discriminant));
+        if let Ok(Some(name)) = &read {
+            // It is the same hello again, and nothing shorter was one.
+            assert_eq!(hello::hello(name).as_deref(), Ok(&input[..n]));
+            assert!(named.replace(n).is_none(), "read twice");
+        }
+        if read.is_err() {
+            break;
+        }
+    }
+    let verdict = hello::parse_verdict(input);
+    behaviour.note(verdict);
+    if let Ok(Some(verdict)) = verdict {
+        assert_eq!(hello::verdict(verdict), input[..hello::VERDICT_BYTES]);
     }
 }

@@ -16,5 +16,5 @@ macro_rules! fuzz {
 }
 
 fuzz!(targets: ring ivshmem gateway nat offload stream typed);
-fuzz!(calls: calls_link calls_stream);
+fuzz!(calls: calls_link calls_stream calls_hello);
 fuzz!(xen: xen_transmit xen_receive xen_store);

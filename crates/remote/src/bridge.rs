@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use tombolo_calls::{CallError, CallOptions, Deadline, Request, Response};
 use tombolo_ring::rpc::entry::{Refusal, Status};
-use tombolo_rpc::client::{Client, ConnectOptions};
+use tombolo_rpc::client::{self, Client, ConnectOptions};
 use tombolo_rpc::provider::{self, Access, Options, RegisterError, Service};
 
 use crate::calls::Calls;
@@ -41,6 +41,8 @@ pub struct Bridge {
     pub access: Access,
     /// The service of this machine that serves the peer; none: the peer's requests are answered as failed.
     pub target: Option<String>,
+    /// The peer is another machine: `target` must be served by this one, and not be passed on again.
+    pub is_export: bool,
     /// Requests that are passed on at a time, each way.
     pub workers: u32,
     /// The folder of services; the user's own where there is none.
@@ -112,28 +114,38 @@ impl Bridge {
         };
         let calls = calls.clone();
         Service::register(name, options, move |request: &provider::Request<'_>, reply: &mut provider::Reply<'_>| {
-            let options = CallOptions {
-                deadline: request.left_ns().map(Duration::from_nanos).into(),
-                // Whether a late reply is of use is its caller's choice, who takes the call back if not.
-                wait_late: TIMEOUT,
-                timeout: TIMEOUT,
-                trace: request.trace(),
-                ttl: request.ttl_left(),
-            };
+            let options = passed_on(request);
             let begun = |token| {
                 let calls = calls.clone();
                 request.on_taken_back(move || _ = calls.cancel(token));
             };
-            match calls.call_with(&request.to_vec(), &options, begun) {
-                Ok(answer) => {
-                    reply.set_code(answer.code);
-                    // No room for the reply is answered as such.
-                    let _ = reply.write(&answer.bytes);
-                }
-                Err(CallError::ProviderGone | CallError::Broken(_)) => reply.hang_up(),
-                Err(error) => reply.end(status(error)),
-            }
+            give(calls.call_in_turn(&request.to_vec(), &options, begun), reply);
         })
+    }
+}
+
+/// How a request is passed on.
+pub(crate) fn passed_on(request: &provider::Request<'_>) -> CallOptions {
+    CallOptions {
+        deadline: request.left_ns().map(Duration::from_nanos).into(),
+        // Whether a late reply is of use is its caller's choice, who takes the call back if not.
+        wait_late: TIMEOUT,
+        timeout: TIMEOUT,
+        trace: request.trace(),
+        ttl: request.ttl_left(),
+    }
+}
+
+/// Answers a request by what it ended with at the peer.
+pub(crate) fn give(end: Result<tombolo_calls::Reply, CallError>, reply: &mut provider::Reply<'_>) {
+    match end {
+        Ok(answer) => {
+            reply.set_code(answer.code);
+            // No room for the reply is answered as such.
+            let _ = reply.write(&answer.bytes);
+        }
+        Err(CallError::ProviderGone | CallError::Broken(_)) => reply.hang_up(),
+        Err(error) => reply.end(status(error)),
     }
 }
 
@@ -162,6 +174,8 @@ fn status(error: CallError) -> Status {
 /// The service of this machine that serves the peer. It is connected to when it is needed, and again after it went.
 struct Target {
     name: String,
+    /// It must not be passed on to another machine.
+    is_export: bool,
     options: ConnectOptions,
     client: Mutex<Option<Client>>,
 }
@@ -169,13 +183,21 @@ struct Target {
 impl Target {
     fn new(name: &str, bridge: &Bridge) -> Target {
         let options = ConnectOptions { folder: bridge.folder.clone(), ..ConnectOptions::default() };
-        Target { name: name.into(), options, client: Mutex::default() }
+        Target { name: name.into(), is_export: bridge.is_export, options, client: Mutex::default() }
     }
 
     fn client(&self) -> Option<Client> {
         let mut client = self.client.lock().unwrap_or_else(|e| e.into_inner());
         if client.is_none() {
             *client = Client::connect_with(&self.name, &self.options).ok();
+            // Asked after that: a service that has taken the name since belongs to another connection.
+            let is_elsewhere = || match client::report(&self.name, &self.options) {
+                Ok(report) => !report.machines.is_empty(),
+                Err(_) => false,
+            };
+            if client.is_some() && self.is_export && is_elsewhere() {
+                *client = None;
+            }
         }
         client.clone()
     }

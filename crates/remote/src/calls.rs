@@ -17,10 +17,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tombolo_calls::session::{ServeOptions, Stats};
-use tombolo_calls::{CallError, CallOptions, Reply, Request, RequestId, Response};
-use tombolo_ring::rpc::entry::{Status, Token};
+use tombolo_calls::transport::Stream;
+use tombolo_calls::{CallError, CallOptions, Deadline, Reply, Request, RequestId, Response};
+use tombolo_ring::rpc::entry::{BEST_EFFORT, Status, Token};
 use tombolo_rpc::clock::now_ns;
 
+use crate::machine::wire::StreamEnd;
 use crate::transport::{self, Backoff, RemoteError, RemoteTransport, Wakers};
 
 /// So much from now; what is longer than any run is as good as for ever.
@@ -92,7 +94,11 @@ impl Calls {
     /// # Errors
     /// [`RemoteError`]: the other side is no peer of calls.
     pub fn over(stream: TcpStream, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
-        Ok(Calls::new(transport::greet(stream, timeout, options)?, options))
+        Calls::on(StreamEnd::plain(stream), Instant::now() + timeout, options)
+    }
+
+    pub(crate) fn on(stream: StreamEnd, until: Instant, options: &ServeOptions) -> Result<Calls, RemoteError> {
+        Ok(Calls::new(transport::greet(stream, until, options)?, options))
     }
 
     fn lock(&self) -> MutexGuard<'_, CallsState> {
@@ -220,6 +226,20 @@ impl Calls {
         self.lock().transport.session().stats()
     }
 
+    /// The shortest time that a call was on its way, there and back; `None` before the first answer.
+    pub fn way(&self) -> Option<Duration> {
+        self.lock().transport.session().way_ns().map(Duration::from_nanos)
+    }
+
+    /// Ends a connection, and with it this side ([`Calls::is_over`]); nothing on a link.
+    pub fn hang_up(&self) {
+        let mut state = self.lock();
+        if let Some((stream, _)) = state.transport.stream_mut() {
+            Stream::close(stream);
+        }
+        self.turn(&mut state);
+    }
+
     /// Requests of the peer's that wait.
     pub fn pending(&self) -> usize {
         let mut state = self.lock();
@@ -254,10 +274,42 @@ impl Calls {
         begun: impl FnOnce(Token),
     ) -> Result<Reply, CallError> {
         let (limit, over) = options.limit(now_ns());
-        let until = after(limit);
         let was_deaf = transport::server_is_gone(&self.lock().transport);
         let token = self.submit(bytes, options)?;
         begun(token);
+        self.end_of(token, after(limit), over, was_deaf)
+    }
+
+    /// As [`Calls::call_with`]. Where as many calls or bytes are under way as the connection
+    /// holds, it waits for room; its deadline and timeout hold meanwhile.
+    ///
+    /// # Errors
+    /// As there, without [`CallError::Busy`].
+    pub fn call_in_turn(
+        &self,
+        bytes: &[u8],
+        options: &CallOptions,
+        begun: impl FnOnce(Token),
+    ) -> Result<Reply, CallError> {
+        let now = now_ns();
+        let (limit, over) = options.limit(now);
+        let until = after(limit);
+        // An instant, since it may be sent later.
+        let options =
+            CallOptions { deadline: Deadline::At(options.deadline.instant_ns(|| now, BEST_EFFORT)), ..*options };
+        let was_deaf = transport::server_is_gone(&self.lock().transport);
+        let sent =
+            self.wait(until, |state| match self.with(state, |transport| transport.submit(&options, bytes, now_ns())) {
+                Err(CallError::Busy(_)) => None,
+                end => Some(end),
+            });
+        let token = sent.unwrap_or(Err(over))?;
+        begun(token);
+        self.end_of(token, until, over, was_deaf)
+    }
+
+    /// Waits for the end of a call, and abandons it where it has none in time.
+    fn end_of(&self, token: Token, until: Instant, over: CallError, was_deaf: bool) -> Result<Reply, CallError> {
         let end = self.wait(until, |state| {
             // Who waits would not be told that the peer dies.
             let is_lost = !was_deaf && transport::server_is_gone(&state.transport);

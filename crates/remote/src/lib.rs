@@ -2,6 +2,7 @@
 //!
 //! * [`Calls`]: one side of a link or of a TCP connection: it calls the peer and serves it, blocking or not, from any thread.
 //! * [`bridge`]: a service of this machine whose requests a cell serves, and the reverse: `tombolo service bridge`.
+//! * [`machine`]: services that one machine exports to others, over TLS: `tombolo service export` and `import`.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -20,6 +21,7 @@
 
 pub mod bridge;
 mod calls;
+pub mod machine;
 mod transport;
 
 pub use calls::{Calls, Server};

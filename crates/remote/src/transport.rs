@@ -1,8 +1,8 @@
 //! How a process reaches a peer: by the sections of a link that it joined, or over a TCP connection. What becomes of calls when the peer
 //! comes, goes or breaks the protocol is decided in [`tombolo_calls::transport`]; this module has the memory, the sockets and the sleep.
 
-use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::io::{self, ErrorKind};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use tombolo_calls::frames::Frames;
 use tombolo_calls::sections::Plan;
 use tombolo_calls::session::ServeOptions;
-use tombolo_calls::transport::{Sections, Stream, Transport};
+use tombolo_calls::transport::{Sections, Transport};
 use tombolo_port::ivshmem::client::{JoinError, Joined, Link};
 use tombolo_port::ivshmem::raw::RawPeer;
 use tombolo_ring::ivshmem::protocol;
@@ -22,12 +22,15 @@ use tombolo_ring::rpc::Broken;
 use tombolo_ring::virtio::notify::RECHECK_NS;
 use tombolo_shm::doorbell::Doorbell;
 
+use crate::machine::wire::{StreamEnd, Timed};
+
 /// Without a doorbell: the first pause between two looks of a wait, of which each is twice as long as the one before.
 const FIRST_NAP: Duration = Duration::from_micros(50);
 const LONGEST_NAP: Duration = Duration::from_millis(4);
 /// From a sleep to its second look, where peers ring.
 const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
-const READ_BYTES: usize = 64 << 10;
+/// What is read of a greeting at a time.
+const READ_BYTES: usize = 4 << 10;
 
 /// Why there are no calls with a peer.
 #[derive(Debug, thiserror::Error)]
@@ -170,45 +173,6 @@ impl Sections for LinkEnd {
     }
 }
 
-/// A connection that does not block.
-pub(crate) struct StreamEnd(TcpStream);
-
-impl Stream for StreamEnd {
-    fn read(&mut self, frames: &mut Frames) -> bool {
-        let mut bytes = [0; READ_BYTES];
-        loop {
-            let wanted = frames.wanted().min(bytes.len());
-            if wanted == 0 {
-                return true;
-            }
-            match self.0.read(&mut bytes[..wanted]) {
-                Ok(0) => return false,
-                Ok(n) => _ = frames.feed(&bytes[..n]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return false,
-            }
-        }
-    }
-
-    fn write(&mut self, frames: &mut Frames) -> bool {
-        while !frames.output().is_empty() {
-            match self.0.write(frames.output()) {
-                Ok(n) => frames.sent(n),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return false,
-            }
-        }
-        true
-    }
-
-    fn close(&mut self) {
-        // The other side may have closed already.
-        let _ = self.0.shutdown(Shutdown::Both);
-    }
-}
-
 /// One side of calls with a peer. It is used under one lock.
 pub(crate) type RemoteTransport = Transport<LinkEnd, StreamEnd>;
 
@@ -237,40 +201,35 @@ pub(crate) fn join(
 
 /// Greets, and waits for the other side's greeting.
 pub(crate) fn greet(
-    mut stream: TcpStream,
-    timeout: Duration,
+    mut stream: StreamEnd,
+    until: Instant,
     options: &ServeOptions,
 ) -> Result<(RemoteTransport, Wakers), RemoteError> {
     let failed = |what| move |source| RemoteError::Stream { what, source };
-    stream.set_nodelay(true).map_err(failed("TCP_NODELAY"))?;
-    stream.set_read_timeout(Some(timeout)).map_err(failed("a time limit"))?;
+    stream.tcp().set_nodelay(true).map_err(failed("TCP_NODELAY"))?;
     let mut frames = Frames::default();
-    stream.write_all(frames.output()).map_err(failed("greeting"))?;
+    let mut timed = Timed { end: &mut stream, until };
+    timed.write_all(frames.output()).map_err(failed("greeting"))?;
     frames.sent(frames.output().len());
-    let end = Instant::now() + timeout;
     let entries = loop {
         let greeted = frames.greeted().map_err(|_| RemoteError::Greeting("it greets otherwise"))?;
         if let Some(entries) = greeted {
             break entries;
         }
         let mut bytes = [0; READ_BYTES];
-        match stream.read(&mut bytes) {
+        match timed.read(&mut bytes) {
             Ok(0) => return Err(RemoteError::Greeting("it closed the connection")),
             Ok(n) => _ = frames.feed(&bytes[..n]),
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+            Err(error) if error.kind() == ErrorKind::TimedOut => {
                 return Err(RemoteError::Greeting("it does not answer"));
             }
             Err(source) => return Err(RemoteError::Stream { what: "the greeting", source }),
         }
-        if Instant::now() > end {
-            return Err(RemoteError::Greeting("it does not answer"));
-        }
     };
-    stream.set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
-    let socket = rustix::io::fcntl_dupfd_cloexec(&stream, 3).map_err(system("a descriptor"))?;
+    stream.tcp().set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
+    let socket = rustix::io::fcntl_dupfd_cloexec(stream.tcp(), 3).map_err(system("a descriptor"))?;
     let nudge = Doorbell::new().map_err(system("eventfd"))?;
-    let transport = Transport::on_stream(StreamEnd(stream), frames, entries, options);
+    let transport = Transport::on_stream(stream, frames, entries, options);
     Ok((transport, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))
 }
 
@@ -292,9 +251,9 @@ pub(crate) fn listens(transport: &RemoteTransport) -> PollFlags {
     match transport.stream() {
         None => flags.set(PollFlags::IN, !server_is_gone(transport)),
         Some(_) if transport.is_over() => {}
-        Some((_, frames)) => {
+        Some((stream, frames)) => {
             flags.set(PollFlags::IN, frames.wanted() > 0);
-            flags.set(PollFlags::OUT, !frames.output().is_empty());
+            flags.set(PollFlags::OUT, !frames.output().is_empty() || stream.has_unsent());
         }
     }
     flags
@@ -302,5 +261,5 @@ pub(crate) fn listens(transport: &RemoteTransport) -> PollFlags {
 
 /// Whether something is left to be sent as soon as the connection takes it.
 pub(crate) fn has_unsent(transport: &RemoteTransport) -> bool {
-    transport.stream().is_some_and(|(_, frames)| !frames.output().is_empty())
+    transport.stream().is_some_and(|(stream, frames)| !frames.output().is_empty() || stream.has_unsent())
 }

@@ -150,6 +150,8 @@ pub struct Options {
     pub polling: Polling,
     /// The folder of the socket; the user's own where there is none.
     pub folder: Option<PathBuf>,
+    /// The machines that calls are passed on to, for the report; empty: they are served here.
+    pub machines: Vec<String>,
 }
 
 impl Default for Options {
@@ -178,6 +180,7 @@ impl Default for Options {
             slow: Duration::from_millis(10),
             polling: Polling::Adaptive,
             folder: None,
+            machines: Vec::new(),
         }
     }
 }
@@ -292,6 +295,7 @@ impl Engine {
         Report {
             name: self.name.clone(),
             pid: std::process::id(),
+            machines: self.options.machines.clone(),
             uptime_s: self.began.elapsed().as_secs_f64(),
             workers: if whole { lock(&self.classes).clone() } else { Vec::new() },
             budget_ns: clock::ns(self.options.budget),

@@ -74,6 +74,9 @@ pub struct Report {
     pub name: String,
     /// Process ID of the provider.
     pub pid: u32,
+    /// The machines that serve its calls, where it passes them on; none: this process does.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub machines: Vec<String>,
     /// Seconds since it began.
     pub uptime_s: f64,
     /// The class in force of each worker, and why it is not the one that was asked for.

@@ -1,0 +1,324 @@
+//! The exporting side: a listener whose connections each get one service of this machine.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use tombolo_calls::hello::{self, Verdict};
+use tombolo_calls::session::ServeOptions;
+use tombolo_rpc::client::{self, ConnectError, ConnectOptions};
+use tombolo_shm::doorbell::Doorbell;
+
+use super::keys::Identity;
+use super::wire::Timed;
+use super::{HANDSHAKE, MachineError, answer, stream};
+use crate::bridge::Bridge;
+use crate::calls::Calls;
+use crate::transport::RemoteError;
+
+/// Most connections at a time that have not said yet what they want.
+pub const HANDSHAKES: usize = 64;
+/// And most of these from one address.
+pub const HANDSHAKES_PER_ADDRESS: usize = 8;
+/// A pause after the system refused a connection, since it lacks descriptors or memory.
+const REFUSED: Duration = Duration::from_millis(100);
+
+/// What is exported, to whom.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// Names of services of this machine. They need not run yet.
+    pub services: Vec<String>,
+    /// Machines that may use them; empty: each with a certificate of the authority.
+    pub allow: Vec<String>,
+    /// Requests of one connection that are served at a time.
+    pub workers: u32,
+    /// Most connections at a time.
+    pub connections: usize,
+    /// The folder of services; the user's own where there is none.
+    pub folder: Option<PathBuf>,
+}
+
+impl Default for Export {
+    fn default() -> Self {
+        Export { services: Vec::new(), allow: Vec::new(), workers: 8, connections: 64, folder: None }
+    }
+}
+
+/// What a listener tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExportEvent {
+    /// A machine uses a service.
+    Connected {
+        /// Its name; its address without TLS.
+        machine: String,
+        /// The service.
+        service: String,
+    },
+    /// It does not use it any more.
+    Disconnected {
+        /// As in [`ExportEvent::Connected`].
+        machine: String,
+        /// The service.
+        service: String,
+    },
+    /// A connection was not accepted.
+    Refused {
+        /// From where.
+        from: SocketAddr,
+        /// Why.
+        why: String,
+    },
+}
+
+/// Counters of a listener, all monotonic but `open`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExportStats {
+    /// Connections that got a service.
+    pub accepted: u64,
+    /// Connections that did not.
+    pub refused: u64,
+    /// Connections now, those that have said nothing yet among them.
+    pub open: u64,
+}
+
+struct Open {
+    from: SocketAddr,
+    tcp: TcpStream,
+    /// It has said what it wants, and got it.
+    accepted: bool,
+}
+
+#[derive(Default)]
+struct Connections {
+    open: BTreeMap<u64, Open>,
+    next: u64,
+    stats: ExportStats,
+}
+
+impl Connections {
+    fn handshakes(&self, of: Option<IpAddr>) -> usize {
+        let waits = |open: &&Open| !open.accepted && of.is_none_or(|ip| open.from.ip() == ip);
+        self.open.values().filter(waits).count()
+    }
+}
+
+struct Shared {
+    export: Export,
+    identity: Option<Identity>,
+    connections: Mutex<Connections>,
+    ended: Condvar,
+    stop: AtomicBool,
+    nudge: Doorbell,
+    tell: Box<dyn Fn(ExportEvent) + Send + Sync>,
+}
+
+/// A listener that accepts connections until it is dropped, which ends them.
+pub struct Exporter {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    address: SocketAddr,
+}
+
+impl std::fmt::Debug for Exporter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Exporter").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl Export {
+    /// Accepts connections, within TLS where there is an identity. `tell` is called from several threads.
+    ///
+    /// # Errors
+    /// [`RemoteError::System`].
+    pub fn start(
+        self,
+        listener: TcpListener,
+        identity: Option<Identity>,
+        tell: impl Fn(ExportEvent) + Send + Sync + 'static,
+    ) -> Result<Exporter, RemoteError> {
+        let system = |what| move |source| RemoteError::System { what, source };
+        listener.set_nonblocking(true).map_err(system("O_NONBLOCK"))?;
+        let address = listener.local_addr().map_err(system("the listener's address"))?;
+        let nudge = Doorbell::new().map_err(|errno| RemoteError::System { what: "eventfd", source: errno.into() })?;
+        let shared = Arc::new(Shared {
+            export: self,
+            identity,
+            connections: Mutex::default(),
+            ended: Condvar::new(),
+            stop: AtomicBool::new(false),
+            nudge,
+            tell: Box::new(tell),
+        });
+        let own = shared.clone();
+        let thread = std::thread::Builder::new().name("tombolo-export".into()).spawn(move || own.accept(&listener));
+        let thread = thread.map_err(system("starting a thread"))?;
+        Ok(Exporter { shared, thread: Some(thread), address })
+    }
+}
+
+impl Exporter {
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> ExportStats {
+        let connections = self.shared.lock();
+        ExportStats { open: connections.open.len() as u64, ..connections.stats }
+    }
+}
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.nudge.ring();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        let mut connections = self.shared.lock();
+        for open in connections.open.values() {
+            // It may have ended by itself.
+            let _ = open.tcp.shutdown(Shutdown::Both);
+        }
+        while !connections.open.is_empty() {
+            connections = self.shared.ended.wait(connections).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Connections> {
+        // Each change under the lock is whole.
+        self.connections.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn refuse(&self, from: SocketAddr, why: impl ToString) {
+        self.lock().stats.refused += 1;
+        (self.tell)(ExportEvent::Refused { from, why: why.to_string() });
+    }
+
+    fn accept(self: &Arc<Self>, listener: &TcpListener) {
+        while !self.stop.load(Ordering::SeqCst) {
+            match listener.accept() {
+                Ok((tcp, from)) => self.begin(tcp, from),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&self.nudge, PollFlags::IN)];
+                    // An interrupted wait looks again.
+                    let _ = poll(&mut fds, None);
+                }
+                // A client that has gone again; or no descriptors, and then others have to end first.
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(_) => std::thread::sleep(REFUSED),
+            }
+        }
+    }
+
+    fn begin(self: &Arc<Self>, tcp: TcpStream, from: SocketAddr) {
+        let ready = tcp.set_nonblocking(false).and_then(|()| tcp.try_clone());
+        let kept = match ready {
+            Ok(kept) => kept,
+            Err(error) => return self.refuse(from, error),
+        };
+        let id = {
+            let mut connections = self.lock();
+            let crowded = connections.handshakes(None) >= HANDSHAKES
+                || connections.handshakes(Some(from.ip())) >= HANDSHAKES_PER_ADDRESS;
+            if crowded {
+                drop(connections);
+                return self.refuse(from, "too many connections there have not said yet what they want");
+            }
+            connections.next += 1;
+            let id = connections.next;
+            connections.open.insert(id, Open { from, tcp: kept, accepted: false });
+            id
+        };
+        let shared = self.clone();
+        let spawned = std::thread::Builder::new().name("tombolo-machine".into()).spawn(move || {
+            // Whatever happens to the connection, it leaves the list.
+            let _entry = Entry { shared: &shared, id };
+            if let Err(error) = shared.serve(tcp, from, id) {
+                shared.refuse(from, error);
+            }
+        });
+        if let Err(error) = spawned {
+            self.end(id);
+            self.refuse(from, error);
+        }
+    }
+
+    fn end(&self, id: u64) {
+        self.lock().open.remove(&id);
+        self.ended.notify_all();
+    }
+
+    /// From a connection's first byte to its end.
+    fn serve(&self, tcp: TcpStream, from: SocketAddr, id: u64) -> Result<(), MachineError> {
+        let until = Instant::now() + HANDSHAKE;
+        let (mut end, machines, service) = answer(tcp, self.identity.as_ref(), until)?;
+        let verdict = self.judge(machines.as_deref(), &service, id);
+        let mut timed = Timed { end: &mut end, until };
+        timed.write_all(&hello::verdict(verdict)).map_err(stream("the verdict"))?;
+        if verdict != Verdict::Welcome {
+            return Err(MachineError::Declined { service, verdict });
+        }
+        let machine = machines.and_then(|names| names.into_iter().next()).unwrap_or_else(|| from.to_string());
+        let options = ServeOptions { workers: self.export.workers, ..ServeOptions::default() };
+        let calls = Calls::on(end, until, &options)?;
+        self.lock().stats.accepted += 1;
+        (self.tell)(ExportEvent::Connected { machine: machine.clone(), service: service.clone() });
+        let bridge = Bridge {
+            target: Some(service.clone()),
+            workers: self.export.workers,
+            folder: self.export.folder.clone(),
+            is_export: true,
+            ..Bridge::default()
+        };
+        let _over = bridge.run(&calls, |_| ());
+        (self.tell)(ExportEvent::Disconnected { machine, service });
+        Ok(())
+    }
+
+    /// Whether this connection gets the service; from then on it counts as accepted.
+    fn judge(&self, machines: Option<&[String]>, service: &str, id: u64) -> Verdict {
+        let allow = &self.export.allow;
+        let is_allowed = allow.is_empty() || machines.is_some_and(|names| names.iter().any(|n| allow.contains(n)));
+        // Which services there are beside the exported ones is not for others to know.
+        if !is_allowed || !self.export.services.iter().any(|name| name == service) {
+            return Verdict::Denied;
+        }
+        let options = ConnectOptions { folder: self.export.folder.clone(), ..ConnectOptions::default() };
+        match client::report(service, &options) {
+            Ok(report) if !report.machines.is_empty() => return Verdict::Elsewhere,
+            Err(ConnectError::NoService { .. }) => return Verdict::Absent,
+            // A service that is too busy to report is there.
+            Ok(_) | Err(_) => {}
+        }
+        let mut connections = self.lock();
+        if connections.open.values().filter(|open| open.accepted).count() >= self.export.connections {
+            return Verdict::Full;
+        }
+        if let Some(open) = connections.open.get_mut(&id) {
+            open.accepted = true;
+        }
+        Verdict::Welcome
+    }
+}
+
+/// A connection's place in the list.
+struct Entry<'a> {
+    shared: &'a Shared,
+    id: u64,
+}
+
+impl Drop for Entry<'_> {
+    fn drop(&mut self) {
+        self.shared.end(self.id);
+    }
+}
