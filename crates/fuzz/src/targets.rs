@@ -12,6 +12,7 @@ use tombolo_ring::ivshmem::region::{HEADER_BYTES, Header, Layout as LinkLayout};
 use tombolo_ring::ivshmem::state::{Action, Machine, Offloads, TAKES_OFFLOADS};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::{DeviceQueue, Layout, QueueConfig, Region, RegionTable, features};
+use tombolo_ring::vxlan;
 use tombolo_rpc_proto::envelope;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
@@ -528,5 +529,16 @@ pub fn typed(input: &[u8], behaviour: &mut Behaviour) {
             behaviour.note_size(message.len());
         }
         Err(status) => behaviour.note(status.message()),
+    }
+}
+
+/// The header of a packet that comes through a VXLAN tunnel.
+pub fn vxlan(input: &[u8], behaviour: &mut Behaviour) {
+    let parsed = vxlan::parse(input);
+    behaviour.note(parsed);
+    if let Ok(vni) = parsed {
+        // The same network as in the header that we would send; reserved bits apart.
+        assert_eq!(vxlan::header(vni)[4..7], input[4..7]);
+        assert_eq!(vxlan::parse(&vxlan::header(vni)), Ok(vni));
     }
 }

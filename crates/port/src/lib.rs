@@ -8,6 +8,7 @@
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
 //! * [`uplink`]: a router with address translation before an uplink that knows one guest.
 //! * [`packet`]: an interface that exists, such as a network card or a veth.
+//! * [`vxlan`]: networks of other machines, through a VXLAN tunnel over UDP.
 //! * [`xen`]: a guest of Xen whose network frontend we are the backend of.
 //! * [`worker`]: a switch worker on a thread of its own.
 //! * [`link`]: network namespaces, and interfaces and their changes.
@@ -36,5 +37,6 @@ mod sys;
 pub mod tap;
 pub mod uplink;
 pub mod vhost_user;
+pub mod vxlan;
 pub mod worker;
 pub mod xen;

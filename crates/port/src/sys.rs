@@ -8,6 +8,8 @@
 #![allow(unsafe_code)]
 #![allow(clippy::unnecessary_cast)] // the type of an ioctl's number differs between C libraries
 
+pub(crate) mod udp;
+
 use rustix::io::Errno;
 use std::ffi::c_int;
 use std::marker::PhantomData;

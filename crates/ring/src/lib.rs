@@ -9,6 +9,7 @@
 //! * [`ivshmem`]: links over IVSHMEM: regions, states, frames between two peers, and records for real-time code.
 //! * [`rpc`]: calls with deadlines: the layout of a connection and its rings, client's end and provider's end.
 //! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
+//! * [`vxlan`]: the header between a UDP datagram and the Ethernet frame in it.
 //! * [`xen`]: Xen's network rings, frontend and backend, XenStore's messages, and the states of the xenbus handshake.
 #![no_std]
 
@@ -20,4 +21,5 @@ pub mod ivshmem;
 pub mod mem;
 pub mod rpc;
 pub mod virtio;
+pub mod vxlan;
 pub mod xen;

@@ -108,6 +108,15 @@ reasons! {
     BadGrant = "bad_grant",
     /// The frame's multicast address is not one that the destination, a Xen guest, asked for.
     Unsubscribed = "unsubscribed",
+    /// The frame with the headers of its tunnel is longer than the way to the other machine allows; the network's MTU is too
+    /// large.
+    TunnelTooLong = "tunnel_too_long",
+    /// A datagram came to a tunnel that is no packet of it.
+    BadTunnel = "bad_tunnel",
+    /// A packet came to a tunnel from a machine that is not one of its remotes.
+    UnknownRemote = "unknown_remote",
+    /// A packet came to a tunnel with the identifier of another network.
+    WrongVni = "wrong_vni",
 }
 
 impl Reason {

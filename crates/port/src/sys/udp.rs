@@ -1,0 +1,332 @@
+//! Datagrams to and from many addresses, several per call, and the interface that has an address.
+//!
+//! Like its parent, this module decides nothing and is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
+#![allow(unsafe_code)]
+
+use super::{Headers, Piece, check, set_option};
+use rustix::io::Errno;
+use std::ffi::{CStr, c_int};
+use std::mem::size_of;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::os::fd::{AsFd, AsRawFd};
+
+/// linux/udp.h, since Linux 4.18.
+const UDP_SEGMENT: c_int = 103;
+/// Datagrams that one message may be cut into; 64 is the limit of all kernels that cut.
+pub(crate) const MAX_SEGMENTS: usize = 64;
+
+/// An address as the kernel wants it.
+#[derive(Clone, Copy)]
+#[repr(C)]
+union Address {
+    four: libc::sockaddr_in,
+    six: libc::sockaddr_in6,
+}
+
+impl Address {
+    /// All-zero bytes are of no family.
+    fn none() -> Address {
+        // SAFETY: both members are plain integers.
+        unsafe { std::mem::zeroed() }
+    }
+
+    fn of(address: SocketAddr) -> Address {
+        let mut out = Address::none();
+        match address {
+            SocketAddr::V4(v4) => {
+                out.four = libc::sockaddr_in {
+                    sin_family: libc::AF_INET as _,
+                    sin_port: v4.port().to_be(),
+                    sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
+                    sin_zero: [0; 8],
+                };
+            }
+            SocketAddr::V6(v6) => {
+                out.six = libc::sockaddr_in6 {
+                    sin6_family: libc::AF_INET6 as _,
+                    sin6_port: v6.port().to_be(),
+                    sin6_flowinfo: 0,
+                    sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
+                    sin6_scope_id: v6.scope_id(),
+                };
+            }
+        }
+        out
+    }
+
+    /// The first `len` bytes were written by the kernel.
+    fn get(&self, len: usize) -> Option<SocketAddr> {
+        // SAFETY: all bytes of the union are initialised (`none`), and each value of each is a valid integer.
+        let (four, six) = unsafe { (self.four, self.six) };
+        match c_int::from(four.sin_family) {
+            libc::AF_INET if len >= size_of::<libc::sockaddr_in>() => {
+                let ip = Ipv4Addr::from(four.sin_addr.s_addr.to_ne_bytes());
+                Some(SocketAddrV4::new(ip, u16::from_be(four.sin_port)).into())
+            }
+            libc::AF_INET6 if len >= size_of::<libc::sockaddr_in6>() => {
+                let ip = Ipv6Addr::from(six.sin6_addr.s6_addr);
+                Some(SocketAddrV6::new(ip, u16::from_be(six.sin6_port), 0, six.sin6_scope_id).into())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Control data of one message: UDP_SEGMENT with a u16. cmsghdr of 16 bytes, 2 bytes, padded to 8.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Control([u8; 24]);
+
+impl Control {
+    fn segment(bytes: u16) -> Control {
+        let mut out = [0; 24];
+        // SAFETY: CMSG_LEN only computes.
+        let len = unsafe { libc::CMSG_LEN(size_of::<u16>() as u32) } as usize;
+        out[..8].copy_from_slice(&len.to_ne_bytes());
+        out[8..12].copy_from_slice(&libc::SOL_UDP.to_ne_bytes());
+        out[12..16].copy_from_slice(&UDP_SEGMENT.to_ne_bytes());
+        out[16..18].copy_from_slice(&bytes.to_ne_bytes());
+        Control(out)
+    }
+}
+
+/// One message of [`Outbox::send`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Message {
+    /// Where it goes.
+    pub(crate) to: SocketAddr,
+    /// Where its pieces end, in the list of all; they begin where those of the message before end.
+    pub(crate) end: usize,
+    /// The kernel cuts it into datagrams of so many bytes; 0: it is one datagram.
+    pub(crate) segment: u16,
+}
+
+/// Lists for [`Outbox::send`], kept so that no turn allocates.
+#[derive(Default)]
+pub(crate) struct Outbox {
+    headers: Headers,
+    addresses: Vec<Address>,
+    controls: Vec<Control>,
+}
+
+impl Outbox {
+    /// Sends messages without blocking; `first` is where the pieces of the first begin. Returns how many were sent; an error only
+    /// where the first could not be.
+    pub(crate) fn send(
+        &mut self,
+        socket: impl AsFd,
+        pieces: &[Piece<'_>],
+        first: usize,
+        messages: &[Message],
+    ) -> Result<usize, Errno> {
+        let Outbox { headers: Headers(headers), addresses, controls } = self;
+        headers.clear();
+        addresses.clear();
+        controls.clear();
+        // Both lists are complete before anything points into them.
+        addresses.extend(messages.iter().map(|message| Address::of(message.to)));
+        controls.extend(messages.iter().map(|message| Control::segment(message.segment)));
+        let mut start = first;
+        for (i, message) in messages.iter().enumerate() {
+            let part = &pieces[start..message.end];
+            // SAFETY: all-zero bytes are a valid mmsghdr.
+            let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
+            header.msg_hdr.msg_name = std::ptr::from_mut(&mut addresses[i]).cast();
+            header.msg_hdr.msg_namelen = match message.to {
+                SocketAddr::V4(_) => size_of::<libc::sockaddr_in>(),
+                SocketAddr::V6(_) => size_of::<libc::sockaddr_in6>(),
+            } as _;
+            header.msg_hdr.msg_iov = part.as_ptr().cast_mut().cast();
+            header.msg_hdr.msg_iovlen = part.len() as _;
+            if message.segment != 0 {
+                header.msg_hdr.msg_control = controls[i].0.as_mut_ptr().cast();
+                header.msg_hdr.msg_controllen = size_of::<Control>() as _;
+            }
+            headers.push(header);
+            start = message.end;
+        }
+        let fd = socket.as_fd().as_raw_fd();
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // SAFETY: the headers point at `pieces`, which live through the call and are readable as `Piece` promises, and at addresses
+        // and control data of ours, which do not move any more; the kernel writes only msg_len of the headers.
+        check(unsafe { libc::sendmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags) } as isize)
+    }
+}
+
+// SAFETY: the pointers in the headers are rewritten before each call that uses them.
+unsafe impl Send for Outbox {}
+
+/// What came in one slot of [`Inbox`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Datagram {
+    /// From where.
+    pub(crate) from: Option<SocketAddr>,
+    /// Bytes in the slot.
+    pub(crate) bytes: usize,
+    /// Whether it was longer than the slot.
+    pub(crate) truncated: bool,
+}
+
+/// Buffers for several datagrams per call. Only memory that datagrams were written to is ever touched.
+pub(crate) struct Inbox {
+    arena: Vec<u8>,
+    stride: usize,
+    headers: Headers,
+    iovecs: Vec<libc::iovec>,
+    addresses: Vec<Address>,
+}
+
+// SAFETY: the pointers in the lists are rewritten before each call that uses them.
+unsafe impl Send for Inbox {}
+
+impl Inbox {
+    /// `count` slots of `stride` bytes.
+    pub(crate) fn new(count: usize, stride: usize) -> Inbox {
+        Inbox {
+            arena: vec![0; count * stride],
+            stride,
+            headers: Headers::default(),
+            iovecs: Vec::with_capacity(count),
+            addresses: vec![Address::none(); count],
+        }
+    }
+
+    /// The slots' bytes, in order.
+    pub(crate) fn chunks(&self) -> std::slice::ChunksExact<'_, u8> {
+        self.arena.chunks_exact(self.stride)
+    }
+
+    /// Receives up to `count` datagrams without blocking, and reports each. An error only where there is no first one.
+    pub(crate) fn receive(&mut self, socket: impl AsFd, count: usize, got: &mut Vec<Datagram>) -> Result<(), Errno> {
+        let Inbox { arena, stride, headers: Headers(headers), iovecs, addresses } = self;
+        got.clear();
+        headers.clear();
+        iovecs.clear();
+        let count = count.min(addresses.len());
+        for slot in arena.chunks_exact_mut(*stride).take(count) {
+            iovecs.push(libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot.len() });
+        }
+        for (iovec, address) in iovecs.iter_mut().zip(addresses.iter_mut()) {
+            *address = Address::none();
+            // SAFETY: all-zero bytes are a valid mmsghdr.
+            let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
+            header.msg_hdr.msg_iov = iovec;
+            header.msg_hdr.msg_iovlen = 1;
+            header.msg_hdr.msg_name = std::ptr::from_mut(address).cast();
+            header.msg_hdr.msg_namelen = size_of::<Address>() as _;
+            headers.push(header);
+        }
+        let (fd, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT);
+        // SAFETY: each header points at one iovec over its own part of the arena and at its own address, with their true
+        // lengths; all of it belongs to self and lives through the call.
+        let n =
+            unsafe { libc::recvmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags as _, std::ptr::null_mut()) };
+        for (header, address) in headers[..check(n as isize)?].iter().zip(addresses.iter()) {
+            got.push(Datagram {
+                from: address.get(header.msg_hdr.msg_namelen as usize),
+                bytes: header.msg_len as usize,
+                truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Has the kernel send no datagram in fragments, and refuse one that does not fit the path.
+pub(crate) fn never_fragment(socket: impl AsFd, is_ipv6: bool) -> Result<(), Errno> {
+    match is_ipv6 {
+        false => set_option(socket, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, &libc::IP_PMTUDISC_DO),
+        true => set_option(socket, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, &libc::IPV6_PMTUDISC_DO),
+    }
+}
+
+/// The interface that has this address, in the calling thread's namespace, by its name.
+pub(crate) fn interface_of(address: IpAddr) -> Result<Option<String>, Errno> {
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    // SAFETY: `list` is ours to be written.
+    check(unsafe { libc::getifaddrs(&raw mut list) } as isize)?;
+    let (mut found, mut entry) = (None, list);
+    while !entry.is_null() {
+        // SAFETY: getifaddrs made the list, whose entries live until freeifaddrs below.
+        let one = unsafe { &*entry };
+        // SAFETY: as above; an address has the size that its family says, and a mask that of its address.
+        let (own, mask) = unsafe { (ip_of(one.ifa_addr), ip_of(one.ifa_netmask)) };
+        let is_loopback = one.ifa_flags & libc::IFF_LOOPBACK as u32 != 0;
+        let is_it = match (own, mask, address) {
+            // All of 127.0.0.0/8 is of the loopback interface.
+            (Some(IpAddr::V4(own)), Some(IpAddr::V4(mask)), IpAddr::V4(wanted)) if is_loopback => {
+                own.to_bits() & mask.to_bits() == wanted.to_bits() & mask.to_bits()
+            }
+            (own, ..) => own == Some(address),
+        };
+        if is_it && !one.ifa_name.is_null() {
+            // SAFETY: a name is a C string that lives as long as the list.
+            let name = unsafe { CStr::from_ptr(one.ifa_name) };
+            found = name.to_str().ok().map(str::to_string);
+            break;
+        }
+        entry = one.ifa_next;
+    }
+    // SAFETY: getifaddrs made it, and nothing of it is used any more.
+    unsafe { libc::freeifaddrs(list) };
+    Ok(found)
+}
+
+/// # Safety
+/// `address` is null, or points at an address of the size that its family says.
+unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: every address begins with its family; the caller promises the rest of it.
+    match c_int::from(unsafe { (*address).sa_family }) {
+        libc::AF_INET => {
+            // SAFETY: as the family says.
+            let four = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
+            Some(Ipv4Addr::from(four.sin_addr.s_addr.to_ne_bytes()).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: as the family says.
+            let six = unsafe { address.cast::<libc::sockaddr_in6>().read_unaligned() };
+            Some(Ipv6Addr::from(six.sin6_addr.s6_addr).into())
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::UdpSocket;
+
+    #[test]
+    fn one_message_becomes_several_datagrams_and_the_sender_is_known() {
+        for ip in ["127.0.0.1", "::1"] {
+            let (a, b) = (UdpSocket::bind((ip, 0)).unwrap(), UdpSocket::bind((ip, 0)).unwrap());
+            let (to, from) = (b.local_addr().unwrap(), a.local_addr().unwrap());
+            let bytes: Vec<u8> = (0..250).map(|n| n as u8).collect();
+            let pieces = [Piece::from(&bytes[..130]), Piece::from(&bytes[130..]), Piece::from(&b"one"[..])];
+            let messages = [Message { to, end: 2, segment: 100 }, Message { to, end: 3, segment: 0 }];
+            assert_eq!(Outbox::default().send(&a, &pieces, 0, &messages), Ok(2));
+            let (mut inbox, mut got) = (Inbox::new(8, 256), Vec::new());
+            inbox.receive(&b, 8, &mut got).unwrap();
+            let expected = [&bytes[..100], &bytes[100..200], &bytes[200..], b"one"];
+            assert_eq!(got.len(), 4);
+            for ((slot, got), expected) in inbox.chunks().zip(&got).zip(expected) {
+                assert_eq!((got.from, got.truncated, &slot[..got.bytes]), (Some(from), false, expected));
+            }
+            assert_eq!(inbox.receive(&b, 8, &mut got), Err(Errno::AGAIN));
+            a.send_to(&[7; 300], to).unwrap();
+            inbox.receive(&b, 8, &mut got).unwrap();
+            assert_eq!((got[0].bytes, got[0].truncated), (256, true));
+        }
+    }
+
+    #[test]
+    fn the_loopback_interface_has_its_addresses() {
+        for address in ["127.0.0.1", "127.9.8.7"] {
+            assert_eq!(interface_of(address.parse().unwrap()), Ok(Some("lo".into())), "{address}");
+        }
+        assert_eq!(interface_of("192.0.2.77".parse().unwrap()), Ok(None));
+    }
+}

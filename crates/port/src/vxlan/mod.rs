@@ -1,0 +1,591 @@
+//! A VXLAN tunnel (RFC 7348) over plain UDP sockets, without any privilege: the network goes on at other machines, whose ends
+//! may be this port too, the kernel's vxlan device, Open vSwitch, flannel, or Cilium.
+//!
+//! # Where frames go
+//! A frame for an address that was seen from a remote goes to that remote; any other one goes to all remotes, a copy each
+//! (head-end replication). What comes from a remote goes to the members of this machine only: the switch gives a port nothing
+//! that came from it, so tunnels between all pairs of machines make no loop. A tunnel is no place for a spanning tree or for two
+//! tunnels into one network.
+//!
+//! # What is accepted
+//! Packets from the addresses of configured remotes, with the network's identifier. Others are dropped, each under its reason. That is
+//! no protection from a machine on the way that forges source addresses: VXLAN has no authentication. Put it on a network that you
+//! trust, or on WireGuard.
+//!
+//! # MTU
+//! The headers of the tunnel take 50 bytes of the path's MTU, with IPv6 70. Outer packets are never sent in fragments (RFC 7348
+//! §4.3): a frame that is too long for the path is dropped as `tunnel_too_long`.
+//!
+//! # Sockets
+//! One socket receives, at the local address and port. [`FLOWS`] others send, each from its own port, chosen by the inner flow, so
+//! that routers and network cards spread flows and keep their order. Equal frames of a turn for one remote go to the kernel as one
+//! message, which it cuts (UDP_SEGMENT), unless it cannot.
+//!
+//! # Not carried
+//! Offloads: checksums and segments are finished before (the switch does it). The kernel of the *same* machine may hand over inner
+//! packets whose checksum it has not finished, since it never leaves that for a network card: as tests in namespaces have it, `ethtool
+//! -K INTERFACE tx off` below the kernel's tunnel.
+//!
+//! # Life
+//! The link is up while an interface of this machine that is up has the local address. A remote that does not listen is not noticed.
+
+mod table;
+
+use std::net::{SocketAddr, UdpSocket};
+use std::ops::Range;
+use std::os::fd::AsFd;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt;
+use tombolo_ring::mem::Foreign;
+use tombolo_ring::vxlan::{self, HEADER_BYTES, OVERHEAD4_BYTES, OVERHEAD6_BYTES, Vni};
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+
+use crate::link::{Condition, Interface, LinkError, Monitor, Netns, drop_reason};
+use crate::reactor::{Registration, Watch};
+use crate::sys::udp::{self, Datagram, Inbox, MAX_SEGMENTS, Message, Outbox};
+use crate::sys::{self, Piece};
+use table::Table;
+pub use table::{AGE, MAX_ENTRIES};
+
+/// Datagrams that one call receives.
+pub const SLOTS: usize = 64;
+/// Sockets that send.
+pub const FLOWS: usize = 4;
+/// Remotes of one tunnel: each frame without a known destination is copied so often.
+pub const MAX_REMOTES: usize = 64;
+/// From slot to slot: the longest frame, and cache lines so that the slots' beginnings do not share one set.
+const STRIDE_BYTES: usize = (HEADER_BYTES + MAX_FRAME_BYTES).next_multiple_of(4096) - 4096 + 37 * 64;
+const _: () = assert!(STRIDE_BYTES >= HEADER_BYTES + MAX_FRAME_BYTES);
+const SOCKET_BYTES: u32 = 4 << 20;
+/// How often a port that never sleeps looks for changed interfaces.
+const LOOK_INTERVAL: Nanos = Nanos(10_000_000);
+/// How often it is looked whether the local address is there again.
+const ABSENT_INTERVAL: Nanos = Nanos(1_000_000_000);
+/// A message that the kernel cuts is at most as long as a UDP datagram.
+const MAX_MESSAGE_BYTES: usize = 65_000;
+
+/// A tunnel.
+#[derive(Clone, Debug)]
+pub struct VxlanConfig {
+    /// The network's identifier.
+    pub vni: Vni,
+    /// Where it receives. Not an unspecified address: the other ends know this one.
+    pub local: SocketAddr,
+    /// The other ends, 1 to [`MAX_REMOTES`], of the same family.
+    pub remotes: Vec<SocketAddr>,
+    /// The MTU of the network within, in bytes.
+    pub mtu: u32,
+    /// Whether it learns from what comes which remote has which address; otherwise every frame goes to all of them.
+    pub learning: bool,
+    /// The namespace of the sockets.
+    pub netns: Option<Netns>,
+}
+
+impl VxlanConfig {
+    /// What the tunnel's headers take of the path's MTU, in bytes.
+    pub fn overhead_bytes(&self) -> u32 {
+        if self.local.is_ipv6() { OVERHEAD6_BYTES } else { OVERHEAD4_BYTES }
+    }
+}
+
+/// Why a tunnel could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
+pub enum VxlanError {
+    /// The remotes.
+    #[error("a tunnel has 1 to {MAX_REMOTES} remotes, found {0}")]
+    Remotes(usize),
+    /// One of the remotes.
+    #[error("the remote {remote}: expected another address than {local}, of its family, and each remote once")]
+    Remote { remote: SocketAddr, local: SocketAddr },
+    /// No other end could answer.
+    #[error("the local address {0} is none that others can send to; expected one of this machine's")]
+    Local(SocketAddr),
+    /// A socket.
+    #[error("{what} {address}: {source}")]
+    Socket { what: &'static str, address: SocketAddr, source: std::io::Error },
+    /// The namespace.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+}
+
+/// What becomes of a frame in a [`VxlanPort::transmit`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// No copy of it was tried.
+    Open,
+    Sent,
+    Lost(Reason),
+}
+
+/// A copy of a frame for one remote.
+#[derive(Clone, Copy)]
+struct Copied {
+    /// Its place among the frames of the turn.
+    frame: u16,
+    /// Where its pieces end.
+    end: usize,
+}
+
+/// What one socket sends in a turn.
+#[derive(Default)]
+struct Flow {
+    pieces: Vec<Piece<'static>>,
+    messages: Vec<Message>,
+    /// How many of the copies each message has.
+    counts: Vec<usize>,
+    copies: Vec<Copied>,
+    /// Bytes of the last message, and whether a shorter datagram has ended it.
+    bytes: usize,
+    is_closed: bool,
+}
+
+/// A port whose peers are the ends of a tunnel. See the module's head.
+pub struct VxlanPort {
+    config: VxlanConfig,
+    header: [u8; HEADER_BYTES],
+    receiver: UdpSocket,
+    senders: Vec<UdpSocket>,
+    _watch: Watch,
+    registration: Registration,
+    monitor: Monitor,
+    /// The interface that has the local address.
+    interface: Option<(String, u32)>,
+    condition: Condition,
+    next_look: Nanos,
+    look_due: bool,
+    now: Nanos,
+    table: Table,
+    /// The kernel cuts messages into datagrams.
+    cuts: bool,
+    inbox: Inbox,
+    got: Vec<Datagram>,
+    outbox: Outbox,
+    flows: Vec<Flow>,
+    fates: Vec<Fate>,
+}
+
+impl VxlanPort {
+    /// Opens the tunnel's sockets.
+    ///
+    /// # Errors
+    /// [`VxlanError`]: bad remotes, or a local address or port that cannot be had.
+    pub fn open(config: &VxlanConfig, registration: Registration) -> Result<VxlanPort, VxlanError> {
+        let VxlanConfig { local, remotes, .. } = config;
+        if local.ip().is_unspecified() || local.ip().is_multicast() || local.port() == 0 {
+            return Err(VxlanError::Local(*local));
+        }
+        if remotes.is_empty() || remotes.len() > MAX_REMOTES {
+            return Err(VxlanError::Remotes(remotes.len()));
+        }
+        for (at, remote) in remotes.iter().enumerate() {
+            let ip = remote.ip();
+            let is_wrong =
+                ip.is_ipv6() != local.is_ipv6() || ip == local.ip() || ip.is_unspecified() || ip.is_multicast();
+            if is_wrong || remote.port() == 0 || remotes[..at].iter().any(|other| other.ip() == ip) {
+                return Err(VxlanError::Remote { remote: *remote, local: *local });
+            }
+        }
+        let netns = config.netns.as_ref();
+        let open = |port: u16| {
+            let address = SocketAddr::new(local.ip(), port);
+            let failed = |what| move |source| VxlanError::Socket { what, address, source };
+            let socket = UdpSocket::bind(address).map_err(failed("receiving at"))?;
+            socket.set_nonblocking(true).map_err(failed("O_NONBLOCK of a socket at"))?;
+            let refused = |what| move |errno: Errno| VxlanError::Socket { what, address, source: errno.into() };
+            sys::set_buffers(&socket, SOCKET_BYTES).map_err(refused("setting the buffers of a socket at"))?;
+            udp::never_fragment(&socket, local.is_ipv6()).map_err(refused("IP_MTU_DISCOVER of a socket at"))?;
+            Ok::<_, VxlanError>(socket)
+        };
+        let sockets = Netns::run_in(netns, || {
+            let receiver = open(local.port())?;
+            let senders = (0..FLOWS).map(|_| open(0)).collect::<Result<Vec<_>, _>>()?;
+            Ok::<_, VxlanError>((receiver, senders))
+        })?;
+        let (receiver, senders) = sockets?;
+        let monitor = Monitor::open(netns, &registration)?;
+        let watch = registration.watch(&receiver).map_err(|errno| VxlanError::Socket {
+            what: "watching a socket at",
+            address: *local,
+            source: errno.into(),
+        })?;
+        let mut port = VxlanPort {
+            header: vxlan::header(config.vni),
+            config: config.clone(),
+            receiver,
+            senders,
+            _watch: watch,
+            registration,
+            monitor,
+            interface: None,
+            condition: Condition::Down,
+            next_look: Nanos(0),
+            look_due: false,
+            now: Nanos(0),
+            table: Table::default(),
+            cuts: true,
+            inbox: Inbox::new(SLOTS, STRIDE_BYTES),
+            got: Vec::with_capacity(SLOTS),
+            outbox: Outbox::default(),
+            flows: (0..FLOWS).map(|_| Flow::default()).collect(),
+            fates: Vec::new(),
+        };
+        port.look();
+        Ok(port)
+    }
+
+    /// Which interface has the local address, and its state.
+    fn look(&mut self) {
+        let (netns, local) = (self.config.netns.as_ref(), self.config.local.ip());
+        let found = Netns::run_in(netns, || udp::interface_of(local)).ok().and_then(Result::ok).flatten();
+        self.interface = found.and_then(|name| {
+            let index = Interface::open(netns, &name).and_then(|interface| interface.index()).ok()?;
+            Some((name, index))
+        });
+        let state = self.interface.as_ref().and_then(|(name, _)| self.monitor.state(name));
+        self.condition = state.as_ref().map_or(Condition::Gone, Condition::of);
+    }
+
+    /// Has the worker call [`Port::service`], which looks at the interfaces.
+    fn ask_for_service(&mut self) {
+        self.look_due = true;
+        self.registration.wake();
+    }
+
+    fn fault(&self, what: &str, errno: Errno) -> Fault {
+        Fault { kind: FaultKind::System, detail: format!("{what} the tunnel at {}: {errno}", self.config.local) }
+    }
+
+    /// The remote that a packet came from.
+    fn remote_of(&self, from: Option<SocketAddr>) -> Option<u16> {
+        let ip = from?.ip();
+        self.config.remotes.iter().position(|remote| remote.ip() == ip).map(|at| at as u16)
+    }
+
+    /// Sends what `flow` holds, and notes what became of each frame. Returns whether the interface may have gone.
+    fn send_flow(&mut self, at: usize, flow: &Flow, pieces: &[Piece<'_>]) -> bool {
+        let (mut done, mut first_piece, mut first_copy, mut is_gone) = (0, 0, 0, false);
+        while done < flow.messages.len() {
+            let message = flow.messages[done];
+            let sent = self.outbox.send(&self.senders[at], pieces, first_piece, &flow.messages[done..]);
+            let messages = match sent {
+                Ok(n) => n,
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN | Errno::NOBUFS) => flow.messages.len() - done,
+                Err(_) => 1,
+            };
+            let copies = first_copy..first_copy + flow.counts[done..done + messages].iter().sum::<usize>();
+            if let Err(errno @ (Errno::MSGSIZE | Errno::INVAL | Errno::IO)) = sent
+                && message.segment != 0
+            {
+                // Without checksums of the device, or before Linux 4.18, the kernel does not cut.
+                self.cuts &= errno == Errno::MSGSIZE;
+                for copy in copies.clone() {
+                    let end = flow.copies[copy].end;
+                    let single = [Message { to: message.to, end, segment: 0 }];
+                    let sent = loop {
+                        match self.outbox.send(&self.senders[at], pieces, first_piece, &single) {
+                            Err(Errno::INTR) => {}
+                            sent => break sent,
+                        }
+                    };
+                    is_gone |= self.note(&flow.copies[copy..=copy], sent);
+                    first_piece = end;
+                }
+            } else {
+                is_gone |= self.note(&flow.copies[copies.clone()], sent);
+            }
+            first_copy = copies.end;
+            done += messages;
+            first_piece = flow.messages[done - 1].end;
+        }
+        is_gone
+    }
+
+    /// Notes what became of copies of frames. Returns whether the interface may have gone.
+    fn note(&mut self, copies: &[Copied], sent: Result<usize, Errno>) -> bool {
+        let (fate, is_gone) = match sent {
+            Ok(_) => (Fate::Sent, false),
+            Err(Errno::MSGSIZE) => (Fate::Lost(Reason::TunnelTooLong), false),
+            // No route there; other remotes may have one.
+            Err(Errno::NETUNREACH | Errno::HOSTUNREACH) => (Fate::Lost(Reason::LinkDown), false),
+            Err(Errno::ADDRNOTAVAIL) => (Fate::Lost(Reason::LinkDown), true),
+            Err(errno) => {
+                let reason = drop_reason(errno);
+                (Fate::Lost(reason), reason == Reason::LinkDown)
+            }
+        };
+        for copy in copies {
+            let known = &mut self.fates[copy.frame as usize];
+            // One copy that went is enough for a frame that has several.
+            if *known != Fate::Sent {
+                *known = fate;
+            }
+        }
+        is_gone
+    }
+}
+
+/// Mixes bytes into a hash, eight at a time.
+fn mix(hash: u64, bytes: Option<&[u8]>) -> u64 {
+    let words = bytes.unwrap_or_default().chunks(8).map(|chunk| {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        u64::from_le_bytes(word)
+    });
+    // The multiplier of Fibonacci hashing: 2^64 over the golden ratio.
+    words.fold(hash, |hash, word| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_right(29))
+}
+
+/// Which socket sends a frame: the same for all packets of a flow within. What is no IP has one socket, which keeps its order.
+fn flow_of(frame: &Frame) -> usize {
+    let head = frame.head();
+    let at = ETHERNET_HEADER_BYTES;
+    let hash = match (head.get(12..14), head.get(at)) {
+        // Addresses, and ports where they follow at once; fragments have none.
+        (Some([0x08, 0x00]), Some(0x45)) => {
+            let is_whole = head.get(at + 6..at + 8).is_some_and(|field| field[0] & 0x3f == 0 && field[1] == 0);
+            let has_ports = is_whole && matches!(head.get(at + 9), Some(6 | 17));
+            mix(0, head.get(at + 12..at + if has_ports { 24 } else { 20 }))
+        }
+        (Some([0x86, 0xdd]), Some(_)) => {
+            let has_ports = matches!(head.get(at + 6), Some(6 | 17));
+            mix(0, head.get(at + 8..at + if has_ports { 44 } else { 40 }))
+        }
+        _ => return 0,
+    };
+    (hash >> 32) as usize % FLOWS
+}
+
+impl Port for VxlanPort {
+    fn kind(&self) -> &'static str {
+        "vxlan"
+    }
+
+    fn link(&self) -> Link {
+        self.condition.link()
+    }
+
+    fn caps(&self) -> Caps {
+        Caps::plain(self.config.mtu)
+    }
+
+    fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
+        self.now = now;
+        let is_up = self.condition == Condition::Up;
+        if now >= self.next_look || self.look_due {
+            self.next_look = now.after(if is_up { LOOK_INTERVAL } else { ABSENT_INTERVAL });
+            let due = std::mem::take(&mut self.look_due) || !is_up;
+            let (name, index) = self.interface.as_ref().map_or(("", 0), |(name, index)| (name, *index));
+            if self.monitor.changed(index, name) || due {
+                self.look();
+            }
+        }
+        // An address that comes later than its interface is reported by nothing that is watched.
+        Ok((self.condition != Condition::Up).then(|| now.after(ABSENT_INTERVAL)))
+    }
+
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
+        let room = budget.min(SLOTS);
+        match self.inbox.receive(&self.receiver, room, &mut self.got) {
+            Ok(()) => {}
+            Err(Errno::AGAIN) => return Ok(0),
+            // What is reported of an earlier datagram says nothing of those that wait.
+            Err(Errno::INTR | Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH) => return Ok(budget),
+            Err(errno) => return Err(self.fault("receiving on", errno)),
+        }
+        let used = self.got.len();
+        let got = std::mem::take(&mut self.got);
+        for (slot, datagram) in self.inbox.chunks().zip(&got) {
+            let packet = &slot[..datagram.bytes.min(slot.len())];
+            let Some(remote) = self.remote_of(datagram.from) else {
+                drops.count(Reason::UnknownRemote, 1);
+                continue;
+            };
+            match vxlan::parse(packet) {
+                Ok(vni) if vni == self.config.vni => {}
+                Ok(_) => {
+                    drops.count(Reason::WrongVni, 1);
+                    continue;
+                }
+                Err(_) => {
+                    drops.count(Reason::BadTunnel, 1);
+                    continue;
+                }
+            }
+            let frame = &packet[HEADER_BYTES..];
+            if datagram.truncated || frame.len() > MAX_FRAME_BYTES {
+                drops.count(Reason::TooLong, 1);
+                continue;
+            }
+            let Some(source) = frame
+                .get(6..12)
+                .and_then(|mac| Mac::try_from(mac).ok())
+                .filter(|_| frame.len() >= ETHERNET_HEADER_BYTES)
+            else {
+                drops.count(Reason::Runt, 1);
+                continue;
+            };
+            if self.config.learning {
+                self.table.learn(source, remote, self.now);
+            }
+            batch.push(Foreign::from(frame), Offload::NONE);
+        }
+        self.got = got;
+        // With every slot filled there is no telling whether there is more.
+        Ok(if used == SLOTS { budget } else { used })
+    }
+
+    fn release(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
+        if self.condition != Condition::Up {
+            drops.count(Reason::LinkDown, which.len() as u64);
+            return Ok(sent);
+        }
+        let max_bytes = self.caps().max_frame_bytes as usize;
+        let header = self.header;
+        let mut flows = std::mem::take(&mut self.flows);
+        let mut lists: [Vec<Piece<'_>>; FLOWS] =
+            std::array::from_fn(|at| sys::recycle(std::mem::take(&mut flows[at].pieces)));
+        self.fates.clear();
+        for (place, index) in which.iter().enumerate() {
+            let frame = &batch.frames()[*index as usize];
+            if frame.len() > max_bytes || frame.offload.segmentation.is_some() {
+                self.fates.push(Fate::Lost(Reason::TooLong));
+                continue;
+            }
+            self.fates.push(Fate::Open);
+            let at = flow_of(frame);
+            let (flow, pieces) = (&mut flows[at], &mut lists[at]);
+            let known = if self.config.learning { self.table.find(frame.destination(), self.now) } else { None };
+            let remotes = match known {
+                Some(remote) => remote as usize..remote as usize + 1,
+                None => 0..self.config.remotes.len(),
+            };
+            for to in &self.config.remotes[remotes] {
+                let begin = pieces.len();
+                pieces.push(Piece::from(&header[..]));
+                pieces.push(Piece::from(frame.head()));
+                pieces.extend(batch.tail(frame).iter().map(|piece| Piece::from(*piece)));
+                flow.add(*to, frame.len() + HEADER_BYTES, begin..pieces.len(), place as u16, self.cuts);
+            }
+        }
+        let mut is_gone = false;
+        for (at, flow) in flows.iter_mut().enumerate() {
+            let pieces = std::mem::take(&mut lists[at]);
+            is_gone |= self.send_flow(at, flow, &pieces);
+            flow.pieces = sys::recycle(pieces);
+            flow.messages.clear();
+            flow.counts.clear();
+            flow.copies.clear();
+        }
+        self.flows = flows;
+        for (index, fate) in which.iter().zip(&self.fates) {
+            match fate {
+                Fate::Sent => {
+                    sent.frames += 1;
+                    sent.bytes += batch.frames()[*index as usize].len() as u64;
+                }
+                Fate::Lost(reason) => drops.count(*reason, 1),
+                // A tunnel has at least one remote.
+                Fate::Open => drops.count(Reason::SystemRefused, 1),
+            }
+        }
+        if is_gone {
+            self.ask_for_service();
+        }
+        Ok(sent)
+    }
+
+    fn flush(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn arm(&mut self) -> Result<bool, Fault> {
+        let mut fds = [
+            PollFd::from_borrowed_fd(self.receiver.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.monitor.as_fd(), PollFlags::IN),
+        ];
+        match poll(&mut fds, Some(&Timespec::default())) {
+            Ok(_) => {}
+            Err(Errno::INTR) => return Ok(true),
+            Err(errno) => return Err(self.fault("polling", errno)),
+        }
+        let (socket, links) = (fds[0].revents(), fds[1].revents());
+        if !links.is_empty() {
+            self.ask_for_service();
+            return Ok(true);
+        }
+        if socket.contains(PollFlags::ERR) {
+            // Of a datagram that was sent; it is not asked what became of that.
+            let _ = sockopt::socket_error(&self.receiver);
+        }
+        Ok(socket.contains(PollFlags::IN))
+    }
+
+    fn disarm(&mut self) {}
+
+    fn reset(&mut self, _fault: &Fault) {
+        self.look();
+    }
+
+    fn details(&self) -> Vec<(&'static str, String)> {
+        let VxlanConfig { vni, local, remotes, mtu, learning, .. } = &self.config;
+        let remotes: Vec<String> = remotes.iter().map(SocketAddr::to_string).collect();
+        vec![
+            ("vni", vni.to_string()),
+            ("local", local.to_string()),
+            ("remotes", remotes.join(" ")),
+            ("interface", self.interface.as_ref().map_or("none".into(), |(name, _)| name.clone())),
+            ("state", self.condition.to_string()),
+            ("mtu", mtu.to_string()),
+            ("learning", learning.to_string()),
+            ("addresses", format!("{} of {MAX_ENTRIES}", self.table.len())),
+            ("addresses_refused", self.table.refused.to_string()),
+            ("cut_by_kernel", self.cuts.to_string()),
+        ]
+    }
+}
+
+impl Flow {
+    /// Adds a copy of a frame: a datagram of `bytes`, with these pieces. It is a part of the last message where that goes to the same
+    /// remote and its datagrams are as long, the last of them excepted, which may be shorter.
+    fn add(&mut self, to: SocketAddr, bytes: usize, pieces: Range<usize>, frame: u16, cuts: bool) {
+        let end = pieces.end;
+        self.copies.push(Copied { frame, end });
+        let begin = self.messages.len().checked_sub(2).map_or(0, |before| self.messages[before].end);
+        if let (Some(last), Some(count)) = (self.messages.last_mut(), self.counts.last_mut()) {
+            let segment = if last.segment == 0 { self.bytes } else { last.segment.into() };
+            let fits = cuts
+                && last.to == to
+                && !self.is_closed
+                && bytes <= segment
+                && *count < MAX_SEGMENTS
+                && self.bytes + bytes <= MAX_MESSAGE_BYTES
+                && end - begin <= sys::MAX_PIECES;
+            if fits {
+                (last.segment, last.end) = (segment as u16, end);
+                self.bytes += bytes;
+                self.is_closed = bytes < segment;
+                *count += 1;
+                return;
+            }
+        }
+        self.messages.push(Message { to, end, segment: 0 });
+        self.counts.push(1);
+        self.bytes = bytes;
+        self.is_closed = false;
+    }
+}
+
+#[cfg(test)]
+mod tests;

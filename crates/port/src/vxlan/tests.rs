@@ -1,0 +1,319 @@
+//! The conformance suite with the kernel's vxlan device at the other end, over IPv4 and IPv6; and what a tunnel refuses.
+
+use std::net::UdpSocket;
+
+use tombolo_ring::vxlan::HEADER_BYTES;
+use tombolo_switch::frame::{Offload, SegmentKind};
+use tombolo_switch::wait::Waiter;
+
+use super::*;
+use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, number, plain, same, tcp_frame};
+use crate::kernel_side::{self, KernelSide};
+use crate::pair::OwnedFrame;
+
+const VNI: u32 = 0x12_3456;
+const PORT: u16 = 4789;
+
+/// The addresses of both ends, and of a third one on the kernel's side that is no remote.
+trait Family {
+    const KIND: &'static str;
+    const OURS: &'static str;
+    const THEIRS: &'static str;
+    const STRANGER: &'static str;
+    const PREFIX: u8;
+}
+
+struct Four;
+struct Six;
+
+impl Family for Four {
+    const KIND: &'static str = "vxlan";
+    const OURS: &'static str = "192.0.2.1";
+    const THEIRS: &'static str = "192.0.2.2";
+    const STRANGER: &'static str = "192.0.2.3";
+    const PREFIX: u8 = 24;
+}
+
+impl Family for Six {
+    const KIND: &'static str = "vxlan over IPv6";
+    const OURS: &'static str = "2001:db8::1";
+    const THEIRS: &'static str = "2001:db8::2";
+    const STRANGER: &'static str = "2001:db8::3";
+    const PREFIX: u8 = 64;
+}
+
+fn address(text: &str) -> SocketAddr {
+    SocketAddr::new(text.parse().unwrap(), PORT)
+}
+
+/// Two namespaces with a cable between them: the port's, and the one with the kernel's end of the tunnel.
+struct Tunnel<F> {
+    ours: Netns,
+    theirs: Netns,
+    side: KernelSide,
+    family: std::marker::PhantomData<F>,
+}
+
+impl<F: Family> Tunnel<F> {
+    fn cable(ours: &Netns, theirs: &Netns) {
+        let own = format!("/proc/{}/fd/{}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&theirs.as_fd()));
+        kernel_side::run(ours, &format!("ip link add va mtu 1600 type veth peer name vb mtu 1600 netns {own}"));
+        for (netns, name, addresses) in [(ours, "va", &[F::OURS][..]), (theirs, "vb", &[F::THEIRS, F::STRANGER])] {
+            for address in addresses {
+                let nodad = if address.contains(':') { "nodad" } else { "" };
+                kernel_side::run(netns, &format!("ip address add {address}/{} dev {name} {nodad}", F::PREFIX));
+            }
+            kernel_side::run(netns, &format!("ip link set {name} up"));
+        }
+        let (ip, remote) = (F::THEIRS, F::OURS);
+        let device = format!("ip link add vx mtu 1500 type vxlan id {VNI} dstport {PORT} local {ip} remote {remote}");
+        kernel_side::run(theirs, &device);
+        // Only what the test itself sends: IPv6 would announce itself.
+        let quiet = || std::fs::write("/proc/sys/net/ipv6/conf/vx/disable_ipv6", "1").unwrap();
+        theirs.run(quiet).unwrap();
+        kernel_side::run(theirs, "ip link set vx up");
+        kernel_side::await_carrier(ours, "va");
+        kernel_side::await_carrier(theirs, "vx");
+        // Neighbour discovery is done when this is answered: a queue for it holds few packets.
+        kernel_side::run(theirs, &format!("ping -q -c 1 -W 10 {}", F::OURS));
+        kernel_side::run(ours, &format!("ping -q -c 1 -W 10 {}", F::THEIRS));
+    }
+
+    /// A datagram from the kernel's namespace.
+    fn datagram(&self, from: &str, bytes: &[u8]) {
+        let socket = self.theirs.run(|| UdpSocket::bind((from, 0)).unwrap()).unwrap();
+        socket.send_to(bytes, address(F::OURS)).unwrap();
+    }
+}
+
+/// A namespace whose interfaces have IPv6, but say nothing by it.
+fn namespace() -> Netns {
+    let netns = Netns::anonymous().unwrap();
+    let quiet = || {
+        for (key, value) in [("router_solicitations", "0"), ("accept_dad", "0"), ("accept_ra", "0")] {
+            std::fs::write(format!("/proc/sys/net/ipv6/conf/default/{key}"), value).unwrap();
+        }
+    };
+    netns.run(quiet).unwrap();
+    netns
+}
+
+impl<F: Family> Fixture for Tunnel<F> {
+    const KIND: &'static str = F::KIND;
+
+    fn missing() -> Option<String> {
+        kernel_side::missing()
+    }
+
+    fn make(registration: Registration) -> (Box<dyn Port>, Self) {
+        let (ours, theirs) = (namespace(), namespace());
+        Self::cable(&ours, &theirs);
+        let config = VxlanConfig {
+            vni: Vni::new(VNI).unwrap(),
+            local: address(F::OURS),
+            remotes: vec![address(F::THEIRS)],
+            mtu: 1500,
+            learning: true,
+            netns: Some(ours.clone()),
+        };
+        let port = VxlanPort::open(&config, registration).unwrap();
+        let side = KernelSide::open(&theirs, "vx");
+        (Box::new(port), Tunnel { ours, theirs, side, family: std::marker::PhantomData })
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities { frame_bytes: (14, 1514), offload: false, back_pressure: false, window: 32 }
+    }
+
+    fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool {
+        self.side.inject(bytes, offload)
+    }
+
+    fn collect(&mut self) -> Option<OwnedFrame> {
+        self.side.collect()
+    }
+
+    fn disconnect(&mut self) {
+        kernel_side::run(&self.theirs, "ip link del vx");
+        kernel_side::run(&self.ours, "ip link del va");
+    }
+
+    fn connect(&mut self) {
+        Self::cable(&self.ours, &self.theirs);
+        self.side = KernelSide::open(&self.theirs, "vx");
+    }
+
+    fn send_runt(&mut self) -> Violation {
+        let header = vxlan::header(Vni::new(VNI).unwrap());
+        self.datagram(F::THEIRS, &[&header[..], &[2; 13]].concat());
+        Violation::Dropped(Reason::Runt)
+    }
+
+    fn send_over_long(&mut self) -> Violation {
+        Violation::Impossible("a UDP datagram cannot be longer than the longest frame")
+    }
+
+    fn send_bad_offload(&mut self) -> Violation {
+        Violation::Impossible("no offload state travels in a tunnel")
+    }
+
+    fn break_protocol(&mut self) -> Violation {
+        Violation::Impossible("each datagram is judged by itself")
+    }
+}
+
+mod conformance {
+    crate::conformance_suite!(super::Tunnel<super::Four>);
+}
+
+mod conformance6 {
+    crate::conformance_suite!(super::Tunnel<super::Six>);
+}
+
+/// Runs a test with the real tunnel, or says why not.
+fn with_tunnel(name: &str, test: impl Fn(Rig<Tunnel<Four>>)) {
+    crate::conformance::run::<Tunnel<Four>>(name, |_| test(Rig::up()));
+}
+
+#[test]
+fn only_packets_of_the_network_from_its_remotes_come_in() {
+    with_tunnel("only_packets_of_the_network", |mut rig| {
+        let inner = frame(7, 60);
+        let good = [&vxlan::header(Vni::new(VNI).unwrap())[..], &inner].concat();
+        let mut flags = good.clone();
+        flags[0] = 0;
+        let mut other = good.clone();
+        other[6] ^= 1;
+        for (from, bytes, reason) in [
+            (Four::STRANGER, &good[..], Reason::UnknownRemote),
+            (Four::THEIRS, &flags, Reason::BadTunnel),
+            (Four::THEIRS, &good[..HEADER_BYTES - 1], Reason::BadTunnel),
+            (Four::THEIRS, &[], Reason::BadTunnel),
+            (Four::THEIRS, &other, Reason::WrongVni),
+            (Four::THEIRS, &good[..HEADER_BYTES], Reason::Runt),
+        ] {
+            let before = rig.rx_drops.of(reason);
+            rig.peer.datagram(from, bytes);
+            rig.until_woken(reason.name(), |rig| rig.rx_drops.of(reason) == before + 1);
+        }
+        assert_eq!(rig.rx_drops.total(), 6);
+        assert!(rig.received.is_empty() && rig.faults.is_empty());
+        rig.peer.datagram(Four::THEIRS, &good);
+        rig.until_woken("the good one", |rig| rig.received.len() == 1);
+        assert_eq!(rig.received[0].bytes, inner);
+    });
+}
+
+#[test]
+fn an_address_that_was_heard_from_a_remote_is_sent_to_that_remote_alone() {
+    let here = |n: u8| format!("127.77.{n}.1").parse::<std::net::IpAddr>().unwrap();
+    let remotes: Vec<UdpSocket> = (1..=3)
+        .map(|n| {
+            let socket = UdpSocket::bind((here(n), PORT)).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            socket
+        })
+        .collect();
+    for learning in [true, false] {
+        let config = VxlanConfig {
+            vni: Vni::new(5).unwrap(),
+            local: SocketAddr::new(here(0), PORT),
+            remotes: remotes.iter().map(|socket| socket.local_addr().unwrap()).collect(),
+            mtu: 1500,
+            learning,
+            netns: None,
+        };
+        let mut reactor = crate::reactor::Reactor::new().unwrap();
+        let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
+        let mut port = VxlanPort::open(&config, registration).unwrap();
+        let mut drops = Drops::default();
+        let mut send = |port: &mut VxlanPort, frames: &[OwnedFrame]| {
+            let mut batch = Batch::with_capacity(frames.len());
+            frames.iter().for_each(|frame| batch.push(Foreign::from(&frame.bytes[..]), frame.offload));
+            let which: Vec<u16> = (0..frames.len() as u16).collect();
+            let sent = port.transmit(&batch, &which, &mut drops).unwrap();
+            assert_eq!((sent.frames as usize, drops.total()), (frames.len(), 0), "{drops:?}");
+            remotes
+                .iter()
+                .map(|remote| std::iter::from_fn(|| remote.recv(&mut [0; 2000]).ok()).count())
+                .collect::<Vec<_>>()
+        };
+        port.service(Nanos(1)).unwrap();
+        // Nothing is known: each frame goes to all. Many equal ones are cut by the kernel.
+        assert_eq!(send(&mut port, &plain(0, vec![100; 60])), [60; 3]);
+        let mut heard = frame(9, 60);
+        remotes[1].send_to(&[&vxlan::header(config.vni)[..], &heard].concat(), config.local).unwrap();
+        let mut batch = Batch::with_capacity(8);
+        reactor.wait(Some(Nanos(5_000_000_000)), &mut Vec::new());
+        assert_eq!(port.receive(8, &mut batch, &mut Drops::default()), Ok(1));
+        drop(batch);
+        // Its answer, with the addresses exchanged.
+        let (to, from) = heard.split_at_mut(6);
+        to.swap_with_slice(&mut from[..6]);
+        let answers = vec![OwnedFrame { bytes: heard, offload: Offload::NONE }; 3];
+        assert_eq!(send(&mut port, &answers), if learning { [0, 3, 0] } else { [3; 3] });
+        port.service(Nanos(1 + AGE.0)).unwrap();
+        assert_eq!(send(&mut port, &answers), [3; 3], "a silent one is forgotten");
+        drop(port);
+    }
+}
+
+#[test]
+fn what_is_too_long_for_the_path_is_counted_and_nothing_is_sent_in_fragments() {
+    with_tunnel("what_is_too_long_for_the_path", |mut rig| {
+        kernel_side::run(&rig.peer.ours, "ip link set va mtu 1400");
+        rig.settle();
+        let frames = plain(0, [60, 1514, 1514, 60]);
+        assert_eq!(rig.send(&frames), 2);
+        assert_eq!(rig.tx_drops.of(Reason::TunnelTooLong), 2, "{:?}", rig.tx_drops);
+        let got = rig.collect(2);
+        same(&[frames[0].clone(), frames[3].clone()], &got);
+        // 1350 with the inner header of 14 is what fits.
+        rig.deliver(&plain(10, [1364, 1364]));
+        assert_eq!(rig.send(&plain(20, [1365])), 0);
+    });
+}
+
+#[test]
+fn flows_have_their_own_source_ports_and_keep_their_order() {
+    let mut seen = [0; FLOWS];
+    for n in 0..200u8 {
+        let mut bytes = tcp_frame(1, 80, SegmentKind::Tcp4, None).bytes;
+        bytes[35] = n;
+        let mut other = bytes.clone();
+        (other[19], other[70]) = (0x5a, 0x5a);
+        let mut batch = Batch::with_capacity(2);
+        batch.push(Foreign::from(&bytes[..]), Offload::NONE);
+        // Another packet of the flow: its payload and identification differ.
+        batch.push(Foreign::from(&other[..]), Offload::NONE);
+        let [a, b] = batch.frames() else { panic!("two frames") };
+        assert_eq!(flow_of(a), flow_of(b));
+        seen[flow_of(a)] += 1;
+    }
+    assert!(seen.iter().all(|n| *n > 20), "{seen:?}");
+    assert_eq!(number(&frame(1, 60)), Some(1));
+}
+
+#[test]
+fn remotes_that_make_no_tunnel_are_refused() {
+    let reactor = crate::reactor::Reactor::new().unwrap();
+    let open = |local: &str, remotes: &[&str]| {
+        let config = VxlanConfig {
+            vni: Vni::new(5).unwrap(),
+            local: local.parse().unwrap(),
+            remotes: remotes.iter().map(|remote| remote.parse().unwrap()).collect(),
+            mtu: 1500,
+            learning: true,
+            netns: None,
+        };
+        let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
+        VxlanPort::open(&config, registration).map(|_| ()).unwrap_err().to_string()
+    };
+    assert!(open("127.0.0.1:4790", &[]).contains("1 to 64 remotes"));
+    for remote in ["127.0.0.1:4790", "[::1]:4790", "0.0.0.0:4790", "224.0.0.1:4790", "127.0.0.2:0"] {
+        assert!(open("127.0.0.1:4790", &[remote]).contains(remote), "{remote}");
+    }
+    assert!(open("127.0.0.1:4790", &["127.0.0.2:1", "127.0.0.2:2"]).contains("127.0.0.2:2"));
+    assert!(open("0.0.0.0:4790", &["127.0.0.2:1"]).contains("0.0.0.0:4790"));
+    assert!(open("192.0.2.77:4790", &["127.0.0.2:1"]).contains("receiving at 192.0.2.77:4790"));
+}
