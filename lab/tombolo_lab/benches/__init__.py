@@ -35,6 +35,7 @@ NAMES = (
     "rpc-sweep",
     "rpc-misses",
     "trust",
+    "span",
 )
 
 

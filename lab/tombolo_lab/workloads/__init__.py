@@ -55,6 +55,7 @@ REGISTRY: dict[str, str] = {
     "guests": "tombolo_lab.workloads.guests:Guests",
     "httpd": "tombolo_lab.workloads.httpd:Httpd",
     "links": "tombolo_lab.workloads.links:Links",
+    "machines": "tombolo_lab.workloads.machines:Machines",
     "mesh": "tombolo_lab.workloads.links:MeshOfCells",
     "network": "tombolo_lab.workloads.network:Network",
     "nics": "tombolo_lab.workloads.cards:Nics",
