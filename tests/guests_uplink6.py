@@ -327,6 +327,53 @@ def test_the_hosts_own_router_outlives_forwarding_and_a_kill_leaves_nothing():
         nothing_changed(home, before, fabric)
 
 
+@timeout(180)
+def test_any_other_fabric_undoes_the_forwarding_that_a_killed_one_left():
+    def forwarding():
+        keys = ("ipv4/ip_forward", "ipv6/conf/all/forwarding", "ipv6/conf/out/accept_ra")
+        return tuple(home.run("cat", f"/proc/sys/net/{key}").stdout.strip() for key in keys)
+
+    def tables():
+        return [line.split()[-1] for line in home.run("nft", "list", "tables").stdout.splitlines() if "tombolo" in line]
+
+    dead, plain, four = (f"{word}{os.getpid()}" for word in ("dead", "plain", "four"))
+    with world(dead) as (fabric, _, (_, _, home, _), before), scratch() as folder:
+        def other(name, more=""):
+            """Another fabric of the same user in the same namespace."""
+            file = folder / f"{name}.toml"
+            file.write_text(f'name = "{name}"\n[network.lan]\nsubnet = "10.237.0.0/24"\n{more}')
+            return file
+
+        fabric.down()
+        off, on = forwarding(), ("1", "1", "2")
+        assert off == ("0", "0", "1") and tables() == [], (off, tables())
+        fabric.start()
+        assert forwarding() == on
+        # One that runs is not touched.
+        fabric.cli("up", "-d", other(plain))
+        fabric.cli("down", "--fabric", plain)
+        assert forwarding() == on
+        # One that needs IPv4 alone: IPv6 ends with the next that looks, IPv4 with it.
+        fabric.cli("up", "-d", other(four, 'uplink = "kernel"\nipv6 = "off"\n'))
+        fabric.kill()
+        assert forwarding() == on and len(tables()) == 2
+        fabric.cli("up", "-d", other(plain))
+        assert forwarding() == ("1", *off[1:])
+        fabric.cli("down", "--fabric", four)
+        assert forwarding() == off and tables() == [], (forwarding(), tables())
+        # Once more, with no other fabric that has an uplink.
+        fabric.start()
+        assert forwarding() == on and tables() == [f"tombolo_{dead}"]
+        fabric.kill()
+        fabric.cli("down", "--fabric", plain)
+        assert forwarding() == off and tables() == []
+        # The fabric comes again as it was.
+        fabric.start()
+        assert forwarding() == on and tables() == [f"tombolo_{dead}"]
+        fabric.down()
+        nothing_changed(home, before, fabric)
+
+
 @timeout(120)
 def test_a_daemon_that_takes_over_goes_on_with_ipv6():
     with world(f"over{os.getpid()}", more=forwards()) as (fabric, _, (auto, _, home, far), before):

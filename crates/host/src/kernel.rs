@@ -1,7 +1,9 @@
 //! The kernel uplink's part in the host: one nftables table named by the fabric, and forwarding.
 //!
 //! The tap itself is a port and goes with the process. The table and the sysctl stay when the
-//! process is killed. They are in the owner record, and the next `up` or `down` undoes them.
+//! process is killed. They are in the owner record, and the next `up` or `down` of any fabric undoes
+//! them, except for forwarding that a running fabric needs. Fabrics look at each other's records and
+//! change forwarding in turns ([`crate::rundir::shared_turn`]).
 //!
 //! # Theory of operation
 //! Guests route through the tap's address. Outwards they are masqueraded. A forward is a DNAT at

@@ -37,6 +37,10 @@ const ENDING_TIMEOUT: Duration = Duration::from_secs(180);
 const PROGRESS: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(20);
 
+/// How long another's turn at shared settings is waited for, which takes two runs of `nft`; and how often it is looked at.
+const TURN_TIMEOUT: Duration = Duration::from_secs(10);
+const TURN_LOOK: Duration = Duration::from_millis(5);
+
 /// Begins what is said while something is waited for: it is for the user even where no other progress is shown.
 pub const WAITING: &str = "waiting ";
 
@@ -296,6 +300,67 @@ pub fn left_owners(root: &Path) -> Vec<Owner> {
     let left = entries.filter(|e| e.file_name().to_str().is_some_and(|name| !running.iter().any(|r| r == name)));
     let read = |e: fs::DirEntry| serde_json::from_slice(&fs::read(e.path().join("owner.json")).ok()?).ok();
     left.filter_map(read).collect()
+}
+
+/// A fabric whose daemon was killed, under its lock: no daemon of it starts until this is dropped.
+#[derive(Debug)]
+pub struct Killed {
+    folder: PathBuf,
+    owner: Owner,
+    _lock: File,
+}
+
+impl Killed {
+    /// Those in `root` whose records `wanted` accepts. One that is being started, or looked after by another process, is left
+    /// to that.
+    pub fn all(root: &Path, wanted: impl Fn(&Owner) -> bool) -> Vec<Killed> {
+        let entries = fs::read_dir(root).into_iter().flatten().flatten();
+        let wanted = |owner: &Owner| owner.liveness() == Liveness::Gone && wanted(owner);
+        let killed = entries.filter_map(|entry| {
+            let folder = entry.path();
+            read_owner(&folder).filter(wanted)?;
+            let lock = fs::OpenOptions::new().read(true).write(true).open(folder.join("lock")).ok()?;
+            flock(&lock, FlockOperation::NonBlockingLockExclusive).ok()?;
+            // As it is now that none changes it.
+            let owner = read_owner(&folder).filter(wanted)?;
+            Some(Killed { folder, owner, _lock: lock })
+        });
+        killed.collect()
+    }
+
+    /// What its daemon left.
+    pub fn owner(&self) -> &Owner {
+        &self.owner
+    }
+
+    /// Changes the record, after what it named was undone.
+    ///
+    /// # Errors
+    /// If it cannot be written: then the fabric's next daemon undoes it once more, which changes nothing.
+    pub fn record(&mut self, change: impl FnOnce(&mut Owner)) -> Result<(), RunDirError> {
+        change(&mut self.owner);
+        let text = serde_json::to_vec_pretty(&self.owner).expect("all map keys in the record are strings");
+        write_whole(&self.folder.join("owner.json"), &text)
+    }
+}
+
+/// A turn at the settings of the machine that fabrics share, such as forwarding: who looks whether others need them, and then
+/// changes them, has one. It ends when the file is dropped.
+///
+/// # Errors
+/// If the lock cannot be made, or another process keeps it.
+pub fn shared_turn(root: &Path) -> Result<File, RunDirError> {
+    let path = root.join("shared.lock");
+    let open = fs::OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
+    let lock = open.map_err(system("opening", &path))?;
+    let begun = Instant::now();
+    while let Err(error) = flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        if begun.elapsed() >= TURN_TIMEOUT {
+            return Err(system("waiting for the turn of another fabric at", &path)(error.into()));
+        }
+        std::thread::sleep(TURN_LOOK);
+    }
+    Ok(lock)
 }
 
 /// The owned runtime directory of one fabric. Dropping it releases the lock.
@@ -688,6 +753,45 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(lock(dir.path(), &quiet()).unwrap().1.map(|owner| owner.pid), Some(pid));
+    }
+
+    #[test]
+    fn a_killed_fabrics_record_is_changed_under_its_lock_and_a_living_ones_is_not() {
+        let root = tempfile::tempdir().unwrap();
+        let (dead, alive) = (root.path().join("dead"), root.path().join("alive"));
+        [&dead, &alive].into_iter().for_each(|folder| make_dir(folder).unwrap());
+        let (held, _) = lock(&dead, &quiet()).unwrap();
+        let _alive = lock(&alive, &quiet()).unwrap();
+        let me = std::process::id();
+        record(&alive, me, process::start_ticks(me).unwrap());
+        // The number is another's now.
+        record(&dead, me, 0);
+        let found = || Killed::all(root.path(), |_| true);
+        assert!(found().is_empty(), "its lock is held: another looks after it");
+        drop(held);
+        assert!(Killed::all(root.path(), |owner| owner.nft_table.is_some()).is_empty());
+        let [mut one] = <[Killed; 1]>::try_from(found()).unwrap();
+        assert!(found().is_empty(), "it is looked after");
+        one.record(|owner| owner.sysctls.push(Sysctl { key: "k".into(), before: "0".into() })).unwrap();
+        drop(one);
+        assert_eq!(read_owner(&dead).unwrap().sysctls[0].key, "k");
+        // A lock that was free although its owner runs.
+        record(&dead, me, process::start_ticks(me).unwrap());
+        assert!(found().is_empty());
+    }
+
+    #[test]
+    fn shared_settings_are_changed_in_turns() {
+        let root = tempfile::tempdir().unwrap();
+        let turn = shared_turn(root.path()).unwrap();
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| shared_turn(root.path()).map(drop));
+            // A span in which one that did not wait would be done.
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!other.is_finished());
+            drop(turn);
+            other.join().unwrap().unwrap();
+        });
     }
 
     #[test]

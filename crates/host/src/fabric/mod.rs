@@ -71,11 +71,11 @@ use crate::kernel::{self, KernelError};
 use crate::notify;
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::preflight;
-use crate::process;
+use crate::process::{self, Liveness};
 use crate::qemu::probe::{self, Qemu};
 use crate::relay::{self, Relay};
 use crate::routes::{self, Clash, Route};
-use crate::rundir::{Addition, RunDir, RunDirError, Sysctl};
+use crate::rundir::{self, Addition, Owner, RunDir, RunDirError, Sysctl};
 use crate::xen::toolstack;
 
 pub use drive::drive;
@@ -271,7 +271,7 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
         answer: Result<(), String>,
     }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let place = crate::rundir::runtime_root().ok().map(|root| root.join("kvm.json"));
+    let place = rundir::runtime_root().ok().map(|root| root.join("kvm.json"));
     let known =
         place.as_ref().and_then(|p| std::fs::read(p).ok()).and_then(|t| serde_json::from_slice::<Known>(&t).ok());
     if let Some(known) = known
@@ -283,7 +283,7 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
     let known = Known { boot, qemu: qemu.path.clone(), version: qemu.version, answer: answer.clone() };
     if let (Some(place), Ok(text)) = (place, serde_json::to_vec(&known)) {
         // Without a place to remember it the question is asked again next time.
-        let _ = crate::rundir::write_whole(&place, &text);
+        let _ = rundir::write_whole(&place, &text);
     }
     answer
 }
@@ -312,6 +312,11 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
 fn by_family(sysctls: Vec<Sysctl>, key: &str) -> (Vec<Sysctl>, Vec<Sysctl>) {
     let family = &key[.."net/ipv4/".len()];
     sysctls.into_iter().partition(|sysctl| sysctl.key.starts_with(family))
+}
+
+/// Whether a fabric has the machine forward the family whose sysctl is `key`.
+fn needs_forwarding(owner: &Owner, key: &str) -> bool {
+    owner.nft_table.is_some() && owner.sysctls.iter().any(|sysctl| sysctl.key == key)
 }
 
 impl Running {
@@ -535,6 +540,7 @@ impl Running {
             self.undo_leftover(plan)?;
             self.kernel_rules(plan)?;
         }
+        self.undo_killed();
         self.kernel_taps(plan, false)?;
         self.settle_relay();
         self.settle_routers6();
@@ -688,6 +694,7 @@ impl Running {
     }
 
     pub(crate) fn undo_kernel(&mut self, table: &str) -> Result<(), FabricError> {
+        let _turn = rundir::shared_turn(&rundir::runtime_root()?)?;
         // It is off before the chain that bounds it is gone.
         self.restore_forwarding(kernel::IP_FORWARD)?;
         self.restore_forwarding(kernel::FORWARD6)?;
@@ -701,8 +708,7 @@ impl Running {
 
     /// Ends the forwarding of a family, whose sysctl `key` names it, unless another fabric needs it still.
     fn restore_forwarding(&mut self, key: &str) -> Result<(), FabricError> {
-        let needed = |o: &crate::rundir::Owner| o.nft_table.is_some() && o.sysctls.iter().any(|s| s.key == key);
-        if !self.other_owners()?.iter().any(needed) {
+        if !self.other_owners()?.iter().any(|owner| needs_forwarding(owner, key)) {
             let (own, _) = by_family(self.dir().owner().sysctls.clone(), key);
             kernel::restore(&own)?;
         }
@@ -732,10 +738,10 @@ impl Running {
 
     /// The owner records of other fabrics whose daemons were killed, and whose rules are still in this network namespace: a record
     /// without its table is from before a restart of the machine, or of another namespace.
-    fn killed_owners(&self) -> Result<Vec<crate::rundir::Owner>, FabricError> {
-        let root = crate::rundir::runtime_root()?;
+    fn killed_owners(&self) -> Result<Vec<Owner>, FabricError> {
+        let root = rundir::runtime_root()?;
         let mut found = vec![];
-        for owner in crate::rundir::left_owners(&root) {
+        for owner in rundir::left_owners(&root) {
             if let Some(table) = &owner.nft_table
                 && !owner.sysctls.is_empty()
                 && kernel::has_table(table)?
@@ -746,18 +752,62 @@ impl Running {
         Ok(found)
     }
 
-    /// The owner records of the other fabrics that run.
-    fn other_owners(&self) -> Result<Vec<crate::rundir::Owner>, FabricError> {
-        let root = crate::rundir::runtime_root()?;
-        let others = crate::rundir::running(&root).into_iter().filter(|n| *n != self.spec.name);
-        let read = |n: String| std::fs::read(root.join(n).join("owner.json")).ok();
-        Ok(others.filter_map(read).filter_map(|text| serde_json::from_slice(&text).ok()).collect())
+    /// The owner records of the other fabrics that run. A killed one's lock may be held by who looks after it.
+    fn other_owners(&self) -> Result<Vec<Owner>, FabricError> {
+        let root = rundir::runtime_root()?;
+        let others = rundir::running(&root).into_iter().filter(|n| *n != self.spec.name);
+        let owners = others.filter_map(|name| rundir::read_owner(&root.join(name)));
+        Ok(owners.filter(|owner| owner.liveness() != Liveness::Gone).collect())
+    }
+
+    /// Undoes the kernel uplinks that killed daemons of other fabrics left in this network namespace, but for the forwarding of
+    /// a family that a fabric which runs needs: whichever comes or goes next looks again. A failure is said.
+    fn undo_killed(&mut self) {
+        match self.try_undo_killed() {
+            Ok(done) => done.into_iter().for_each(|what| self.took_over(what)),
+            Err(error) => (self.say)(&format!("the kernel uplink of a fabric whose daemon was killed: {error}")),
+        }
+    }
+
+    fn try_undo_killed(&self) -> Result<Vec<String>, FabricError> {
+        let root = rundir::runtime_root()?;
+        let is_left = |owner: &Owner| owner.nft_table.is_some();
+        if rundir::left_owners(&root).iter().all(|owner| !is_left(owner)) {
+            return Ok(vec![]);
+        }
+        let _turn = rundir::shared_turn(&root)?;
+        let mut live = self.other_owners()?;
+        live.extend(self.dir.as_ref().map(|dir| dir.owner().clone()));
+        let mut done = vec![];
+        for mut killed in rundir::Killed::all(&root, is_left) {
+            // The record of another namespace, or of before a restart of the machine, has no table here.
+            let Some(table) = killed.owner().nft_table.clone() else { continue };
+            if !kernel::has_table(&table)? {
+                continue;
+            }
+            for key in [kernel::IP_FORWARD, kernel::FORWARD6] {
+                if !live.iter().any(|owner| needs_forwarding(owner, key)) {
+                    let (theirs, rest) = by_family(killed.owner().sysctls.clone(), key);
+                    kernel::restore(&theirs)?;
+                    killed.record(|owner| owner.sysctls = rest)?;
+                }
+            }
+            if killed.owner().sysctls.is_empty() {
+                kernel::remove(&table)?;
+                killed.record(|owner| owner.nft_table = None)?;
+                done.push(format!(
+                    "nftables table {table}: removed, and forwarding is as before it: its daemon was killed"
+                ));
+            }
+        }
+        Ok(done)
     }
 
     pub(crate) fn kernel_rules(&mut self, plan: &Plan) -> Result<(), FabricError> {
         if plan.kernel.is_empty() {
             return Ok(());
         }
+        let _turn = rundir::shared_turn(&rundir::runtime_root()?)?;
         let name = self.spec.name.clone();
         self.dir().record(|o| o.nft_table = Some(kernel::table(&name)));
         let (forwarded, unset) = self.record_forwarding(kernel::IP_FORWARD, kernel::forwarding()?)?;
@@ -1105,6 +1155,7 @@ impl Running {
         {
             trouble("the kernel uplink", &error);
         }
+        self.undo_killed();
         if !self.events.finish() {
             trouble("events", &"the last ones are not written: the disk does not answer");
         }
