@@ -2,7 +2,9 @@
 //!
 //! Counters restart from zero with the daemon, as Prometheus expects of a process.
 
-use super::report::{BypassInterfaceReport, BypassReport, CounterReport, DescriptorReport, LinkReport, Status};
+use super::report::{
+    BypassInterfaceReport, BypassReport, CounterReport, DescriptorReport, ForwardReport, LinkReport, Status,
+};
 use std::fmt::{Display, Write};
 
 /// The format's content type.
@@ -236,6 +238,26 @@ fn machines(p: &mut Page, status: &Status) {
         let listen = f.listen.to_string();
         let labels = [("proto", f.proto.as_str()), ("listen", &listen), ("to", &f.to)];
         p.sample("tombolo_forward_up", &labels, u8::from(f.fault.is_none()));
+    }
+    type ForwardNumber = (&'static str, &'static str, &'static str, fn(&ForwardReport) -> Option<u64>);
+    const NUMBERS: &[ForwardNumber] = &[
+        ("open", "gauge", "Connections, or UDP peers, that the daemon passes on for the forward.", |f| f.open),
+        (
+            "refused_total",
+            "counter",
+            "Connections that were reset, or datagrams that were dropped, since the forward was full.",
+            |f| f.refused,
+        ),
+    ];
+    for (name, kind, help, number) in NUMBERS {
+        let name = format!("tombolo_forward_{name}");
+        p.family(&name, kind, help);
+        for f in &status.forwards {
+            let listen = f.listen.to_string();
+            if let Some(n) = number(f) {
+                p.sample(&name, &[("proto", f.proto.as_str()), ("listen", &listen), ("to", &f.to)], n);
+            }
+        }
     }
 }
 

@@ -283,6 +283,12 @@ pub struct ForwardReport {
     pub address: IpAddr,
     /// Whether it works; a sentence where it does not.
     pub fault: Option<String>,
+    /// Connections, or UDP peers, that the daemon passes on itself. None where passt or the kernel forwards.
+    #[serde(default)]
+    pub open: Option<u64>,
+    /// Connections that were reset, or datagrams that were dropped, since there was no place for them.
+    #[serde(default)]
+    pub refused: Option<u64>,
 }
 
 /// A link of shared memory (ivshmem).

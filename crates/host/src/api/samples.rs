@@ -105,6 +105,8 @@ pub(crate) fn status() -> Status {
             to: "web:80".into(),
             address: "10.87.0.10".parse().unwrap(),
             fault: Some("address in use".into()),
+            open: Some(3),
+            refused: Some(1),
         }],
         links: vec![LinkReport {
             name: "web".into(),

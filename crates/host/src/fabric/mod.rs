@@ -842,6 +842,11 @@ impl Running {
         self.relay.as_ref()?.fault(&self.relay_route(forward)?)
     }
 
+    /// How the relay's part in a forward is used, where it has one.
+    pub(crate) fn relay_use(&self, forward: &file::Forward) -> Option<relay::Use> {
+        self.relay.as_ref()?.used(&self.relay_route(forward)?)
+    }
+
     /// Has the kernel and the relay forward what the file and the additions of now say.
     fn forwards_again(&mut self) -> Result<(), FabricError> {
         self.kernel_again()?;

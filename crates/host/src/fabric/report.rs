@@ -161,12 +161,15 @@ impl Running {
         });
         let forwards = self.spec.forwards.iter().map(|f| {
             let uplink = self.ports.get(&plan::uplink_name(&f.network));
+            let used = self.relay_use(f);
             ForwardReport {
                 proto: f.proto.word().into(),
                 listen: f.listen,
                 to: f.target.with_port(f.port),
                 address: f.ip,
                 fault: uplink.and_then(super::ports::RunningPort::fault).or_else(|| self.relay_fault(f)),
+                open: used.map(|used| used.open),
+                refused: used.map(|used| used.refused),
             }
         });
         let (forwards, workers) = (forwards.collect(), workers.collect());
