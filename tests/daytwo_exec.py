@@ -4,6 +4,7 @@ or stopped in between, and a guest that lies."""
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
 
@@ -108,6 +109,41 @@ def test_several_at_once_and_killed_ones_disturb_no_other():
         console.run("kill -CONT $(pidof qemu-ga)")
         done = execute(fabric, "echo", "again")
         assert (done.returncode, done.stdout) == (0, b"again\n"), done
+
+
+@timeout(240)
+def test_an_interrupt_ends_the_command_in_the_guest_and_a_stopped_machine_is_told_of():
+    with standing() as (fabric, console):
+        def runs(mark):
+            return mark in execute(fabric, "ps").stdout
+
+        for signal_number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+            one = begin(fabric, "sh", "-c", "sleep 4711; echo went on >/tmp/after; :")
+            until("the command", lambda: runs(b"sleep 4711"), PATIENCE_S)
+            begun = time.monotonic()
+            one.send_signal(signal_number)
+            _, err = one.communicate(timeout=PATIENCE_S)
+            assert one.returncode == code and b"was ended in the guest" in err, (one.returncode, err)
+            assert time.monotonic() - begun < 20
+            assert not runs(b"sleep 4711")
+            assert execute(fabric, "cat", "/tmp/after").returncode != 0, "the shell went on"
+        # One that ignores SIGTERM.
+        one = begin(fabric, "sh", "-c", "trap '' TERM; while :; do sleep 4712; done")
+        until("the command", lambda: runs(b"sleep 4712"), PATIENCE_S)
+        one.send_signal(signal.SIGINT)
+        _, err = one.communicate(timeout=PATIENCE_S)
+        assert one.returncode == 130 and b"was ended in the guest" in err, (one.returncode, err)
+        until("its end", lambda: not runs(b"sleep 4712"), PATIENCE_S)
+        # An agent that is silent keeps no interrupted command from ending.
+        console.run("kill -STOP $(pidof qemu-ga)")
+        one = begin(fabric, "true")
+        time.sleep(2)
+        one.send_signal(signal.SIGINT)
+        _, err = one.communicate(timeout=5)
+        assert one.returncode == 130 and b"had not said yet" in err, (one.returncode, err)
+        fabric.cli("cell", "stop", "v")
+        done = execute(fabric, "true")
+        assert done.returncode == 125 and b"v is stopped" in done.stderr and b"cell run v" in done.stderr, done
 
 
 @timeout(240)

@@ -1,10 +1,12 @@
 //! `tombolo exec`: a command in a VM, by the QEMU guest agent.
 
 use std::io::{self, IsTerminal, Read, Write};
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
 use tombolo_host::api::report::Status;
 use tombolo_host::qemu::agent::{self, AgentError, End, Finished, INPUT_BYTES};
 use tombolo_host::rundir;
@@ -26,10 +28,11 @@ const NOT_FOUND: u8 = 127;
 const EXAMPLES: &str = "\
 The VM needs `agent = true` in the fabric file, and qemu-guest-agent running in the guest. The command is run by
 no shell. It is found in the agent's PATH, and has the agent's rights, which are usually root's. Output is shown at
-the end; the agent keeps 16 MiB of each stream. If `exec` ends early (Ctrl-C, --timeout), the command runs on.
+the end; the agent keeps 16 MiB of each stream. Ctrl-C and SIGTERM end the command in the guest, with all that it
+started; a second one ends only `exec`. With --timeout the command runs on.
 
-Exit codes: the command's; 128 and the signal that ended it; 124 the time was over; 125 `exec` itself failed;
-126 the command could not be started; 127 it was not found.
+Exit codes: the command's; 128 and the signal that ended it, or `exec` (130 by Ctrl-C); 124 the time was over;
+125 `exec` itself failed; 126 the command could not be started; 127 it was not found.
 
 Examples:
   tombolo exec db uptime
@@ -73,20 +76,25 @@ fn look(status: &Status, name: &str) -> Result<(), String> {
     let Some(m) = status.machines.iter().find(|m| m.name == name) else {
         return Err(format!("there is no machine \"{name}\"; there are: {}", names()));
     };
-    if m.kind == "cell" {
+    can_run(name, &m.kind, m.domain.is_some() || m.accel == "xen", &m.state)
+}
+
+/// Whether a machine of this kind, in this state, can run a command.
+fn can_run(name: &str, kind: &str, is_domain: bool, state: &str) -> Result<(), String> {
+    if kind == "cell" {
         return Err(format!("{name} is a cell, and runs no other programs; `tombolo cell console {name}` talks to it"));
     }
-    if m.domain.is_some() || m.accel == "xen" {
+    if is_domain {
         return Err(format!(
             "{name} is a domain of Xen, and has no guest agent; `tombolo cell console {name}` talks to it"
         ));
     }
-    match m.state.as_str() {
-        "running" => Ok(()),
-        state => {
-            Err(format!("{name} is {state}; `tombolo wait {name}` waits for it, `tombolo cell run {name}` starts it"))
-        }
+    if state != "running" {
+        return Err(format!(
+            "{name} is {state}; `tombolo wait {name}` waits for it, `tombolo cell run {name}` starts it"
+        ));
     }
+    Ok(())
 }
 
 /// Standard input, whole: the agent takes no more once the command runs.
@@ -109,10 +117,34 @@ fn input(deadline: Option<Instant>) -> Result<Vec<u8>, Failure> {
     }
 }
 
-fn failure(name: &str, error: &AgentError) -> Failure {
+/// SIGINT and SIGTERM, from when a command may run in the guest. The second one ends this process.
+struct Signals {
+    stop: Arc<AtomicBool>,
+    which: Arc<AtomicUsize>,
+}
+
+impl Signals {
+    fn catch() -> Result<Signals, Failure> {
+        let signals = Signals { stop: Arc::default(), which: Arc::default() };
+        for signal in [SIGINT, SIGTERM] {
+            signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, signals.stop.clone())?;
+            signal_hook::flag::register_usize(signal, signals.which.clone(), signal as usize)?;
+            signal_hook::flag::register(signal, signals.stop.clone())?;
+        }
+        Ok(signals)
+    }
+
+    /// The last one that came.
+    fn which(&self) -> u8 {
+        self.which.load(Ordering::SeqCst) as u8
+    }
+}
+
+fn failure(name: &str, error: &AgentError, signal: u8) -> Failure {
     let text = format!("{name}: {error}");
     let code = match error {
         AgentError::TimedOut { .. } => LATE,
+        AgentError::Stopped { .. } => 128 + signal,
         AgentError::NotStarted(why) if why.contains("No such file") => NOT_FOUND,
         AgentError::NotStarted(_) => NOT_RUN,
         _ => NOT_DONE,
@@ -169,7 +201,9 @@ impl Exec {
             true => vec![],
             false => input(deadline)?,
         };
-        let done = agent::execute(&socket, &self.command, &input, deadline).map_err(|error| failure(name, &error))?;
+        let signals = Signals::catch()?;
+        let done = agent::execute(&socket, &self.command, &input, deadline, &signals.stop);
+        let done = done.map_err(|error| failure(name, &error, signals.which()))?;
         if self.json {
             out::json(&report(name, &done))?;
         } else {
@@ -208,12 +242,27 @@ mod tests {
     }
 
     #[test]
+    fn a_machine_that_cannot_run_a_command_is_refused_with_what_to_do() {
+        assert_eq!(can_run("db", "vm", false, "running"), Ok(()));
+        let why = |kind, is_domain, state| can_run("db", kind, is_domain, state).unwrap_err();
+        assert!(
+            why("cell", false, "running").contains("is a cell") && why("cell", true, "stopped").contains("console db")
+        );
+        assert!(why("vm", true, "running").contains("domain of Xen"));
+        for state in ["stopped", "failed", "waiting", "restarting"] {
+            assert!(why("vm", false, state).contains(&format!("db is {state}; `tombolo wait db`")));
+        }
+    }
+
+    #[test]
     fn ends_have_codes() {
         assert_eq!((code(End::Code(0)), code(End::Code(7)), code(End::Signal(9))), (0, 7, 137));
         assert_eq!(code(End::Code(-1_073_741_510)), 255);
-        let error = |why: &str| failure("db", &AgentError::NotStarted(why.into()));
+        let error = |why: &str| failure("db", &AgentError::NotStarted(why.into()), 0);
         assert!(matches!(error("x (No such file or directory)"), Failure::Said(Exit::Guest(127), _)));
         assert!(matches!(error("x (Permission denied)"), Failure::Said(Exit::Guest(126), _)));
+        let stopped = AgentError::Stopped { pid: None, why: String::new() };
+        assert!(matches!(failure("db", &stopped, 2), Failure::Said(Exit::Guest(130), _)));
         let bytes = Finished { end: End::Code(0), stdout: vec![0xff], stderr: vec![], truncated: false };
         assert_eq!(report("db", &bytes)["stdout_base64"], "/w==");
     }

@@ -11,6 +11,10 @@
 //! while the command runs, so that others get theirs. The kernel releases the lock of a client that
 //! is killed. The byte 0xff before a sync ends what an earlier client left half-written.
 //!
+//! # Ending a command
+//! The protocol cannot end a command. A client that is to stop has the guest's shell send SIGTERM to
+//! the command's process and its descendants, and SIGKILL if it has not ended after `GRACE`.
+//!
 //! # Trust
 //! The guest may answer anything. An answer has at most `ANSWER_BYTES` and `ANSWER_TOTAL`, its
 //! JSON and base64 are checked, and what came before the answer to our own sync is ignored.
@@ -21,6 +25,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -42,6 +47,8 @@ const SILENCE: Duration = Duration::from_secs(10);
 const ANSWER_TOTAL: Duration = Duration::from_secs(120);
 /// The agent keeps 16 MiB of each of two streams, and base64 makes four bytes of three.
 const ANSWER_BYTES: usize = 48 << 20;
+/// Bytes that are read at once.
+const CHUNK: usize = 64 << 10;
 /// How long others' turns are waited for.
 const LOCK_WAIT: Duration = Duration::from_secs(130);
 /// Between two looks at the lock; shorter than the pause between two turns.
@@ -50,6 +57,15 @@ const LOCK_LOOK: Duration = Duration::from_millis(5);
 const HOLD: Duration = Duration::from_millis(300);
 /// Pauses between two questions whether the command has ended.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
+/// How often it is looked whether the caller wants to stop.
+const STOP_LOOK: Duration = Duration::from_millis(100);
+/// How long a command has to end after SIGTERM, and after SIGKILL.
+const GRACE: Duration = Duration::from_secs(2);
+/// How long it may take in all to end a command.
+const END_TOTAL: Duration = Duration::from_secs(10);
+/// Sends a signal to a process and all that descend from it, the parents first: a shell does not go on with its next command.
+const SIGNAL_TREE: &str = "t() { set -- \"$1\" $(cat \"/proc/$1/task/$1/children\" 2>/dev/null); kill -s \"$signal\" \"$1\"; shift; \
+                           for child; do t \"$child\"; done; }; signal=$1; t \"$2\"";
 /// Characters of the guest's own words that a message shows.
 const SHOWN: usize = 300;
 
@@ -90,6 +106,17 @@ pub enum AgentError {
     TimedOut {
         /// The command's process in the guest, once it was started.
         pid: Option<i64>,
+    },
+    /// The caller wanted to stop.
+    #[error("interrupted{}", match pid {
+        Some(pid) => format!("; the command may run on in the guest as process {pid}: {why}"),
+        None => why.clone(),
+    })]
+    Stopped {
+        /// The command's process in the guest, if it may run on.
+        pid: Option<i64>,
+        /// What became of it.
+        why: String,
     },
 }
 
@@ -151,7 +178,8 @@ struct Status {
     err_truncated: bool,
 }
 
-/// Runs a command in the guest whose agent is at `socket`, and waits for its end, at most until `deadline`.
+/// Runs a command in the guest whose agent is at `socket`, and waits for its end, at most until `deadline`. When `stop` becomes
+/// true, the command is ended in the guest.
 ///
 /// # Errors
 /// See [`AgentError`]; after one the next call works as if there had been none.
@@ -160,14 +188,39 @@ pub fn execute(
     command: &[String],
     input: &[u8],
     deadline: Option<Instant>,
+    stop: &AtomicBool,
 ) -> Result<Finished, AgentError> {
-    let mut turn = Turn::begin(socket, deadline)?;
+    let mut pid = None;
+    let done = run(socket, command, input, Until { deadline, stop }, &mut pid);
+    match (done, pid) {
+        (Err(AgentError::Stopped { .. }), Some(pid)) => Err(match end(socket, pid) {
+            Ok(true) => AgentError::Stopped { pid: None, why: "; the command was ended in the guest".into() },
+            Ok(false) => AgentError::Stopped { pid: Some(pid), why: "it does not end by SIGKILL".into() },
+            Err(error) => AgentError::Stopped { pid: Some(pid), why: error.to_string() },
+        }),
+        (done, _) => done,
+    }
+}
+
+/// As [`execute`]; `started` is the command's process from when it is known. One that is stopped runs on.
+fn run(
+    socket: &Path,
+    command: &[String],
+    input: &[u8],
+    until: Until,
+    started: &mut Option<i64>,
+) -> Result<Finished, AgentError> {
+    let mut turn = Turn::begin(socket, until)?;
     let (path, words) = command.split_first().map_or(("", command), |(path, words)| (path.as_str(), words));
     let mut arguments = json!({ "path": path, "arg": words, "capture-output": true });
     if !input.is_empty() {
         arguments["input-data"] = Value::from(encode(input));
     }
+    // Whoever stops here would not know which command to end.
+    turn.grace = GRACE;
     let Started { pid } = turn.ask("guest-exec", arguments)?;
+    turn.grace = Duration::ZERO;
+    *started = Some(pid);
     let late = |error| match error {
         AgentError::TimedOut { .. } => AgentError::TimedOut { pid: Some(pid) },
         other => other,
@@ -180,7 +233,7 @@ pub fn execute(
             if status.exited {
                 return finished(status);
             }
-            if deadline.is_some_and(|end| Instant::now() + pause >= end) {
+            if until.deadline.is_some_and(|end| Instant::now() + pause >= end) {
                 return Err(AgentError::TimedOut { pid: Some(pid) });
             }
             std::thread::sleep(pause);
@@ -188,7 +241,58 @@ pub fn execute(
         }
         drop(turn);
         std::thread::sleep(pause);
-        turn = Turn::begin(socket, deadline).map_err(late)?;
+        turn = Turn::begin(socket, until).map_err(late)?;
+    }
+}
+
+/// Ends a command; whether it has ended.
+fn end(socket: &Path, pid: i64) -> Result<bool, AgentError> {
+    let until = Until { deadline: Some(Instant::now() + END_TOTAL), stop: &NEVER };
+    for signal in ["TERM", "KILL"] {
+        // What the client before has not read is passed over by the sync.
+        let mut turn = Turn::begin(socket, until)?;
+        let words = ["-c", SIGNAL_TREE, "sh", signal, &pid.to_string()];
+        let Started { pid: _ } = turn.ask("guest-exec", json!({ "path": "/bin/sh", "arg": words }))?;
+        let last = Instant::now() + GRACE;
+        while Instant::now() < last {
+            let status: Status = turn.ask("guest-exec-status", json!({ "pid": pid }))?;
+            if status.exited {
+                return Ok(true);
+            }
+            std::thread::sleep(PAUSES.0);
+        }
+    }
+    Ok(false)
+}
+
+/// The stop of a caller that does not want to.
+static NEVER: AtomicBool = AtomicBool::new(false);
+
+/// For how long something is waited for.
+#[derive(Clone, Copy)]
+struct Until<'s> {
+    deadline: Option<Instant>,
+    stop: &'s AtomicBool,
+}
+
+impl Until<'_> {
+    /// How long the next wait may be, of at most `longest`.
+    ///
+    /// # Errors
+    /// If the time is over, or the caller wants to stop.
+    fn wait(self, longest: Duration) -> Result<Duration, AgentError> {
+        // Relaxed: nothing else is read that was written before it.
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(AgentError::Stopped {
+                pid: None,
+                why: "; the guest had not said yet that it started the command".into(),
+            });
+        }
+        let left = self.deadline.map_or(longest, |deadline| deadline.saturating_duration_since(Instant::now()));
+        match left.is_zero() {
+            true => Err(AgentError::TimedOut { pid: None }),
+            false => Ok(left.min(longest).min(STOP_LOOK)),
+        }
     }
 }
 
@@ -205,19 +309,34 @@ fn finished(status: Status) -> Result<Finished, AgentError> {
 }
 
 /// A client's turn.
-struct Turn {
+struct Turn<'s> {
     stream: UnixStream,
-    /// Bytes that were read and not looked at.
+    /// What was read; the lines before `start` were given out.
     read: Vec<u8>,
-    deadline: Option<Instant>,
+    start: usize,
+    chunk: Vec<u8>,
+    until: Until<'s>,
+    /// How long an answer is waited for although the caller wants to stop, and since when it does.
+    grace: Duration,
+    stopped: Option<Instant>,
     /// Closed last: others connect once this connection is gone.
     _lock: File,
 }
 
-impl Turn {
-    fn begin(socket: &Path, deadline: Option<Instant>) -> Result<Turn, AgentError> {
-        let lock = lock(socket, deadline)?;
-        let mut turn = Turn { stream: connect(socket.to_path_buf(), deadline)?, read: vec![], deadline, _lock: lock };
+impl<'s> Turn<'s> {
+    fn begin(socket: &Path, until: Until<'s>) -> Result<Turn<'s>, AgentError> {
+        let lock = lock(socket, until)?;
+        let stream = connect(socket.to_path_buf(), until)?;
+        let mut turn = Turn {
+            stream,
+            read: vec![],
+            start: 0,
+            chunk: vec![0; CHUNK],
+            until,
+            grace: Duration::ZERO,
+            stopped: None,
+            _lock: lock,
+        };
         turn.sync()?;
         Ok(turn)
     }
@@ -266,94 +385,99 @@ impl Turn {
         }
     }
 
-    /// How long the next read or write may wait.
-    fn patience(&self, end: Instant) -> Result<Duration, AgentError> {
+    /// How long the next read or write may wait, for an answer that has to be whole at `end` from an agent that was last heard
+    /// at `heard`.
+    fn patience(&mut self, end: Instant, heard: Instant) -> Result<Duration, AgentError> {
         let now = Instant::now();
-        if self.deadline.is_some_and(|deadline| now >= deadline) {
-            return Err(AgentError::TimedOut { pid: None });
-        }
         if now >= end {
             return Err(AgentError::Odd(format!("an answer that takes longer than {ANSWER_TOTAL:?}")));
         }
-        let left = self.deadline.map_or(SILENCE, |deadline| deadline - now);
-        Ok(SILENCE.min(end - now).min(left))
-    }
-
-    fn failed(&self, error: &io::Error) -> AgentError {
-        let waited = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
-        match self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            true => AgentError::TimedOut { pid: None },
-            false if waited => AgentError::Silent,
-            false => AgentError::Unreachable(io::Error::new(error.kind(), error.to_string())),
+        let silent = SILENCE.saturating_sub(now - heard);
+        let mut until = self.until;
+        if until.stop.load(Ordering::Relaxed) && *self.stopped.get_or_insert(now) + self.grace > now {
+            until.stop = &NEVER;
         }
+        let wait = until.wait(silent.max(Duration::from_millis(1)).min(end - now))?;
+        if silent.is_zero() { Err(AgentError::Silent) } else { Ok(wait) }
     }
 
     fn write(&mut self, mut bytes: &[u8], end: Instant) -> Result<(), AgentError> {
+        let mut heard = Instant::now();
         while !bytes.is_empty() {
-            let patience = self.patience(end)?;
-            self.stream.set_write_timeout(Some(patience)).map_err(|error| self.failed(&error))?;
+            let patience = self.patience(end, heard)?;
+            self.stream.set_write_timeout(Some(patience)).map_err(AgentError::Unreachable)?;
             match self.stream.write(bytes) {
-                Ok(n) => bytes = &bytes[n..],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.failed(&error)),
+                Ok(n) => (bytes, heard) = (&bytes[n..], Instant::now()),
+                Err(error) if has_waited(&error) => {}
+                Err(error) => return Err(AgentError::Unreachable(error)),
             }
         }
         Ok(())
     }
 
-    /// The next line, without its end.
+    /// The next line, without its end. Each byte is looked at and moved a fixed number of times, however short the lines are.
     fn line(&mut self, end: Instant) -> Result<Vec<u8>, AgentError> {
-        let mut looked = 0;
-        let mut chunk = vec![0; 64 << 10];
+        let mut heard = Instant::now();
+        let mut looked = self.start;
         loop {
             if let Some(at) = self.read[looked..].iter().position(|byte| *byte == b'\n') {
-                let rest = self.read.split_off(looked + at + 1);
-                let mut line = std::mem::replace(&mut self.read, rest);
-                line.pop();
+                let line = self.read[self.start..looked + at].to_vec();
+                self.start = looked + at + 1;
                 return Ok(line);
             }
+            // Less than a line is left, which is moved once.
+            self.read.drain(..std::mem::take(&mut self.start));
             looked = self.read.len();
             if looked > ANSWER_BYTES {
                 return Err(AgentError::Odd(format!("an answer of more than {ANSWER_BYTES} bytes")));
             }
-            let patience = self.patience(end)?;
-            self.stream.set_read_timeout(Some(patience)).map_err(|error| self.failed(&error))?;
-            match self.stream.read(&mut chunk) {
+            let patience = self.patience(end, heard)?;
+            self.stream.set_read_timeout(Some(patience)).map_err(AgentError::Unreachable)?;
+            match self.stream.read(&mut self.chunk) {
                 Ok(0) => return Err(AgentError::Unreachable(io::ErrorKind::UnexpectedEof.into())),
-                Ok(n) => self.read.extend_from_slice(&chunk[..n]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.failed(&error)),
+                Ok(n) => {
+                    self.read.extend_from_slice(&self.chunk[..n]);
+                    heard = Instant::now();
+                }
+                Err(error) if has_waited(&error) => {}
+                Err(error) => return Err(AgentError::Unreachable(error)),
             }
         }
     }
 }
 
-fn lock(socket: &Path, deadline: Option<Instant>) -> Result<File, AgentError> {
+/// Whether a read or write has come to the end of its wait, or a signal ended it.
+fn has_waited(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
+}
+
+fn lock(socket: &Path, until: Until) -> Result<File, AgentError> {
     let path = socket.with_extension("qga-lock");
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
     let file = file.map_err(AgentError::Unreachable)?;
     let begun = Instant::now();
     while flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            return Err(AgentError::TimedOut { pid: None });
-        }
+        let wait = until.wait(LOCK_LOOK)?;
         if begun.elapsed() >= LOCK_WAIT {
             return Err(AgentError::Busy(LOCK_WAIT));
         }
-        std::thread::sleep(LOCK_LOOK);
+        std::thread::sleep(wait);
     }
     Ok(file)
 }
 
 /// Connects in a thread: `connect` blocks while another program holds the socket and the queue before it is full.
-fn connect(socket: PathBuf, deadline: Option<Instant>) -> Result<UnixStream, AgentError> {
+fn connect(socket: PathBuf, until: Until) -> Result<UnixStream, AgentError> {
     let (tell, told) = mpsc::channel();
     std::thread::spawn(move || tell.send(UnixStream::connect(socket)));
-    let left = deadline.map_or(SILENCE, |deadline| deadline.saturating_duration_since(Instant::now()));
-    match told.recv_timeout(SILENCE.min(left)) {
-        Ok(stream) => stream.map_err(AgentError::Unreachable),
-        Err(_) if left < SILENCE => Err(AgentError::TimedOut { pid: None }),
-        Err(_) => Err(AgentError::Silent),
+    let begun = Instant::now();
+    loop {
+        let Some(left) = SILENCE.checked_sub(begun.elapsed()) else { return Err(AgentError::Silent) };
+        match told.recv_timeout(until.wait(left.max(Duration::from_millis(1)))?) {
+            Ok(stream) => return stream.map_err(AgentError::Unreachable),
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(AgentError::Silent),
+        }
     }
 }
 
@@ -429,7 +553,8 @@ mod tests {
                     let _ = peer.write_all(answer);
                 }
             });
-            execute(&socket, &["true".into()], b"", Some(Instant::now() + Duration::from_secs(60)))
+            let deadline = Some(Instant::now() + Duration::from_secs(60));
+            execute(&socket, &["true".into()], b"", deadline, &AtomicBool::new(false))
         })
     }
 
@@ -482,13 +607,148 @@ mod tests {
     fn silence_ends_with_the_time_that_was_given() {
         let dir = tempfile::tempdir().unwrap();
         let socket = socket_path(dir.path(), "v");
-        let soon = || Some(Instant::now() + Duration::from_millis(200));
-        assert!(matches!(execute(&socket, &[], b"", soon()), Err(AgentError::Unreachable(_))));
+        let soon = || {
+            let deadline = Some(Instant::now() + Duration::from_millis(200));
+            execute(&socket, &[], b"", deadline, &AtomicBool::new(false))
+        };
+        assert!(matches!(soon(), Err(AgentError::Unreachable(_))));
         let _listener = UnixListener::bind(&socket).unwrap();
-        assert!(matches!(execute(&socket, &[], b"", soon()), Err(AgentError::TimedOut { pid: None })));
-        let held = lock(&socket, None).unwrap();
-        assert!(matches!(execute(&socket, &[], b"", soon()), Err(AgentError::TimedOut { pid: None })));
+        assert!(matches!(soon(), Err(AgentError::TimedOut { pid: None })));
+        let held = lock(&socket, Until { deadline: None, stop: &AtomicBool::new(false) }).unwrap();
+        assert!(matches!(soon(), Err(AgentError::TimedOut { pid: None })));
         drop(held);
+    }
+
+    #[test]
+    fn empty_lines_without_end_cost_no_more_than_their_bytes() {
+        let begun = Instant::now();
+        let done = against(
+            &[line(r#"{"return":{"pid":7}}"#), line(r#"{"return":{"exited":true,"exitcode":0}}"#)],
+            &vec![b'\n'; 16 << 20],
+        );
+        assert_eq!(done.unwrap().end, End::Code(0));
+        // With a buffer for each line it takes minutes.
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    }
+
+    /// An agent for any number of connections, whose command ends when it gets one of `deadly`. Gives the signals that it got.
+    fn stopped(deadly: Option<&str>) -> (AgentError, Vec<String>) {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = socket_path(dir.path(), "v");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let stop = AtomicBool::new(false);
+        let signals = std::sync::Mutex::new(Vec::new());
+        let serve = |mut peer: UnixStream| {
+            let lines = BufReader::new(peer.try_clone().unwrap()).split(b'\n');
+            for text in lines.map_while(Result::ok) {
+                let asked: Value = serde_json::from_slice(text.strip_prefix(b"\xff").unwrap_or(&text)).unwrap();
+                let arguments = &asked["arguments"];
+                let word = |at: usize| arguments["arg"][at].as_str().unwrap_or_default().to_string();
+                let dead =
+                    signals.lock().unwrap().iter().any(|signal| Some(signal) == deadly.map(String::from).as_ref());
+                let answer = match asked["execute"].as_str().unwrap() {
+                    "guest-sync-delimited" => json!({ "return": arguments["id"] }),
+                    "guest-exec" if word(0) == "-c" => {
+                        assert_eq!((arguments["path"].as_str(), word(4).as_str()), (Some("/bin/sh"), "7"));
+                        signals.lock().unwrap().push(word(3));
+                        json!({ "return": { "pid": 8 } })
+                    }
+                    "guest-exec" => {
+                        stop.store(true, Ordering::Relaxed);
+                        json!({ "return": { "pid": 7 } })
+                    }
+                    _ if dead => json!({ "return": { "exited": true, "signal": 15 } }),
+                    _ => json!({ "return": { "exited": false } }),
+                };
+                let mark: &[u8] = if answer["return"].is_i64() { b"\xff" } else { b"" };
+                let _ = peer.write_all(&[mark, answer.to_string().as_bytes(), b"\n"].concat());
+            }
+        };
+        let error = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !signals.lock().unwrap().iter().any(|signal| signal == "done") {
+                    serve(listener.accept().unwrap().0);
+                }
+            });
+            let error = execute(&socket, &["sleep".into()], b"", None, &stop).unwrap_err();
+            signals.lock().unwrap().push("done".into());
+            drop(UnixStream::connect(&socket));
+            error
+        });
+        (error, signals.into_inner().unwrap())
+    }
+
+    #[test]
+    fn a_client_that_is_to_stop_ends_its_command() {
+        let (error, signals) = stopped(Some("TERM"));
+        assert!(
+            matches!(error, AgentError::Stopped { pid: None, .. }) && error.to_string().contains("was ended"),
+            "{error}"
+        );
+        assert_eq!(signals, ["TERM", "done"]);
+        let (error, signals) = stopped(Some("KILL"));
+        assert!(matches!(error, AgentError::Stopped { pid: None, .. }), "{error}");
+        assert_eq!(signals, ["TERM", "KILL", "done"]);
+        let (error, _) = stopped(None);
+        assert!(matches!(error, AgentError::Stopped { pid: Some(7), .. }), "{error}");
+        // Before anything was asked.
+        let dir = tempfile::tempdir().unwrap();
+        let socket = socket_path(dir.path(), "v");
+        let _silent = UnixListener::bind(&socket).unwrap();
+        let begun = Instant::now();
+        let error = execute(&socket, &[], b"", None, &AtomicBool::new(true)).unwrap_err();
+        assert!(matches!(error, AgentError::Stopped { pid: None, .. }) && begun.elapsed() < SILENCE, "{error}");
+    }
+
+    #[test]
+    fn a_guest_that_never_says_that_it_started_the_command_holds_no_stop_for_long() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = socket_path(dir.path(), "v");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let (mut peer, _) = listener.accept().unwrap();
+                let mut lines = BufReader::new(peer.try_clone().unwrap());
+                let mut text = Vec::new();
+                lines.read_until(b'\n', &mut text).unwrap();
+                let sync: Value = serde_json::from_slice(&text[1..]).unwrap();
+                peer.write_all(
+                    &[b"\xff", format!("{{\"return\": {}}}\n", sync["arguments"]["id"]).as_bytes()].concat(),
+                )
+                .unwrap();
+                lines.read_until(b'\n', &mut text).unwrap();
+                stop.store(true, Ordering::Relaxed);
+                // Until the client hangs up.
+                let _ = lines.read_until(b'\n', &mut text);
+            });
+            let begun = Instant::now();
+            let error = execute(&socket, &["true".into()], b"", None, &stop).unwrap_err();
+            assert!(matches!(error, AgentError::Stopped { pid: None, .. }), "{error}");
+            assert!(error.to_string().contains("had not said yet") && begun.elapsed() < SILENCE, "{error}");
+        });
+    }
+
+    #[test]
+    fn a_signal_reaches_all_that_descend_from_a_process() {
+        use std::process::Command;
+        let dir = tempfile::tempdir().unwrap();
+        let after = dir.path().join("after");
+        // A shell that would go on with its next command once the one before has ended.
+        let script = format!("sh -c 'sleep 600; :'; : >{}", after.display());
+        let mut tree = Command::new("sh").args(["-c", &script]).spawn().unwrap();
+        let children =
+            |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        let child = || children(tree.id()).trim().parse::<u32>().ok();
+        let grandchild = || children(child()?).trim().parse::<u32>().ok();
+        tombolo_testing::until("the tree", || grandchild().is_some());
+        let last = grandchild().unwrap();
+        let ticks = crate::process::start_ticks(last);
+        let words = ["-c", SIGNAL_TREE, "sh", "TERM", &tree.id().to_string()];
+        assert!(Command::new("/bin/sh").args(words).status().unwrap().success());
+        tree.wait().unwrap();
+        tombolo_testing::until("its end", || crate::process::has_gone(last, ticks));
+        assert!(!after.exists());
     }
 
     #[test]
