@@ -38,7 +38,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::file::Uplink6;
+use crate::file::{Uplink, Uplink6};
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
 use crate::routes;
@@ -256,6 +256,13 @@ pub fn forward6(before: &[Sysctl]) -> Result<(), KernelError> {
     set(FORWARD6, "1")
 }
 
+/// Whether [`leads_out6`] of a network follows from the host's routes, which have to be looked at again and again.
+pub fn follows_routes6(network: &crate::file::Network) -> bool {
+    network.uplink == Uplink::Kernel
+        && network.router6().is_some()
+        && matches!(network.uplink6, Uplink6::Masquerade | Uplink6::Prefix(_))
+}
+
 /// Whether members of the uplink's network get anywhere with IPv6.
 pub fn leads_out6(network: &crate::file::Network) -> bool {
     let routed = || std::fs::read_to_string("/proc/net/ipv6_route").is_ok_and(|table| routes::has_default6(&table));
@@ -373,6 +380,25 @@ mod tests {
             "dnat ip6 prefix to ip6 daddr map { 2001:db8:5:6::/64 : fd00:1:2:3::/64 }",
         ] {
             assert!(prefix.contains(line), "{prefix}");
+        }
+    }
+
+    #[test]
+    fn routes_are_looked_at_only_for_networks_that_depend_on_them() {
+        let follows = |lines: &str| {
+            let text = format!("name = \"a\"\n[network.lan]\n{lines}");
+            follows_routes6(&file::parse(&text, Path::new("t.toml")).unwrap().networks[0])
+        };
+        for (lines, expected) in [
+            (String::new(), false),
+            ("uplink = \"user\"\n".into(), false),
+            ("uplink = \"kernel\"\n".into(), true),
+            ("uplink = \"kernel\"\nipv6 = \"off\"\n".into(), false),
+            (format!("uplink = \"kernel\"\n{SIX}uplink6 = \"off\"\n"), false),
+            (format!("uplink = \"kernel\"\n{SIX}uplink6 = \"routed\"\n"), false),
+            (format!("uplink = \"kernel\"\n{SIX}uplink6 = {{ prefix = \"2001:db8:5:6::/64\" }}\n"), true),
+        ] {
+            assert_eq!(follows(&lines), expected, "{lines}");
         }
     }
 

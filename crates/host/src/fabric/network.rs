@@ -262,8 +262,7 @@ impl Running {
     /// Looks every now and then whether this machine has a default route for IPv6, and so members have a way out. No daemon wakes
     /// for that in whose fabric no network depends on it.
     fn watch_routers6(&mut self) {
-        let depends = |spec: &file::Network| spec.uplink == Uplink::Kernel && spec.router6().is_some();
-        if !self.spec.networks.iter().any(depends) {
+        if !self.spec.networks.iter().any(kernel::follows_routes6) {
             if let Some(watch) = self.routers6_watch.take() {
                 watch.abort();
             }
