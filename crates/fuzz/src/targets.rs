@@ -324,6 +324,7 @@ pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
         prefix: 24,
         outside: OUTSIDE,
         peer: UPLINK,
+        host: UPLINK,
         forwards: vec![
             Forward { protocol: Protocol::Tcp, port: 1, to: (guest, 80) },
             Forward { protocol: Protocol::Udp, port: 2, to: (guest, 53) },

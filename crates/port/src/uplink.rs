@@ -469,6 +469,7 @@ mod tests {
             prefix: 24,
             outside: Ipv4Addr::new(192, 0, 0, 2),
             peer: Ipv4Addr::new(192, 0, 0, 1),
+            host: Ipv4Addr::new(192, 0, 0, 1),
             forwards: vec![Forward { protocol: Protocol::Tcp, port: 1, to: (Ipv4Addr::new(10, 9, 0, 9), 80) }],
         }
     }

@@ -27,6 +27,7 @@ fn nat() -> Nat {
         prefix: 24,
         outside: OUTSIDE,
         peer: PEER,
+        host: PEER,
         forwards: Vec::new(),
     });
     assert!(nat.next_for_uplink().is_some(), "it asks for the uplink's address");

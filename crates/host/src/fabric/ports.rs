@@ -269,6 +269,7 @@ impl Running {
                     prefix: network.subnet.prefix,
                     outside: plan::OUTSIDE.parse().expect("a literal address"),
                     peer: plan::PEER.parse().expect("a literal address"),
+                    host: plan::PEER.parse().expect("a literal address"),
                     forwards: forwards.collect(),
                 };
                 let running =

@@ -2,9 +2,9 @@
 //! ports of the uplink's address are taken.
 
 use std::collections::VecDeque;
-use std::net::Ipv4Addr;
 
 use super::FIRST_PORT;
+use super::family::Address;
 use super::packet::{ACK, FIN, RST, SYN, Transport};
 use crate::Nanos;
 use crate::frame::Mac;
@@ -28,23 +28,23 @@ pub enum Protocol {
     Tcp,
     /// UDP (17).
     Udp,
-    /// ICMP echo (1); the identifier takes the place of the port.
+    /// Echo of ICMP (1) or ICMPv6 (58); the identifier takes the place of the port.
     Echo,
 }
 
 impl Protocol {
-    pub(super) fn of(number: u8) -> Option<Protocol> {
+    pub(super) fn of<A: Address>(number: u8) -> Option<Protocol> {
         match number {
-            1 => Some(Protocol::Echo),
             6 => Some(Protocol::Tcp),
             17 => Some(Protocol::Udp),
+            number if number == A::ICMP => Some(Protocol::Echo),
             _ => None,
         }
     }
 }
 
 /// A guest's end of a mapping.
-pub(super) type Inside = (Protocol, Ipv4Addr, u16);
+pub(super) type Inside<A> = (Protocol, A, u16);
 
 /// Who a mapping is charged to: a port of the switch, or a MAC address where the port is not known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -80,6 +80,7 @@ impl State {
         state
     }
 
+    #[inline]
     pub(super) fn note(&mut self, now: Nanos, direction: Direction, t: &Transport, frame: &[u8]) {
         self.last = now;
         if self.protocol != Protocol::Tcp {
@@ -101,6 +102,7 @@ impl State {
         }
     }
 
+    #[inline]
     pub(super) fn idle(&self) -> Nanos {
         match self.protocol {
             // Anybody outside can make one of these, and a guest's own need RFC 4787's time.
@@ -114,19 +116,21 @@ impl State {
         }
     }
 
+    #[inline]
     pub(super) fn is_over(&self, now: Nanos) -> bool {
         now.since(self.last) >= self.idle()
     }
 
     /// Whether it may have to give way to a new flow of its source; for datagrams, at some time.
+    #[inline]
     pub(super) fn may_yield(&self) -> bool {
         self.protocol != Protocol::Tcp || self.idle().0 < TCP_NS.0
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Flow {
-    pub(super) inside: Inside,
+pub(super) struct Flow<A> {
+    pub(super) inside: Inside<A>,
     pub(super) station: Mac,
     pub(super) source: Source,
     pub(super) state: State,

@@ -13,14 +13,14 @@
 //! ordered to within [`MOVE_NS`], so that a busy connection does not relink itself for every frame.
 
 use std::collections::HashMap;
-use std::net::Ipv4Addr;
 
+use super::family::Address;
 use super::flow::{Inside, State, TCP_CLOSED_NS, TCP_NS, TCP_RESET_NS, UDP_NS};
 use super::{Protocol, SILENT_NS};
 use crate::Nanos;
 
 /// A connection through a forward: the guest's end, and the peer's.
-pub(super) type Forwarded = (Inside, Ipv4Addr, u16);
+pub(super) type Forwarded<A> = (Inside<A>, A, u16);
 
 /// Entries of all forwards together, as long as each share is within its bounds below.
 const TOTAL: usize = 65_536;
@@ -63,8 +63,8 @@ struct Links {
 const LOOSE: Links = Links { older: NONE, newer: NONE };
 
 #[derive(Debug)]
-struct Entry {
-    key: Forwarded,
+struct Entry<A> {
+    key: Forwarded<A>,
     /// The forward's port.
     port: u16,
     state: State,
@@ -94,21 +94,21 @@ impl Share {
 }
 
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct Table<A> {
     forwards: usize,
-    index: HashMap<Forwarded, u32>,
-    entries: Vec<Entry>,
+    index: HashMap<Forwarded<A>, u32>,
+    entries: Vec<Entry<A>>,
     free_entries: Vec<u32>,
     /// The forwards' in their order, then the addresses'.
     shares: Vec<Share>,
     free_shares: Vec<u32>,
     /// (Forward, outside address) → share.
-    peers: HashMap<(u32, Ipv4Addr), u32>,
+    peers: HashMap<(u32, A), u32>,
 }
 
-impl Table {
+impl<A: Address> Table<A> {
     /// An empty table for so many forwards.
-    pub(super) fn new(forwards: usize) -> Table {
+    pub(super) fn new(forwards: usize) -> Table<A> {
         Table {
             forwards,
             index: HashMap::new(),
@@ -145,13 +145,13 @@ impl Table {
     }
 
     /// The forward's port and the connection's state.
-    pub(super) fn get(&self, key: &Forwarded) -> Option<(u16, &State)> {
+    pub(super) fn get(&self, key: &Forwarded<A>) -> Option<(u16, &State)> {
         let entry = &self.entries[*self.index.get(key)? as usize];
         Some((entry.port, &entry.state))
     }
 
     /// Changes the state of a connection with `note`; returns the forward's port, if the connection is known.
-    pub(super) fn note(&mut self, now: Nanos, key: &Forwarded, note: impl FnOnce(&mut State)) -> Option<u16> {
+    pub(super) fn note(&mut self, now: Nanos, key: &Forwarded<A>, note: impl FnOnce(&mut State)) -> Option<u16> {
         let at = *self.index.get(key)?;
         let entry = &mut self.entries[at as usize];
         note(&mut entry.state);
@@ -171,10 +171,10 @@ impl Table {
     pub(super) fn add(
         &mut self,
         now: Nanos,
-        key: Forwarded,
+        key: Forwarded<A>,
         (forward, port): (usize, u16),
         state: State,
-    ) -> Result<Option<Forwarded>, ()> {
+    ) -> Result<Option<Forwarded<A>>, ()> {
         let forward = forward as u32;
         let peer = self.peers.get(&(forward, key.1)).copied();
         let full = match peer {
@@ -213,7 +213,7 @@ impl Table {
     }
 
     /// Removes an entry of `share`, and says which.
-    fn make_room(&mut self, now: Nanos, share: u32) -> Option<Forwarded> {
+    fn make_room(&mut self, now: Nanos, share: u32) -> Option<Forwarded<A>> {
         let stages = self.shares[share as usize].stages;
         let at = stages.iter().map(|list| list.oldest).find(|at| *at != NONE)?;
         let entry = &self.entries[at as usize];
@@ -226,7 +226,7 @@ impl Table {
     }
 
     /// Forgets a connection; returns the forward's port, if it was known.
-    pub(super) fn remove(&mut self, key: &Forwarded) -> Option<u16> {
+    pub(super) fn remove(&mut self, key: &Forwarded<A>) -> Option<u16> {
         let at = self.index.remove(key)?;
         self.unlink(at);
         self.free_entries.push(at);
@@ -256,7 +256,7 @@ impl Table {
     }
 
     /// All connections: key, forward's port, state.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&Forwarded, u16, &State)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Forwarded<A>, u16, &State)> {
         self.index.iter().map(|(key, at)| {
             let entry = &self.entries[*at as usize];
             (key, entry.port, &entry.state)

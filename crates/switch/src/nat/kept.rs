@@ -1,31 +1,29 @@
 //! The router's table as bytes, for a daemon that takes over while connections run.
 //!
 //! ```text
-//! version u8 · has peer MAC u8 · peer MAC 6 · next port u16 · then five lists, each a count u32 and its entries:
-//! flows       outside port u16 · inside 7 · MAC 6 · state 13
-//! forwarded   inside 7 · peer 6 · forward's port u16 · state 13
-//! neighbours  address 4 · MAC 6
-//! held        inside 7 · peer 6 · since u64 · flags u8 (1 first segment, 2 sent) · bytes u32 · frame
-//! inside      protocol u8 (0 TCP, 1 UDP, 2 echo) · address 4 · port u16;   peer: address 4 · port u16
+//! version u8 (1 for IPv4, 129 for IPv6) · has peer MAC u8 · peer MAC 6 · next port u16 · then five lists, each a count u32 and its entries:
+//! flows       outside port u16 · inside · MAC 6 · state 13
+//! forwarded   inside · peer · forward's port u16 · state 13
+//! neighbours  address · MAC 6
+//! held        inside · peer · since u64 · flags u8 (1 first segment, 2 sent) · bytes u32 · frame
+//! inside      protocol u8 (0 TCP, 1 UDP, 2 echo) · address · port u16;   peer: address · port u16
 //! state       last use u64 · flags u8 (1 answered, 2 first came in, 4 done out, 8 done in, 16 reset)
 //! ```
-//! Numbers are little-endian, addresses as on the wire. Instants are those of the monotonic clock, which both daemons
+//! Numbers are little-endian, addresses as on the wire (4 or 16 bytes). Instants are those of the monotonic clock, which both daemons
 //! share. A mapping is charged to its MAC until its guest uses it, since ports of the switch have other numbers.
 
-use std::net::Ipv4Addr;
-
+use super::family::Address;
 use super::flow::{Direction, Flow, Inside, Source, State};
 use super::forwarded::Forwarded;
 use super::{Config, FIRST_PORT, FLOWS_PER_SOURCE, Forward, HELD, HELD_BYTES, Held, Nat, Neighbour, Protocol};
 use crate::Nanos;
 use crate::frame::Mac;
 
-const VERSION: u8 = 1;
 const PROTOCOLS: [Protocol; 3] = [Protocol::Tcp, Protocol::Udp, Protocol::Echo];
 
-fn put_inside(out: &mut Vec<u8>, (protocol, address, port): Inside) {
+fn put_inside<A: Address>(out: &mut Vec<u8>, (protocol, address, port): Inside<A>) {
     out.push(protocol as u8);
-    out.extend(address.octets());
+    out.extend(address.bytes().as_ref());
     out.extend(port.to_le_bytes());
 }
 
@@ -35,9 +33,9 @@ fn put_state(out: &mut Vec<u8>, state: &State) {
     out.push(flags.iter().enumerate().map(|(bit, set)| u8::from(*set) << bit).sum());
 }
 
-fn put_forwarded(out: &mut Vec<u8>, (inside, peer, port): &Forwarded) {
+fn put_forwarded<A: Address>(out: &mut Vec<u8>, (inside, peer, port): &Forwarded<A>) {
     put_inside(out, *inside);
-    out.extend(peer.octets());
+    out.extend(peer.bytes().as_ref());
     out.extend(port.to_le_bytes());
 }
 
@@ -62,17 +60,17 @@ impl<'r> Reader<'r> {
         self.take().map(u32::from_le_bytes)
     }
 
-    fn address(&mut self) -> Result<Ipv4Addr, String> {
-        self.take::<4>().map(Ipv4Addr::from)
+    fn address<A: Address>(&mut self) -> Result<A, String> {
+        self.bytes(A::BYTES).map(A::read)
     }
 
-    fn inside(&mut self) -> Result<Inside, String> {
+    fn inside<A: Address>(&mut self) -> Result<Inside<A>, String> {
         let number = self.byte()?;
         let protocol = PROTOCOLS.get(usize::from(number)).ok_or_else(|| format!("protocol {number} in the table"))?;
         Ok((*protocol, self.address()?, self.u16()?))
     }
 
-    fn forwarded(&mut self) -> Result<Forwarded, String> {
+    fn forwarded<A: Address>(&mut self) -> Result<Forwarded<A>, String> {
         Ok((self.inside()?, self.address()?, self.u16()?))
     }
 
@@ -91,10 +89,10 @@ impl<'r> Reader<'r> {
     }
 }
 
-impl Nat {
+impl<A: Address> Nat<A> {
     /// The table, for [`Nat::take_up`] in another process.
     pub fn hand_over(&self) -> Vec<u8> {
-        let mut out = vec![VERSION, u8::from(self.peer_mac.is_some())];
+        let mut out = vec![A::TABLE_VERSION, u8::from(self.peer_mac.is_some())];
         out.extend(self.peer_mac.unwrap_or_default());
         out.extend(self.next_port.to_le_bytes());
         // No overflow of the counts: there are at most 65,536 ports of each protocol, and 1023 forwards of each, with at
@@ -114,7 +112,7 @@ impl Nat {
         }
         out.extend((self.neighbours.len() as u32).to_le_bytes());
         for (address, neighbour) in &self.neighbours {
-            out.extend(address.octets());
+            out.extend(address.bytes().as_ref());
             out.extend(neighbour.mac);
         }
         out.extend((self.held.len() as u32).to_le_bytes());
@@ -132,12 +130,13 @@ impl Nat {
     ///
     /// # Errors
     /// For a table of another version, or a broken one, in words.
-    pub fn take_up(config: Config, table: &[u8]) -> Result<Nat, String> {
+    pub fn take_up(config: Config<A>, table: &[u8]) -> Result<Nat<A>, String> {
         let mut nat = Nat::new(config);
         let mut reader = Reader(table);
         let version = reader.byte()?;
-        if version != VERSION {
-            return Err(format!("the stored table of the router has version {version}, expected {VERSION}"));
+        if version != A::TABLE_VERSION {
+            let expected = A::TABLE_VERSION;
+            return Err(format!("the stored table of the router has version {version}, expected {expected}"));
         }
         let known = reader.byte()? != 0;
         let peer: Mac = reader.take()?;
@@ -163,7 +162,7 @@ impl Nat {
         forwarded.sort_by_key(|(.., state)| state.last);
         for (key, port, state) in forwarded {
             let to = (key.0.1, key.0.2);
-            let is_its = |f: &Forward| f.protocol == key.0.0 && f.port == port && f.to == to;
+            let is_its = |f: &Forward<A>| f.protocol == key.0.0 && f.port == port && f.to == to;
             if let Some(rule) = nat.config.forwards.iter().position(is_its)
                 && nat.forwarded.get(&key).is_none()
             {
@@ -188,7 +187,7 @@ impl Nat {
         Ok(nat)
     }
 
-    fn put_flow(&mut self, port: u16, inside: Inside, station: Mac, state: State) {
+    fn put_flow(&mut self, port: u16, inside: Inside<A>, station: Mac, state: State) {
         let (protocol, source) = (inside.0, Source::Mac(station));
         let free = port >= FIRST_PORT && !self.flows.contains_key(&(protocol, port));
         if !free || self.ports.contains_key(&(inside, station)) || !self.in_subnet(inside.1) {

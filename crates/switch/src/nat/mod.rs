@@ -5,13 +5,13 @@
 //! other's resets (docs/decisions/0008-user-uplink.md). This module puts one address in front of many guests.
 //!
 //! # What it is not
-//! No router between networks, no firewall, no IPv6, no application helpers. Fragments are not translated (only the
+//! No router between networks, no firewall, no translation between families, no application helpers. Fragments are not translated (only the
 //! first has ports); they are dropped as `not_transformable`.
 //!
 //! # How it works
 //! Frames go through [`Nat::outbound`] (from the network) and [`Nat::inbound`] (from the uplink). Each rewrites the
 //! frame in place and says what to do with it. On the network the router has its own address ([`Config::router`]). It
-//! answers ARP and echo for that address, and forwards what is sent to its MAC.
+//! answers ARP (neighbour discovery) and echo for that address, and forwards what is sent to its MAC.
 //! - A guest's (protocol, address, port) gets one port of the uplink's address, for all its peers (RFC 4787:
 //!   endpoint-independent mapping). Ports are taken from 1024 on; lower ones belong to forwards.
 //! - A mapping belongs to the MAC that made it. Two guests that claim one address do not meet. Answers go to the MAC
@@ -26,6 +26,9 @@
 //! - ICMP errors about a translated packet are translated with the packet that they quote, both ways. So path MTU
 //!   discovery, traceroute and "port unreachable" work through the router. The router itself answers a guest's packet
 //!   whose hops are used up, at most fifty times a second, and no other.
+//! - With IPv6 the uplink's own address is link-local (passt's is): the router speaks to it from the link-local address
+//!   of its MAC, and guests see it as [`Config::host`]. Other link-local sources on the uplink are dropped as `bad_source`,
+//!   since no guest could answer them.
 //! - The maximum segment size of TCP is left alone. Network and uplink have one MTU, so what fits one fits the other.
 //!   The errors above report a smaller MTU further away. (The user uplink ends TCP connections and makes its own.)
 //! - Checksums are updated by difference (RFC 1624), never recomputed, so a frame damaged on the way stays damaged.
@@ -44,12 +47,16 @@
 //!
 //! Time comes in as [`Nanos`]; one thread calls.
 
+mod family;
 mod flow;
 mod forwarded;
+mod held;
 mod icmp;
 mod kept;
+mod mapping;
 mod packet;
 
+pub use family::Address;
 pub use flow::Protocol;
 
 use std::collections::{HashMap, VecDeque};
@@ -61,8 +68,9 @@ use crate::frame::Mac;
 use crate::wait::Token;
 use flow::{Direction, Flow, Inside, Share, Source, State, Taken};
 use forwarded::{Forwarded, Table};
+use held::Held;
 use icmp::{End, Quote, echo_reply, time_exceeded};
-use packet::{ACK, Arp, BROADCAST, ETHERTYPE_ARP, ETHERTYPE_IPV4, Ethernet, Ipv4, RST, SYN, Transport, arp, ethernet};
+use packet::{ACK, Ethernet, Ip, RST, Readdressed, SYN, Transport, ethernet};
 
 /// Mappings that one port of the switch may hold.
 pub const FLOWS_PER_SOURCE: usize = 4096;
@@ -84,8 +92,6 @@ pub const FIRST_PORT: u16 = 1024;
 
 /// A datagram flow that was silent for so long may give way to a new one of its source.
 const SILENT_NS: Nanos = Nanos(30 * 1_000_000_000);
-/// Candidates that are looked at for that, per new flow.
-const TRIES: usize = 16;
 /// ICMP errors of the router's own per second.
 const ERRORS_PER_SECOND: u32 = 50;
 /// How often idle mappings are looked for.
@@ -93,32 +99,35 @@ const SWEEP_NS: Nanos = Nanos(10 * 1_000_000_000);
 
 /// One rule, uplink → guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Forward {
+pub struct Forward<A = Ipv4Addr> {
     /// TCP or UDP.
     pub protocol: Protocol,
     /// Port of the uplink's address, below [`FIRST_PORT`].
     pub port: u16,
     /// Address and port of the guest.
-    pub to: (Ipv4Addr, u16),
+    pub to: (A, u16),
 }
 
 /// Addresses and forwards of a NAT router.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct Config<A = Ipv4Addr> {
     /// The router's MAC, on both sides.
     pub mac: Mac,
     /// The router's address on the network.
-    pub router: Ipv4Addr,
+    pub router: A,
     /// Base address of the network.
-    pub subnet: Ipv4Addr,
+    pub subnet: A,
     /// Prefix length of the network.
     pub prefix: u8,
     /// The address that the uplink knows.
-    pub outside: Ipv4Addr,
+    pub outside: A,
     /// The uplink's own address: where frames are sent to, and as what the host's own connections come.
-    pub peer: Ipv4Addr,
+    pub peer: A,
+    /// As what guests see `peer`, if it is a link-local address, which they would look for on their own link. An address
+    /// outside their network; of no account for IPv4.
+    pub host: A,
     /// Connections from outside that are let in, and to which guest.
-    pub forwards: Vec<Forward>,
+    pub forwards: Vec<Forward<A>>,
 }
 
 /// What becomes of a frame.
@@ -142,35 +151,24 @@ struct Neighbour {
     rival: Option<(Mac, Nanos)>,
 }
 
-/// A frame for a guest that has not been heard of, or a first segment that it has not answered.
-#[derive(Debug)]
-struct Held {
-    key: Forwarded,
-    since: Nanos,
-    /// It is kept until it is answered, not only until it can be sent.
-    is_first: bool,
-    sent: bool,
-    frame: Vec<u8>,
-}
-
 /// The translation table and the router's two faces.
 #[derive(Debug)]
-pub struct Nat {
-    config: Config,
+pub struct Nat<A: Address = Ipv4Addr> {
+    config: Config<A>,
     /// Uplink port → mapping.
-    flows: HashMap<(Protocol, u16), Flow>,
+    flows: HashMap<(Protocol, u16), Flow<A>>,
     /// Guest's end and MAC → uplink port.
-    ports: HashMap<(Inside, Mac), u16>,
+    ports: HashMap<(Inside<A>, Mac), u16>,
     /// Ports of TCP, UDP, echo that are taken.
     taken: [Taken; 3],
     shares: HashMap<Source, Share>,
     next_id: u64,
     /// Connections that came through a forward.
-    forwarded: Table,
-    neighbours: HashMap<Ipv4Addr, Neighbour>,
+    forwarded: Table<A>,
+    neighbours: HashMap<A, Neighbour>,
     /// Guests that are known to be away.
-    away: Vec<Ipv4Addr>,
-    held: VecDeque<Held>,
+    away: Vec<A>,
+    held: VecDeque<Held<A>>,
     /// Held frames that were given up since the last poll.
     lost: u64,
     /// Held frames that no guest has seen and that gave way to others, since they were last asked for.
@@ -188,9 +186,9 @@ pub struct Nat {
     errors_left: (Nanos, u32),
 }
 
-impl Nat {
+impl<A: Address> Nat<A> {
     /// A router without any mapping.
-    pub fn new(config: Config) -> Nat {
+    pub fn new(config: Config<A>) -> Nat<A> {
         let forwarded = Table::new(config.forwards.len());
         let mut nat = Nat {
             config,
@@ -253,7 +251,7 @@ impl Nat {
 
     /// Names the guests that are away (their machines do not run), instead of those named before. What is held for them
     /// is given up, and refused.
-    pub fn set_away(&mut self, away: Vec<Ipv4Addr>) {
+    pub fn set_away(&mut self, away: Vec<A>) {
         self.away = away;
         for held in std::mem::take(&mut self.held) {
             if !self.away.contains(&held.key.0.1) {
@@ -263,10 +261,11 @@ impl Nat {
             self.lost += u64::from(!held.sent);
             let Some(port) = self.forwarded.remove(&held.key) else { continue };
             let ((_, peer, peer_port), Some(mac)) = (held.key, self.peer_mac) else { continue };
-            let transport = Ipv4::of(&held.frame).and_then(|ip| ip.transport(&held.frame));
-            if let Ok(answer) = transport.map(|t| t.reset(&held.frame, (self.config.outside, port), (peer, peer_port)))
-            {
-                self.to_uplink.extend(answer.map(|packet| ethernet(mac, self.config.mac, &packet)));
+            let transport = Ip::<A>::of(&held.frame).and_then(|ip| ip.transport(&held.frame));
+            let peer = self.beyond(peer);
+            let (from, to) = ((self.own_towards(peer), port), (peer, peer_port));
+            if let Ok(answer) = transport.map(|t| t.reset(&held.frame, from, to)) {
+                self.to_uplink.extend(answer.map(|packet| ethernet::<A>(mac, self.config.mac, &packet)));
             }
         }
     }
@@ -278,7 +277,8 @@ impl Nat {
             return;
         }
         self.peer_asked = now;
-        let question = arp(1, self.config.mac, self.config.outside, [0; 6], self.config.peer, BROADCAST);
+        let peer = self.config.peer;
+        let question = A::question(self.config.mac, self.own_towards(peer), peer, None);
         self.to_uplink.push_back(question);
     }
 
@@ -287,13 +287,37 @@ impl Nat {
         self.ask_peer(None);
     }
 
-    fn in_subnet(&self, ip: Ipv4Addr) -> bool {
-        let mask = u32::MAX.checked_shl(32 - u32::from(self.config.prefix)).unwrap_or(0);
-        u32::from(ip) & mask == u32::from(self.config.subnet) & mask
+    /// Whether the uplink has said where it is since it was started. One that has no IPv6 outside never does so for IPv6.
+    pub fn is_peer_known(&self) -> bool {
+        self.peer_mac.is_some()
+    }
+
+    fn in_subnet(&self, ip: A) -> bool {
+        ip.is_in(self.config.subnet, self.config.prefix)
+    }
+
+    /// As what the router is known to an address behind the uplink.
+    fn own_towards(&self, outside: A) -> A {
+        if !outside.is_scoped() {
+            return self.config.outside;
+        }
+        A::scoped(self.config.mac).unwrap_or(self.config.outside)
+    }
+
+    /// The address behind the uplink that guests see as `seen`.
+    fn beyond(&self, seen: A) -> A {
+        if A::HAS_SCOPES && seen == self.config.host { self.config.peer } else { seen }
+    }
+
+    /// As what guests see an address behind the uplink; `None` for one that they could not answer, since it means
+    /// something on the uplink's link only.
+    fn seen(&self, outside: A) -> Option<A> {
+        let seen = if A::HAS_SCOPES && outside == self.config.peer { self.config.host } else { outside };
+        (!seen.is_scoped()).then_some(seen)
     }
 
     /// `mac` sent something as `ip`, which counts only where a forward leads there.
-    fn learn(&mut self, now: Nanos, ip: Ipv4Addr, mac: Mac) {
+    fn learn(&mut self, now: Nanos, ip: A, mac: Mac) {
         if mac[0] & 1 == 1 || !self.config.forwards.iter().any(|f| f.to.0 == ip) {
             return;
         }
@@ -310,7 +334,7 @@ impl Nat {
                 let holder = known.mac;
                 self.repeat_at(now.after(REPEAT_NS));
                 self.neighbours.insert(ip, Neighbour { mac: holder, rival: Some((mac, now)) });
-                self.ask(ip, holder);
+                self.ask(ip, Some(holder));
             }
         }
     }
@@ -320,54 +344,34 @@ impl Nat {
         self.next_repeat = self.deadline().map_or(at, |due| due.min(at));
     }
 
-    /// Sends what is held for `guest`, whose MAC is known; keeps first segments.
-    fn send_held(&mut self, now: Nanos, guest: Ipv4Addr) {
-        let Some(mac) = self.neighbours.get(&guest).map(|n| n.mac) else { return };
-        for mut held in std::mem::take(&mut self.held) {
-            if held.key.0.1 != guest {
-                self.held.push_back(held);
-                continue;
-            }
-            held.frame[0..6].copy_from_slice(&mac);
-            if held.is_first && now.since(held.since) < HOLD_NS {
-                self.to_network.push_back(held.frame.clone());
-                held.sent = true;
-                self.held.push_back(held);
-            } else {
-                self.to_network.push_back(held.frame);
-            }
-        }
-    }
-
     /// A frame from the network, that came in by the port `ingress` of the switch.
-    pub fn outbound(&mut self, now: Nanos, ingress: Option<Token>, frame: &mut [u8]) -> Verdict {
+    pub fn outbound(&mut self, now: Nanos, ingress: Option<Token>, frame: &mut Vec<u8>) -> Verdict {
         self.sweep(now);
         let Some(ethernet) = Ethernet::of(frame) else { return Verdict::Drop(Reason::Runt) };
-        match ethernet.kind {
-            ETHERTYPE_ARP => self.arp_from_network(now, ethernet.from, frame),
-            ETHERTYPE_IPV4 if ethernet.to == self.config.mac => {
-                match self.route_out(now, ethernet.from, ingress, frame) {
-                    Ok(verdict) => verdict,
-                    Err(reason) => Verdict::Drop(reason),
-                }
-            }
-            // Flooded frames of others, IPv6, broadcasts: not the router's business.
-            _ => Verdict::Taken,
+        if A::is_link_message(frame, ethernet.kind) {
+            return self.message_from_network(now, ethernet.from, frame);
+        }
+        // Flooded frames of others, the other family, broadcasts: not the router's business.
+        if ethernet.kind != A::ETHERTYPE || ethernet.to != self.config.mac {
+            return Verdict::Taken;
+        }
+        match self.route_out(now, ethernet.from, ingress, frame) {
+            Ok(verdict) => verdict,
+            Err(reason) => Verdict::Drop(reason),
         }
     }
 
-    fn arp_from_network(&mut self, now: Nanos, from: Mac, frame: &mut [u8]) -> Verdict {
-        let Some(message) = Arp::of(frame) else { return Verdict::Taken };
+    fn message_from_network(&mut self, now: Nanos, from: Mac, frame: &mut Vec<u8>) -> Verdict {
+        let Some(message) = A::link_message(frame) else { return Verdict::Taken };
         // Who answers for somebody else, or under another name than its own, is not believed.
         if message.sender != from {
             return Verdict::Drop(Reason::BadSource);
         }
         self.learn(now, message.sender_ip, message.sender);
-        if message.operation != 1 || message.target_ip != self.config.router {
+        if !message.is_question || message.target_ip != self.config.router {
             return Verdict::Taken;
         }
-        let answer = arp(2, self.config.mac, self.config.router, message.sender, message.sender_ip, message.sender);
-        frame[..answer.len()].copy_from_slice(&answer);
+        *frame = A::answer(self.config.mac, self.config.router, &message);
         Verdict::Reply
     }
 
@@ -378,8 +382,9 @@ impl Nat {
         ingress: Option<Token>,
         frame: &mut [u8],
     ) -> Result<Verdict, Reason> {
-        let ip = Ipv4::of(frame)?;
-        if !self.in_subnet(ip.from) || ip.from == self.config.router {
+        let ip = Ip::<A>::of(frame)?;
+        let is_neighbour = ip.from.is_scoped() && ip.to == self.config.router;
+        if !self.in_subnet(ip.from) && !is_neighbour || ip.from == self.config.router {
             return Err(Reason::BadSource);
         }
         self.learn(now, ip.from, from);
@@ -387,10 +392,10 @@ impl Nat {
             return Ok(echo_reply(&ip, frame));
         }
         let quote = Quote::of(frame, &ip)?;
-        let refused = self.in_subnet(ip.to) || ip.to.is_multicast() || ip.to.is_broadcast() || ip.to.is_loopback();
-        if refused || ip.to.is_unspecified() {
+        if self.in_subnet(ip.to) || !ip.to.is_host() || ip.to.is_loopback() || ip.to.is_scoped() {
             return Err(Reason::NoDestination);
         }
+        let to = self.beyond(ip.to);
         if let Some(quote) = quote {
             return self.error_out(from, &ip, &quote, frame);
         }
@@ -410,7 +415,7 @@ impl Nat {
                 port
             }
             // The uplink's own address represents the host there; only answers go to it.
-            None if ip.to == self.config.peer || ip.to == self.config.outside => return Err(Reason::NoDestination),
+            None if to == self.config.peer || to == self.config.outside => return Err(Reason::NoDestination),
             None => self.map(now, from, ingress.map_or(Source::Mac(from), Source::Port), inside, &transport, frame)?,
         };
         let Some(peer_mac) = self.peer_mac else {
@@ -418,169 +423,60 @@ impl Nat {
             return Err(Reason::LinkDown);
         };
         ip.live(frame)?;
-        ip.rewrite_source(frame, self.config.outside);
-        transport.rewrite(frame, transport.source_at(), port, Some((ip.from, self.config.outside)));
+        let own = self.own_towards(to);
+        ip.rewrite_source(frame, own);
+        let mut addresses = Readdressed::of(ip.from, own);
+        if to != ip.to {
+            ip.rewrite_destination(frame, to);
+            addresses = addresses.and(ip.to, to);
+        }
+        transport.rewrite::<A>(frame, transport.source_at(), port, addresses);
         frame[0..6].copy_from_slice(&peer_mac);
         frame[6..12].copy_from_slice(&self.config.mac);
         Ok(Verdict::Pass)
-    }
-
-    fn map(
-        &mut self,
-        now: Nanos,
-        station: Mac,
-        source: Source,
-        inside: Inside,
-        t: &Transport,
-        frame: &[u8],
-    ) -> Result<u16, Reason> {
-        let protocol = inside.0;
-        if let Some(&port) = self.ports.get(&(inside, station)) {
-            let flow = self.flows.get_mut(&(protocol, port)).expect("ports and flows name each other");
-            flow.state.note(now, Direction::Out, t, frame);
-            if flow.source != source && matches!(flow.source, Source::Mac(_)) {
-                self.charge(protocol, port, source);
-            }
-            self.enqueue(protocol, port);
-            return Ok(port);
-        }
-        if protocol == Protocol::Echo && !t.is_echo_request(frame) {
-            return Err(Reason::NoDestination);
-        }
-        let held = self.shares.get(&source).map_or(0, |share| share.held);
-        if held >= FLOWS_PER_SOURCE && !self.make_room(now, source, None) {
-            return Err(Reason::GatewayFull);
-        }
-        // The guest's own port if it is free, else the next free one: few guests collide.
-        let wish = inside.2.max(FIRST_PORT);
-        let start = if self.flows.contains_key(&(protocol, wish)) { self.next_port } else { wish };
-        let mut free = self.taken[protocol as usize].free_from(start);
-        if free.is_none() {
-            // Only with many sources at their limits, so this is no look-up of every frame. The one with the most makes
-            // room, also of what is not silent, as long as it then still has as much as this one.
-            let most =
-                self.shares.iter().max_by_key(|(_, share)| share.held).map(|(source, share)| (*source, share.held));
-            let donor = most.filter(|(_, most)| *most > held + 1);
-            if donor.is_some_and(|(donor, _)| self.make_room(now, donor, Some(protocol)))
-                || self.make_room(now, source, None)
-            {
-                free = self.taken[protocol as usize].free_from(start);
-            }
-        }
-        let port = free.ok_or(Reason::GatewayFull)?;
-        self.next_port = if port == u16::MAX { FIRST_PORT } else { port + 1 };
-        self.next_id += 1;
-        let state = State::new(now, Direction::Out, t, frame);
-        let flow = Flow { inside, station, source, state, queued: false, id: self.next_id };
-        self.flows.insert((protocol, port), flow);
-        self.ports.insert((inside, station), port);
-        self.taken[protocol as usize].set(port, true);
-        self.shares.entry(source).or_default().held += 1;
-        self.enqueue(protocol, port);
-        Ok(port)
-    }
-
-    /// Charges a mapping that was taken over from another process to the port of the switch that it belongs to.
-    fn charge(&mut self, protocol: Protocol, port: u16, source: Source) {
-        self.next_id += 1;
-        let Some(flow) = self.flows.get_mut(&(protocol, port)) else { return };
-        // Another number, so that the old queue's entry is a dead one.
-        (flow.id, flow.queued) = (self.next_id, false);
-        let before = std::mem::replace(&mut flow.source, source);
-        self.shares.entry(source).or_default().held += 1;
-        self.discharge(before);
-    }
-
-    fn discharge(&mut self, source: Source) {
-        if let Some(share) = self.shares.get_mut(&source) {
-            share.held -= 1;
-            if share.held == 0 {
-                self.shares.remove(&source);
-            }
-        }
-    }
-
-    /// Puts a mapping that may have to give way into its source's queue.
-    fn enqueue(&mut self, protocol: Protocol, port: u16) {
-        let Some(flow) = self.flows.get_mut(&(protocol, port)) else { return };
-        if flow.queued || !flow.state.may_yield() {
-            return;
-        }
-        let (source, id) = (flow.source, flow.id);
-        flow.queued = true;
-        let Some(share) = self.shares.get_mut(&source) else { return };
-        share.yielding.push_back((protocol, port, id));
-        // Dead entries are at most as many as live ones, so this costs little for each.
-        if share.yielding.len() > 2 * FLOWS_PER_SOURCE {
-            let flows = &self.flows;
-            share.yielding.retain(|(protocol, port, id)| flows.get(&(*protocol, *port)).is_some_and(|f| f.id == *id));
-        }
-    }
-
-    /// Ends the oldest mapping of `source` that can give way; whether there was one among the first of its queue. With
-    /// `wanted` it has to be of that protocol, and datagram flows need not be silent.
-    fn make_room(&mut self, now: Nanos, source: Source, wanted: Option<Protocol>) -> bool {
-        let mut tries = 0;
-        while tries < TRIES {
-            let Some(share) = self.shares.get_mut(&source) else { return false };
-            let Some((protocol, port, id)) = share.yielding.pop_front() else { return false };
-            let Some(flow) = self.flows.get_mut(&(protocol, port)).filter(|flow| flow.id == id) else { continue };
-            tries += 1;
-            flow.queued = false;
-            if !flow.state.may_yield() {
-                continue;
-            }
-            let is_alive = protocol != Protocol::Tcp && now.since(flow.state.last) < SILENT_NS;
-            if wanted.map_or(is_alive, |wanted| wanted != protocol) {
-                self.enqueue(protocol, port);
-                continue;
-            }
-            self.end_flow(protocol, port);
-            return true;
-        }
-        false
-    }
-
-    fn end_flow(&mut self, protocol: Protocol, port: u16) {
-        let Some(flow) = self.flows.remove(&(protocol, port)) else { return };
-        self.ports.remove(&(flow.inside, flow.station));
-        self.taken[protocol as usize].set(port, false);
-        self.discharge(flow.source);
     }
 
     /// A frame from the uplink.
     pub fn inbound(&mut self, now: Nanos, frame: &mut Vec<u8>) -> Verdict {
         self.sweep(now);
         let Some(ethernet) = Ethernet::of(frame) else { return Verdict::Drop(Reason::Runt) };
-        match ethernet.kind {
-            ETHERTYPE_ARP => {
-                let Some(message) = Arp::of(frame) else { return Verdict::Taken };
-                if message.sender_ip == self.config.peer && message.sender == ethernet.from {
-                    self.peer_mac = Some(message.sender);
-                }
-                if message.operation == 1 && message.target_ip == self.config.outside {
-                    let c = &self.config;
-                    let answer = arp(2, c.mac, c.outside, message.sender, message.sender_ip, message.sender);
-                    frame[..answer.len()].copy_from_slice(&answer);
-                    return Verdict::Reply;
-                }
-                Verdict::Taken
-            }
-            ETHERTYPE_IPV4 => match self.route_in(now, frame) {
-                Ok(verdict) => verdict,
-                Err(reason) => Verdict::Drop(reason),
-            },
-            _ => Verdict::Taken,
+        if A::is_link_message(frame, ethernet.kind) {
+            return self.message_from_uplink(ethernet.from, frame);
+        }
+        if ethernet.kind != A::ETHERTYPE {
+            return Verdict::Taken;
+        }
+        match self.route_in(now, frame) {
+            Ok(verdict) => verdict,
+            Err(reason) => Verdict::Drop(reason),
         }
     }
 
+    fn message_from_uplink(&mut self, from: Mac, frame: &mut Vec<u8>) -> Verdict {
+        let Some(message) = A::link_message(frame) else { return Verdict::Taken };
+        if message.sender_ip == self.config.peer && message.sender == from {
+            self.peer_mac = Some(message.sender);
+        }
+        if message.is_question && self.is_own(message.target_ip) {
+            *frame = A::answer(self.config.mac, message.target_ip, &message);
+            return Verdict::Reply;
+        }
+        Verdict::Taken
+    }
+
+    /// Whether the uplink knows the router as `address`.
+    fn is_own(&self, address: A) -> bool {
+        address == self.config.outside || (A::HAS_SCOPES && Some(address) == A::scoped(self.config.mac))
+    }
+
     fn route_in(&mut self, now: Nanos, frame: &mut Vec<u8>) -> Result<Verdict, Reason> {
-        let ip = Ipv4::of(frame)?;
-        if ip.to != self.config.outside {
+        let ip = Ip::<A>::of(frame)?;
+        if !self.is_own(ip.to) {
             return Err(Reason::NoDestination);
         }
+        let seen = self.seen(ip.from).ok_or(Reason::BadSource)?;
         if let Some(quote) = Quote::of(frame, &ip)? {
-            return self.error_in(&ip, &quote, frame);
+            return self.error_in(&ip, &quote, seen, frame);
         }
         let transport = ip.transport(frame)?;
         let port =
@@ -590,7 +486,7 @@ impl Nat {
             let (from, to) = ((ip.to, port), (ip.from, transport.source(frame)));
             let answer = transport.reset(frame, from, to).ok_or(Reason::NoDestination)?;
             let station = Ethernet::of(frame).ok_or(Reason::Runt)?.from;
-            *frame = ethernet(station, self.config.mac, &answer);
+            *frame = ethernet::<A>(station, self.config.mac, &answer);
             return Ok(Verdict::Reply);
         }
         let (inside, station, first) = if let Some(flow) = self.flows.get_mut(&(protocol, port)) {
@@ -602,7 +498,7 @@ impl Nat {
             let rule = self.config.forwards.iter().position(|f| f.protocol == protocol && f.port == port);
             let rule = rule.ok_or(Reason::NoDestination)?;
             let (to, to_port) = self.config.forwards[rule].to;
-            let key = ((protocol, to, to_port), ip.from, transport.source(frame));
+            let key = ((protocol, to, to_port), seen, transport.source(frame));
             self.note_forwarded(now, key, (rule, port), &transport, frame)?;
             (key.0, self.neighbours.get(&to).map(|n| n.mac), Some(key))
         };
@@ -611,7 +507,12 @@ impl Nat {
         ip.live(frame)?;
         ip.rewrite_destination(frame, guest);
         let at = if transport.protocol == Protocol::Echo { transport.source_at() } else { transport.at + 2 };
-        transport.rewrite(frame, at, guest_port, Some((self.config.outside, guest)));
+        let mut addresses = Readdressed::of(ip.to, guest);
+        if seen != ip.from {
+            ip.rewrite_source(frame, seen);
+            addresses = addresses.and(ip.from, seen);
+        }
+        transport.rewrite::<A>(frame, at, guest_port, addresses);
         frame[6..12].copy_from_slice(&self.config.mac);
         if let Some(mac) = station {
             frame[0..6].copy_from_slice(&mac);
@@ -630,7 +531,7 @@ impl Nat {
                     return Err(Reason::GatewayFull);
                 }
                 if !is_asked {
-                    self.ask(guest, BROADCAST);
+                    self.ask(guest, None);
                 }
                 Ok(Verdict::Taken)
             }
@@ -648,17 +549,15 @@ impl Nat {
 
     /// An error about a packet that a guest sent: it goes to that guest, who then knows its own packet in it. Where it
     /// comes from stays as it is, which is what a traceroute shows. It neither keeps a mapping alive nor ends one.
-    fn error_in(&self, ip: &Ipv4, quote: &Quote, frame: &mut [u8]) -> Result<Verdict, Reason> {
-        if quote.from != self.config.outside {
-            return Err(Reason::NoDestination);
-        }
+    fn error_in(&self, ip: &Ip<A>, quote: &Quote<A>, seen: A, frame: &mut [u8]) -> Result<Verdict, Reason> {
+        let peer = self.seen(quote.to).filter(|_| self.is_own(quote.from)).ok_or(Reason::NoDestination)?;
         let (inside, station) = match self.flows.get(&(quote.protocol, quote.from_port)) {
             Some(flow) => (flow.inside, Some(flow.station)),
             None => {
-                let is_rule = |f: &&Forward| f.protocol == quote.protocol && f.port == quote.from_port;
+                let is_rule = |f: &&Forward<A>| f.protocol == quote.protocol && f.port == quote.from_port;
                 let (to, port) = self.config.forwards.iter().find(is_rule).ok_or(Reason::NoDestination)?.to;
                 let inside = (quote.protocol, to, port);
-                if self.forwarded.get(&(inside, quote.to, quote.to_port)).is_none() {
+                if self.forwarded.get(&(inside, peer, quote.to_port)).is_none() {
                     return Err(Reason::NoDestination);
                 }
                 (inside, self.neighbours.get(&to).map(|n| n.mac))
@@ -668,34 +567,40 @@ impl Nat {
         let (_, guest, port) = inside;
         ip.live(frame)?;
         ip.rewrite_destination(frame, guest);
-        quote.rewrite(frame, End::Source, guest, port);
+        ip.rewrite_source(frame, seen);
+        let outer = Readdressed::of(ip.to, guest).and(ip.from, seen);
+        quote.rewrite(frame, (guest, peer), End::Source, port, outer);
         frame[0..6].copy_from_slice(&station);
         frame[6..12].copy_from_slice(&self.config.mac);
         Ok(Verdict::Pass)
     }
 
     /// A guest's error about a packet that came to it: it leaves as if the uplink's address had got that packet.
-    fn error_out(&self, station: Mac, ip: &Ipv4, quote: &Quote, frame: &mut [u8]) -> Result<Verdict, Reason> {
+    fn error_out(&self, station: Mac, ip: &Ip<A>, quote: &Quote<A>, frame: &mut [u8]) -> Result<Verdict, Reason> {
         // It is about its own packet, and goes to that packet's sender: no host complains in another's name.
         if quote.to != ip.from || quote.from != ip.to {
             return Err(Reason::BadSource);
         }
         let inside = (quote.protocol, ip.from, quote.to_port);
         let forwarded = self.forwarded.get(&(inside, quote.from, quote.from_port)).map(|(port, _)| port);
-        let to_host = ip.to == self.config.peer || ip.to == self.config.outside;
+        let to = self.beyond(ip.to);
+        let to_host = to == self.config.peer || to == self.config.outside;
         let mapped = self.ports.get(&(inside, station)).copied().filter(|_| !to_host);
         let port = forwarded.or(mapped).ok_or(Reason::NoDestination)?;
         let peer_mac = self.peer_mac.ok_or(Reason::LinkDown)?;
         ip.live(frame)?;
-        ip.rewrite_source(frame, self.config.outside);
-        quote.rewrite(frame, End::Destination, self.config.outside, port);
+        let own = self.own_towards(to);
+        ip.rewrite_source(frame, own);
+        ip.rewrite_destination(frame, to);
+        let outer = Readdressed::of(ip.from, own).and(ip.to, to);
+        quote.rewrite(frame, (to, own), End::Destination, port, outer);
         frame[0..6].copy_from_slice(&peer_mac);
         frame[6..12].copy_from_slice(&self.config.mac);
         Ok(Verdict::Pass)
     }
 
     /// Tells a guest that its packet's hops are used up, unless there was enough of that in this second.
-    fn complain(&mut self, now: Nanos, ip: &Ipv4, frame: &[u8]) {
+    fn complain(&mut self, now: Nanos, ip: &Ip<A>, frame: &[u8]) {
         if now.since(self.errors_left.0) >= Nanos::SECOND {
             self.errors_left = (now, ERRORS_PER_SECOND);
         }
@@ -711,7 +616,7 @@ impl Nat {
     fn note_forwarded(
         &mut self,
         now: Nanos,
-        key: Forwarded,
+        key: Forwarded<A>,
         rule: (usize, u16),
         t: &Transport,
         frame: &[u8],
@@ -746,65 +651,8 @@ impl Nat {
         Ok(())
     }
 
-    fn forget_unanswered(&mut self, key: &Forwarded) {
-        if self.forwarded.get(key).is_some_and(|(_, state)| !state.answered) {
-            self.forwarded.remove(key);
-        }
-    }
-
-    /// Keeps a frame for a guest, if there is room; with `sent` it is on its way already, and a copy is kept.
-    fn hold(&mut self, now: Nanos, key: Forwarded, is_first: bool, sent: bool, frame: &mut Vec<u8>) -> bool {
-        if let Some(held) = self.held.iter_mut().find(|held| is_first && held.is_first && held.key == key) {
-            // The uplink repeats it after all.
-            held.frame.clone_from(frame);
-            return true;
-        }
-        if frame.len() > HELD_BYTES {
-            return false;
-        }
-        let guest = key.0.1;
-        let is_datagram = |held: &&Held| !held.is_first && held.key.0.1 == guest;
-        if !is_first && self.held.iter().filter(is_datagram).count() >= HELD_DATAGRAMS {
-            self.displace(key, |held| !held.is_first);
-        } else if self.held.len() >= HELD {
-            self.displace(key, |_| true);
-        }
-        self.repeat_at(now.after(REPEAT_NS));
-        let frame = if sent { frame.clone() } else { std::mem::take(frame) };
-        self.held.push_back(Held { key, since: now, is_first, sent, frame });
-        true
-    }
-
-    /// Gives up the held frame that has to make room for one of `key`, among those that `may` go: the oldest of the
-    /// outside address with the most, of the guest with the most. The newcomer counts as one of them, so who floods
-    /// displaces its own.
-    fn displace(&mut self, key: Forwarded, may: impl Fn(&Held) -> bool) {
-        // Quadratic in the number of places, which is small and constant.
-        let held = || self.held.iter().filter(|held| may(held));
-        let of_guest = |guest| held().filter(|h| h.key.0.1 == guest).count() + usize::from(key.0.1 == guest);
-        // Ties go to the oldest: `max_by_key` takes the last of equals.
-        let Some(guest) = held().rev().map(|h| h.key.0.1).max_by_key(|guest| of_guest(*guest)) else { return };
-        let end = |k: &Forwarded| (k.0.1, k.1);
-        let of_peer = |peer| held().filter(|h| end(&h.key) == peer).count() + usize::from(end(&key) == peer);
-        let own = held().rev().map(|h| end(&h.key)).filter(|(to, _)| *to == guest);
-        let Some(peer) = own.max_by_key(|peer| of_peer(*peer)) else { return };
-        let Some(at) = self.held.iter().position(|h| may(h) && end(&h.key) == peer) else { return };
-        if let Some(gone) = self.held.remove(at).filter(|held| !held.sent) {
-            self.displaced += 1;
-            // The guest cannot answer what it has not seen.
-            if !self.held.iter().any(|held| held.key == gone.key) && gone.key != key {
-                self.forget_unanswered(&gone.key);
-            }
-        }
-    }
-
-    /// Held frames that no guest has seen and that gave way to others, since the last call.
-    pub fn take_displaced(&mut self) -> u64 {
-        std::mem::take(&mut self.displaced)
-    }
-
-    fn ask(&mut self, guest: Ipv4Addr, to: Mac) {
-        let question = arp(1, self.config.mac, self.config.router, [0; 6], guest, to);
+    fn ask(&mut self, guest: A, to: Option<Mac>) {
+        let question = A::question(self.config.mac, self.config.router, guest, to);
         self.to_network.push_back(question);
     }
 
@@ -834,7 +682,7 @@ impl Nat {
             guests.dedup();
             for guest in guests {
                 // Asked even if it is known: it may have come back with another MAC.
-                self.ask(guest, BROADCAST);
+                self.ask(guest, None);
                 self.send_held(now, guest);
             }
         }
@@ -846,7 +694,7 @@ impl Nat {
         let claimed: Vec<_> = self.neighbours.iter().filter_map(|(ip, n)| Some((*ip, n.mac, n.rival?))).collect();
         for (ip, holder, (rival, since)) in claimed {
             if now.since(since) < RIVAL_NS {
-                self.ask(ip, holder);
+                self.ask(ip, Some(holder));
             } else {
                 self.neighbours.insert(ip, Neighbour { mac: rival, rival: None });
             }
@@ -868,3 +716,5 @@ impl Nat {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests6;

@@ -1,12 +1,28 @@
+use super::family::Message;
 use super::flow::{TCP_CLOSED_NS, TCP_HALF_NS, TCP_NS, TCP_RESET_NS, UDP_NS};
-use super::forwarded::Forwarded;
-use super::packet::{FIN, update};
+use super::packet::{BROADCAST, FIN, update};
 use super::*;
+
+type Ipv4 = Ip<Ipv4Addr>;
+type Forwarded = super::forwarded::Forwarded<Ipv4Addr>;
 
 const ROUTER: Mac = [2, 0, 0, 0, 0, 0xfe];
 const GUEST: Mac = [2, 0, 0, 0, 0, 1];
 const OTHER: Mac = [2, 0, 0, 0, 0, 2];
 const PEER: Mac = [2, 0, 0, 0, 0, 0xaa];
+
+struct Arp;
+
+impl Arp {
+    fn of(frame: &[u8]) -> Option<Message<Ipv4Addr>> {
+        Ipv4Addr::link_message(frame)
+    }
+}
+
+fn arp(operation: u8, from: Mac, from_ip: Ipv4Addr, target: Mac, target_ip: Ipv4Addr, to: Mac) -> Vec<u8> {
+    let head = [&to[..], &from, &[8, 6, 0, 1, 8, 0, 6, 4, 0, operation]].concat();
+    [&head[..], &from, &from_ip.octets(), &target, &target_ip.octets()].concat()
+}
 
 fn ip(text: &str) -> Ipv4Addr {
     text.parse().unwrap()
@@ -20,6 +36,7 @@ fn nat() -> Nat {
         prefix: 24,
         outside: ip("192.0.0.2"),
         peer: ip("192.0.0.1"),
+        host: ip("192.0.0.1"),
         forwards: vec![Forward { protocol: Protocol::Tcp, port: 1, to: (ip("10.87.0.9"), 80) }],
     });
     let question = nat.next_for_uplink().unwrap();
@@ -209,7 +226,7 @@ fn the_router_answers_arp_and_echo_for_itself_only() {
     let mut question = arp(1, GUEST, ip("10.87.0.9"), [0; 6], ip("10.87.0.2"), BROADCAST);
     assert_eq!(nat.outbound(Nanos(0), None, &mut question), Verdict::Reply);
     let answer = Arp::of(&question).unwrap();
-    assert_eq!((answer.operation, answer.sender, answer.sender_ip), (2, ROUTER, ip("10.87.0.2")));
+    assert_eq!((answer.is_question, answer.sender, answer.sender_ip), (false, ROUTER, ip("10.87.0.2")));
     let mut other = arp(1, GUEST, ip("10.87.0.9"), [0; 6], ip("10.87.0.7"), BROADCAST);
     assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Taken);
     let mut ping = packet(ROUTER, GUEST, Protocol::Echo, ("10.87.0.9", 7), ("10.87.0.2", 0), 0);
@@ -984,7 +1001,7 @@ fn whatever_is_quoted_nothing_panics_and_what_is_damaged_stays_damaged() {
         if verdict == Verdict::Pass && before[23] == 1 && before[34] == kind[0] {
             passed += 1;
             let ip = Ipv4::of(&before).unwrap();
-            let at = 14 + ip.header_bytes;
+            let at = ip.transport_at;
             assert_eq!(essence(&before[14..at]), essence(&frame[14..at]), "round {round}: IP header");
             assert_eq!(essence(&before[at..ip.end]), essence(&frame[at..ip.end]), "round {round}: the error");
         }
