@@ -3,16 +3,20 @@
 //!
 //! ```text
 //! switch -> transmit -> Nat::outbound -+-> uplink.transmit
-//!                                      +-> own queue (ARP and echo answers) -> receive -> switch
+//!                                      +-> own queue (ARP, discovery, echo) -> receive -> switch
 //! switch <- receive <- Nat::inbound <- uplink.receive
 //! ```
+//!
+//! There is a table for IPv4, and with [`NatPort::with_ipv6`] one for IPv6; a frame's ethertype says which one it is for.
+//! Without the second one IPv6 goes nowhere, as any other protocol. An uplink that has no IPv6 outside is silent when
+//! the router looks for it (passt is); [`Away::has_ipv6`] tells whether it has answered.
 //!
 //! The uplink's port is inside this one and has no slot of its own; its wake-ups are registered under this port's token.
 //! Frames are copied once more than elsewhere, since their headers change: the path ends in passt's sockets anyway.
 //! A fault of the uplink is this port's fault; what the table knew is forgotten then, with the connections behind it.
 
 use std::collections::VecDeque;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -30,6 +34,24 @@ const QUEUE_FRAMES: usize = 1024;
 /// Frames handed to the uplink at once.
 const CHUNK: usize = 64;
 
+/// In the length of IPv4's table in a stored state: IPv6's follows it. No table is nearly so long.
+const HAS_IPV6: u32 = 1 << 31;
+
+fn ends_early() -> String {
+    "the stored state of the router ends early".to_string()
+}
+
+fn is_ipv6(frame: &[u8]) -> bool {
+    frame.get(12..14) == Some(&[0x86, 0xdd])
+}
+
+fn earlier(a: Option<Nanos>, b: Option<Nanos>) -> Option<Nanos> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    }
+}
+
 /// Tells a router which guests are away; see [`Nat::set_away`]. The port looks before it takes frames from its uplink,
 /// and when it is serviced, as it is twice a second while frames are held.
 #[derive(Clone, Debug, Default)]
@@ -39,12 +61,13 @@ pub struct Away(Arc<AwayList>);
 struct AwayList {
     pulse: Pulse,
     changed: AtomicBool,
-    guests: Mutex<Vec<Ipv4Addr>>,
+    guests: Mutex<Vec<IpAddr>>,
+    has_ipv6: AtomicBool,
 }
 
 impl Away {
-    /// Names the guests that are away, instead of those named before.
-    pub fn set(&self, guests: Vec<Ipv4Addr>) {
+    /// Names the guests that are away by all their addresses, instead of those named before.
+    pub fn set(&self, guests: Vec<IpAddr>) {
         *self.0.guests.lock().unwrap_or_else(PoisonError::into_inner) = guests;
         // R0, with A0: who sees this sees the list; the lock orders them already for who then takes it.
         self.0.changed.store(true, Ordering::Release);
@@ -54,6 +77,12 @@ impl Away {
     pub fn ask(&self) {
         // Relaxed: a flag that says nothing of other memory; so are the counters of the pulse.
         self.0.pulse.wanted.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the uplink has said where it is by IPv6, since it was last started.
+    pub fn has_ipv6(&self) -> bool {
+        // Relaxed: a flag that says nothing of other memory. The port writes it.
+        self.0.has_ipv6.load(Ordering::Relaxed)
     }
 
     /// The uplink's signs of life so far.
@@ -70,7 +99,7 @@ impl Away {
         }
     }
 
-    fn take(&self) -> Option<Vec<Ipv4Addr>> {
+    fn take(&self) -> Option<Vec<IpAddr>> {
         // Looked at for every turn: written only where there is news. A0, with R0.
         if !self.0.changed.load(Ordering::Acquire) || !self.0.changed.swap(false, Ordering::Acquire) {
             return None;
@@ -112,6 +141,7 @@ pub struct Beat {
 /// A router before an uplink.
 pub struct NatPort {
     nat: Nat,
+    six: Option<Nat<Ipv6Addr>>,
     away: Away,
     uplink: Box<dyn Port>,
     mtu: u32,
@@ -140,6 +170,7 @@ impl NatPort {
         away.0.changed.store(true, Ordering::Release);
         NatPort {
             nat: Nat::new(config),
+            six: None,
             away,
             uplink,
             mtu,
@@ -152,24 +183,45 @@ impl NatPort {
         }
     }
 
+    /// The same router, which translates IPv6 as well; one without a table of it.
+    #[must_use]
+    pub fn with_ipv6(mut self, config: Config<Ipv6Addr>) -> NatPort {
+        self.six = Some(Nat::new(config));
+        self
+    }
+
     /// A router that continues where another process's router stopped, before an uplink that takes
-    /// up the rest of `handed` with `attach`.
+    /// up the rest of `handed` with `attach`. Where only one of the two knows IPv6, that table starts empty or is left.
     ///
     /// # Errors
     /// Why that cannot be, in words.
     pub fn take_up(
         config: Config,
+        ipv6: Option<Config<Ipv6Addr>>,
         mut handed: HandOver,
         mtu: u32,
         attach: impl FnOnce(HandOver) -> Result<Box<dyn Port>, String>,
     ) -> Result<NatPort, String> {
-        let short = || "the stored state of the router ends early".to_string();
-        let (length, rest) = handed.state.split_first_chunk().ok_or_else(short)?;
-        let (table, rest) = rest.split_at_checked(u32::from_le_bytes(*length) as usize).ok_or_else(short)?;
+        let (length, rest) = handed.state.split_first_chunk().ok_or_else(ends_early)?;
+        let length = u32::from_le_bytes(*length);
+        let (table, mut rest) = rest.split_at_checked((length & !HAS_IPV6) as usize).ok_or_else(ends_early)?;
         let nat = Nat::take_up(config.clone(), table)?;
+        let mut table6 = None;
+        if length & HAS_IPV6 != 0 {
+            let (length, behind) = rest.split_first_chunk().ok_or_else(ends_early)?;
+            let (table, behind) =
+                behind.split_at_checked(u32::from_le_bytes(*length) as usize).ok_or_else(ends_early)?;
+            (table6, rest) = (Some(table), behind);
+        }
+        let six = match (ipv6, table6) {
+            (Some(config), Some(table)) => Some(Nat::take_up(config, table)?),
+            (Some(config), None) => Some(Nat::new(config)),
+            (None, _) => None,
+        };
         handed.state = rest.to_vec();
         let mut port = Self::new(config, attach(handed)?, mtu);
-        port.nat = nat;
+        (port.nat, port.six) = (nat, six);
+        port.tell_of_ipv6();
         Ok(port)
     }
 
@@ -187,9 +239,28 @@ impl NatPort {
         room
     }
 
+    /// Writes down whether the uplink has IPv6, where that has changed.
+    fn tell_of_ipv6(&self) {
+        let has_ipv6 = self.six.as_ref().is_some_and(Nat::is_peer_known);
+        if self.away.has_ipv6() != has_ipv6 {
+            self.away.0.has_ipv6.store(has_ipv6, Ordering::Relaxed);
+        }
+    }
+
+    /// The uplink is a new one: what the tables knew is forgotten.
+    fn uplink_restarted(&mut self) {
+        self.nat.uplink_restarted();
+        if let Some(six) = &mut self.six {
+            six.uplink_restarted();
+        }
+        self.tell_of_ipv6();
+    }
+
     /// Leaves what the router has for the network by itself.
     fn answer_own(&mut self) {
-        while let Some(frame) = self.nat.next_for_network() {
+        while let Some(frame) =
+            self.nat.next_for_network().or_else(|| self.six.as_mut().and_then(Nat::next_for_network))
+        {
             if !self.answer(frame) {
                 self.lost.count(Reason::GatewayFull, 1);
             }
@@ -233,7 +304,10 @@ impl NatPort {
         if self.uplink.link() == Link::Down {
             return Ok(());
         }
-        let own: Vec<_> = std::iter::from_fn(|| self.nat.next_for_uplink()).collect();
+        let mut own: Vec<_> = std::iter::from_fn(|| self.nat.next_for_uplink()).collect();
+        if let Some(six) = &mut self.six {
+            own.extend(std::iter::from_fn(|| six.next_for_uplink()));
+        }
         if !own.is_empty() {
             let mut lost = Drops::default();
             let sent = self.send_out(&own, &mut lost);
@@ -246,7 +320,12 @@ impl NatPort {
 
     fn look_who_is_away(&mut self) {
         if let Some(guests) = self.away.take() {
-            self.nat.set_away(guests);
+            let four = guests.iter().filter_map(|guest| if let IpAddr::V4(ip) = guest { Some(*ip) } else { None });
+            self.nat.set_away(four.collect());
+            if let Some(six) = &mut self.six {
+                let ips = guests.iter().filter_map(|guest| if let IpAddr::V6(ip) = guest { Some(*ip) } else { None });
+                six.set_away(ips.collect());
+            }
         }
     }
 
@@ -281,7 +360,11 @@ impl NatPort {
             !seen.surplus
         });
         for mut frame in taken {
-            match self.nat.inbound(self.now, &mut frame) {
+            let verdict = match &mut self.six {
+                Some(six) if is_ipv6(&frame) => six.inbound(self.now, &mut frame),
+                _ => self.nat.inbound(self.now, &mut frame),
+            };
+            match verdict {
                 Verdict::Pass => self.sending.push(frame),
                 Verdict::Reply => back.push(frame),
                 Verdict::Taken => {}
@@ -289,6 +372,7 @@ impl NatPort {
             }
         }
         drops.count(Reason::UplinkRepeat, surplus);
+        self.tell_of_ipv6();
         let used = result?;
         released?;
         if !back.is_empty() {
@@ -300,7 +384,8 @@ impl NatPort {
 
     /// Whether the router has to be looked after before the worker was told to come back.
     fn is_early(&self) -> bool {
-        self.nat.deadline().is_some_and(|due| self.promised.is_none_or(|promised| due < promised))
+        let due = earlier(self.nat.deadline(), self.six.as_ref().and_then(Nat::deadline));
+        due.is_some_and(|due| self.promised.is_none_or(|promised| due < promised))
     }
 }
 
@@ -324,7 +409,7 @@ impl Port for NatPort {
         let next = self.uplink.service(now)?;
         self.look_who_is_away();
         if was == Link::Down && self.uplink.link() == Link::Up {
-            self.nat.uplink_restarted();
+            self.uplink_restarted();
             self.repeats = Repeats::default();
         }
         let pulse = &self.away.0.pulse;
@@ -332,16 +417,22 @@ impl Port for NatPort {
             pulse.wanted.store(false, Ordering::Relaxed);
             pulse.asked.fetch_add(1, Ordering::Relaxed);
             self.nat.ask_for_life();
+            if let Some(six) = &mut self.six {
+                six.ask_for_life();
+            }
         }
-        let (lost, again) = self.nat.poll(now);
+        let (mut lost, mut again) = self.nat.poll(now);
+        let mut displaced = self.nat.take_displaced();
+        if let Some(six) = &mut self.six {
+            let (more, then) = six.poll(now);
+            (lost, again) = (lost + more, earlier(again, then));
+            displaced += six.take_displaced();
+        }
         self.lost.count(Reason::NoDestination, lost);
-        self.lost.count(Reason::GatewayFull, self.nat.take_displaced());
+        self.lost.count(Reason::GatewayFull, displaced);
         self.answer_own();
         self.ask_out()?;
-        self.promised = match (next, again) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
+        self.promised = earlier(next, again);
         Ok(self.promised)
     }
 
@@ -372,7 +463,11 @@ impl Port for NatPort {
             let mut bytes = Vec::with_capacity(frame.len());
             batch.append_to(frame, &mut bytes);
             let len = bytes.len() as u64;
-            match self.nat.outbound(self.now, batch.ingress(), &mut bytes) {
+            let verdict = match &mut self.six {
+                Some(six) if is_ipv6(&bytes) => six.outbound(self.now, batch.ingress(), &mut bytes),
+                _ => self.nat.outbound(self.now, batch.ingress(), &mut bytes),
+            };
+            match verdict {
                 Verdict::Pass => {
                     out.push(bytes);
                     continue;
@@ -417,18 +512,31 @@ impl Port for NatPort {
         self.queue.clear();
         self.sending.clear();
         self.uplink.reset(fault);
-        self.nat.uplink_restarted();
+        self.uplink_restarted();
     }
 
     fn hand_over(&self) -> Option<HandOver> {
         let mut handed = self.uplink.hand_over()?;
         let table = self.nat.hand_over();
-        handed.state = [&(table.len() as u32).to_le_bytes()[..], &table, &handed.state].concat();
+        let flag = if self.six.is_some() { HAS_IPV6 } else { 0 };
+        let mut state = (table.len() as u32 | flag).to_le_bytes().to_vec();
+        state.extend(table);
+        if let Some(six) = &self.six {
+            let table = six.hand_over();
+            state.extend((table.len() as u32).to_le_bytes());
+            state.extend(table);
+        }
+        state.extend(&handed.state);
+        handed.state = state;
         Some(handed)
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {
         let mut out = vec![("flows", self.nat.flows().to_string()), ("over", self.uplink.kind().to_string())];
+        if let Some(six) = &self.six {
+            out.push(("flows6", six.flows().to_string()));
+            out.push(("ipv6", if six.is_peer_known() { "yes" } else { "the uplink has none" }.to_string()));
+        }
         out.extend(self.uplink.details());
         out
     }
@@ -446,7 +554,9 @@ mod tests {
     use crate::repeats::STORM_REPEATS;
     use crate::stream::StreamPort;
     use std::io::Read;
+    use std::net::Ipv4Addr;
     use tombolo_switch::nat::{Forward, Protocol};
+    use tombolo_switch::port::FaultKind;
     use tombolo_switch::wait::Token;
 
     pub(super) const ROUTER: [u8; 6] = [2, 0, 0, 0, 0, 0xfe];
@@ -605,7 +715,7 @@ mod tests {
     fn a_connection_to_a_guest_that_is_away_is_refused_by_the_router() {
         let (_reactor, mut port, passt) = introduced(16);
         let away = port.away();
-        away.set(vec![Ipv4Addr::new(10, 9, 0, 9)]);
+        away.set(vec![Ipv4Addr::new(10, 9, 0, 9).into()]);
         passt.send(&syn(), Offload::NONE).unwrap();
         let (frames, drops) = take(&mut port, 8);
         assert_eq!((frames.len(), drops.total()), (0, 0));
@@ -616,7 +726,7 @@ mod tests {
         passt.send(&syn(), Offload::NONE).unwrap();
         take(&mut port, 8);
         assert!(passt.receive().is_none());
-        away.set(vec![Ipv4Addr::new(10, 9, 0, 9)]);
+        away.set(vec![Ipv4Addr::new(10, 9, 0, 9).into()]);
         port.service(Nanos::SECOND.times(2)).unwrap();
         assert_eq!(passt.receive().expect("an answer").bytes[47], 0x14);
     }
@@ -652,6 +762,131 @@ mod tests {
             (&delivered[0..6], &delivered[30..34], &delivered[36..38]),
             (&GUEST[..], &[10, 9, 0, 9][..], &[0, 80][..])
         );
+    }
+
+    const PASST6: [u8; 16] = [0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+    const OWN_LOCAL: [u8; 16] = [0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xfe, 0, 0, 0xfe];
+
+    fn six(last: u16) -> [u8; 16] {
+        Ipv6Addr::new(0xfd09, 0, 0, 0, 0, 0, 0, last).octets()
+    }
+
+    fn config6() -> Config<Ipv6Addr> {
+        Config {
+            mac: ROUTER,
+            router: OWN_LOCAL.into(),
+            subnet: six(0).into(),
+            prefix: 64,
+            outside: Ipv6Addr::new(0xfd99, 0, 0, 0, 0, 0, 0, 2),
+            peer: PASST6.into(),
+            host: Ipv6Addr::new(0xfd99, 0, 0, 0, 0, 0, 0, 1),
+            forwards: vec![Forward { protocol: Protocol::Tcp, port: 1, to: (six(9).into(), 80) }],
+        }
+    }
+
+    fn ipv6(from_mac: [u8; 6], protocol: u8, from: [u8; 16], to: [u8; 16], body: &[u8]) -> Vec<u8> {
+        let [high, low] = (body.len() as u16).to_be_bytes();
+        let header: &[u8] = &[0x60, 0, 0, 0, high, low, protocol, 255];
+        [&ROUTER[..], &from_mac, &[0x86, 0xdd], header, &from, &to, body].concat()
+    }
+
+    /// An unsolicited advertisement, as RFC 4861 §4.4 has it.
+    fn advertisement(mac: [u8; 6], address: [u8; 16]) -> Vec<u8> {
+        let mut body = [&[136, 0, 0, 0, 0x60, 0, 0, 0][..], &address, &[2, 1], &mac].concat();
+        let covered = [&address[..], &OWN_LOCAL, &[0, 58, 0, body.len() as u8], &body].concat();
+        body[2..4].copy_from_slice(&(!tombolo_ring::checksum::sum(&covered)).to_be_bytes());
+        ipv6(mac, 58, address, OWN_LOCAL, &body)
+    }
+
+    fn datagram6(port: u8) -> Vec<u8> {
+        let far = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 7).octets();
+        ipv6(GUEST, 17, six(5), far, &[40, port, 0, 53, 0, 8, 1, 1])
+    }
+
+    fn syn6() -> Vec<u8> {
+        ipv6(PASST, 6, PASST6, OWN_LOCAL, &syn()[34..])
+    }
+
+    #[test]
+    fn ipv6_goes_out_and_comes_in_once_the_uplink_has_said_that_it_has_it() {
+        let (_reactor, port, passt) = introduced(16);
+        let mut port = port.with_ipv6(config6());
+        let away = port.away();
+        port.service(Nanos::SECOND).unwrap();
+        let question = passt.receive().expect("it looks for the uplink").bytes;
+        assert_eq!((&question[12..14], question[54], &question[62..78]), (&[0x86, 0xdd][..], 135, &PASST6[..]));
+        // passt without IPv6 says nothing to that.
+        let (sent, drops) = give(&mut port, &[datagram6(1), datagram(1)]);
+        assert_eq!((sent.frames, drops.of(Reason::LinkDown), away.has_ipv6()), (1, 1, false));
+        assert_eq!(std::iter::from_fn(|| passt.receive()).filter(|f| f.bytes[12..14] == [8, 0]).count(), 1);
+        assert!(port.details().contains(&("ipv6", "the uplink has none".to_string())));
+        passt.send(&advertisement(PASST, PASST6), Offload::NONE).unwrap();
+        assert!(take(&mut port, 8).0.is_empty());
+        assert!(away.has_ipv6());
+        let (sent, drops) = give(&mut port, &[datagram6(1), datagram(1)]);
+        assert_eq!((sent.frames, drops.total()), (2, 0));
+        let out = passt.receive().unwrap().bytes;
+        assert_eq!((&out[0..6], &out[22..38]), (&PASST[..], &config6().outside.octets()[..]));
+        assert_eq!(passt.receive().unwrap().bytes[12..14], [8, 0], "each family by its own table");
+        let counts = port.details();
+        assert!(counts.contains(&("flows", "1".to_string())) && counts.contains(&("flows6", "1".to_string())));
+
+        // A connection comes in: its first segment waits for the guest, and the worker is not let sleep on it.
+        passt.send(&syn6(), Offload::NONE).unwrap();
+        let (frames, _) = take(&mut port, 8);
+        assert!(frames.is_empty() && port.answers());
+        let due = port.service(Nanos::SECOND).unwrap().expect("a time to ask again");
+        assert!(due <= Nanos::SECOND.times(2));
+        take(&mut port, 8);
+        give(&mut port, &[advertisement(GUEST, six(9))]);
+        let (frames, _) = take(&mut port, 8);
+        let segment = frames.iter().find(|f| f[20] == 6).expect("what waited");
+        assert_eq!((&segment[0..6], &segment[22..38]), (&GUEST[..], &config6().host.octets()[..]));
+
+        port.reset(&Fault { kind: FaultKind::System, detail: "a test".into() });
+        assert!(!away.has_ipv6(), "the next uplink has to say it again");
+    }
+
+    #[test]
+    fn a_guest_is_away_by_all_its_addresses() {
+        let (_reactor, port, passt) = introduced(16);
+        let mut port = port.with_ipv6(config6());
+        port.service(Nanos::SECOND).unwrap();
+        passt.send(&advertisement(PASST, PASST6), Offload::NONE).unwrap();
+        take(&mut port, 8);
+        while passt.receive().is_some() {}
+        port.away().set(vec![Ipv4Addr::new(10, 9, 0, 9).into(), Ipv6Addr::from(six(9)).into()]);
+        for (syn, flags_at) in [(syn(), 47), (syn6(), 67)] {
+            passt.send(&syn, Offload::NONE).unwrap();
+            assert!(take(&mut port, 8).0.is_empty());
+            assert_eq!(passt.receive().expect("a refusal").bytes[flags_at], 0x14, "RST, ACK");
+        }
+    }
+
+    #[test]
+    fn both_tables_are_taken_over_and_a_stored_one_without_ipv6_still_is() {
+        let reactor = Reactor::new().unwrap();
+        for (before, after) in [(true, true), (true, false), (false, true)] {
+            let (stream, feed) = StreamPort::given(1500, reactor.registrar().registration(Token(1)));
+            let mut port = NatPort::new(config(), Box::new(stream), 1500);
+            if before {
+                port = port.with_ipv6(config6());
+            }
+            let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+            feed.give(ours.into()).unwrap();
+            port.service(Nanos::SECOND).unwrap();
+            if let Some(six) = &mut port.six {
+                six.inbound(Nanos::SECOND, &mut advertisement(PASST, PASST6));
+                assert_eq!(six.outbound(Nanos::SECOND, None, &mut datagram6(1)), Verdict::Pass);
+            }
+            let handed = port.hand_over().expect("a stream can be handed over");
+            let ipv6 = after.then(config6);
+            let (mut next, _feed) = StreamPort::given(1500, reactor.registrar().registration(Token(2)));
+            let attach = |rest| next.take_up(rest).map(|()| Box::new(next) as Box<dyn Port>);
+            let port = NatPort::take_up(config(), ipv6, handed, 1500, attach).unwrap();
+            assert_eq!(port.six.as_ref().map(Nat::flows), after.then_some(usize::from(before)));
+            assert_eq!(port.away().has_ipv6(), before && after);
+        }
     }
 
     #[test]

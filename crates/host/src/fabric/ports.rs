@@ -278,7 +278,7 @@ impl Running {
                     Some((handed, process)) => {
                         let again = feed.clone();
                         let attach = |handed| stream.take_up(handed).map(|()| Box::new(stream) as Box<dyn Port>);
-                        match NatPort::take_up(config.clone(), handed, mtu, attach) {
+                        match NatPort::take_up(config.clone(), None, handed, mtu, attach) {
                             Ok(port) => (port, Helper::Adopted(process)),
                             Err(why) => {
                                 (self.say)(&format!("{}: starting another passt: {why}", plan.name));
@@ -396,7 +396,8 @@ impl Running {
             let Some(passt) = &port.passt else { continue };
             let ended = |m: &&file::Machine| self.machines.get(&m.name).is_some_and(|m| m.pid.is_none());
             let nics = self.spec.machines.iter().filter(ended).flat_map(|m| &m.nics);
-            passt.away.set(nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip).collect());
+            let ips = nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip);
+            passt.away.set(ips.map(Into::into).collect());
         }
     }
 
