@@ -474,3 +474,17 @@ fn connections_go_on_in_a_router_that_takes_the_table_over() {
     // One family's table is not the other's.
     assert!(Nat::take_up(config(), &[1]).unwrap_err().contains("version 1, expected 129"));
 }
+
+/// What passt (Debian 12's, started with `-a fd99::2 -g fe80::1`) answered to this router's question.
+#[test]
+fn passts_own_answer_is_believed() {
+    let message = [0x88, 0, 0x98, 0x38, 0xe0, 0, 0, 0];
+    let station = [0x5a, 0xe5, 0x86, 0xca, 0x20, 0x38];
+    let body = [&message[..], &ip(UPLINK).octets(), &[2, 1], &station].concat();
+    let header = [0x60, 0, 0, 0, 0, 32, 58, 255];
+    let addresses = [ip(UPLINK).octets(), ip(OWN_LOCAL).octets()].concat();
+    let mut frame = [&ROUTER[..], &station, &[0x86, 0xdd], &header, &addresses, &body].concat();
+    let mut nat = Nat::new(config());
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Taken);
+    assert!(nat.is_peer_known());
+}
