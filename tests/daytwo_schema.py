@@ -29,7 +29,7 @@ BEYOND_IT = {
     "ip6-wrong", "link-one-end", "link-region-too-small", "link-twice", "link-unknown-machine", "microvm-from-disk", "missing-guest",
     "missing-image", "more-macs-than-networks", "network-not-given-among-two", "no-network", "overlapping-subnets",
     "region-no-power-of-two", "reserved-name", "reserved-port-name", "router-is-gateway", "tap-address-beside-kernel-uplink", "unknown-app",
-    "unknown-network", "unknown-worker", "vm-missing-kernel-file",
+    "unknown-network", "unknown-worker", "vm-missing-kernel-file", "vxlan-ends",
 }
 
 

@@ -65,6 +65,10 @@ const EXAMPLES: &[Examples] = &[
             ("tombolo port add guest --kind vhost-user --queues 2", "a socket for a VMM of your own"),
             ("tombolo port add host --kind tap --ip 10.87.0.9", "a tap of this host"),
             ("tombolo port add card --kind packet --device eth1 --network lan", "an interface joins the network"),
+            (
+                "tombolo port add span --kind vxlan --vni 42 --local 192.0.2.1 --remote 192.0.2.2",
+                "the network goes on at another machine",
+            ),
             ("tombolo port add --sections more.toml", "several at once"),
         ],
     ),

@@ -38,6 +38,8 @@ enum Kind {
     Packet,
     /// The network device of a Xen guest
     Xen,
+    /// A VXLAN tunnel to other machines
+    Vxlan,
     /// A tap device
     Tap,
 }
@@ -71,6 +73,18 @@ pub(crate) struct Add {
     /// Number of the guest's network device, from 0 (xen)
     #[arg(long, value_name = "N", conflicts_with = "sections")]
     vif: Option<u32>,
+    /// Identifier of the network (vxlan)
+    #[arg(long, value_name = "N", conflicts_with = "sections")]
+    vni: Option<u32>,
+    /// Address of this machine that the other ends send to (vxlan)
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]
+    local: Option<String>,
+    /// Address of another end; repeat it for more (vxlan)
+    #[arg(long = "remote", value_name = "ADDRESS", conflicts_with = "sections")]
+    remotes: Vec<String>,
+    /// UDP port of all ends (vxlan) [default: 4789]
+    #[arg(long, value_name = "PORT", conflicts_with = "sections")]
+    udp_port: Option<u32>,
     /// Use an existing device, and keep it when the port is removed (tap)
     #[arg(long, conflicts_with = "sections")]
     adopt: bool,
@@ -169,6 +183,10 @@ impl Add {
             .text("device", self.device.as_deref())
             .text("domain", self.domain.as_deref())
             .number("vif", self.vif)
+            .number("vni", self.vni)
+            .text("local", self.local.as_deref())
+            .list("remotes", &self.remotes)
+            .number("udp_port", self.udp_port)
             .flag("adopt", self.adopt)
             .text("netns", self.netns.as_deref())
             .text("mac", self.mac.as_deref())
@@ -282,6 +300,10 @@ mod tests {
             ("--kind xen", "kind = \"xen\""),
             ("--kind xen --domain web", "domain = \"web\""),
             ("--kind xen --vif 1", "vif = 1"),
+            ("--kind vxlan --vni 42", "vni = 42"),
+            ("--kind vxlan --local 192.0.2.1", "local = \"192.0.2.1\""),
+            ("--kind vxlan --remote 192.0.2.2 --remote 192.0.2.3", "remotes = [\"192.0.2.2\", \"192.0.2.3\"]"),
+            ("--kind vxlan --udp-port 8472", "udp_port = 8472"),
             ("--network lan", "network = \"lan\""),
             ("--socket /run/x.sock", "socket = \"/run/x.sock\""),
             ("--connect", "connect = true"),

@@ -144,6 +144,8 @@ pub enum Attachment {
         /// Most queue pairs that it may have.
         queues: u16,
     },
+    /// A tunnel to other machines.
+    Vxlan(file::Vxlan),
     /// The NAT before a passt of our own.
     User(UserUplink),
 }
@@ -611,6 +613,7 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         PortKind::Xen { domain, vif, queues } => {
             Attachment::Xen { domain: domain.clone(), vif: *vif, mac: p.mac, queues: *queues }
         }
+        PortKind::Vxlan(tunnel) => Attachment::Vxlan(tunnel.clone()),
         PortKind::Ivshmem { socket, version, region, vectors } => {
             let mtu = fabric.network(&p.network).map_or(1500, |n| n.mtu);
             let to = NetworkEnd { network: &p.network, mac: p.mac, mtu };

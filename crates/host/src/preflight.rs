@@ -21,10 +21,12 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 use tombolo_port::link::{Interface, LinkError, Netns};
+use tombolo_port::vxlan;
 use tombolo_port::xen::XenPort;
+use tombolo_ring::vxlan::{OVERHEAD4_BYTES, OVERHEAD6_BYTES};
 
 use crate::fabric::standing::Standing;
-use crate::file::{self, Boot, Fabric, Image, Machine, Places, PortKind, Problem, Proto, Tap, Uplink, nearest};
+use crate::file::{self, Boot, Fabric, Image, Machine, Places, PortKind, Problem, Proto, Tap, Uplink, Vxlan, nearest};
 use crate::plan::{self, Facts, PlanError};
 use crate::process;
 use crate::qemu::probe::which;
@@ -339,8 +341,46 @@ impl Look<'_> {
                         self.say((&at, "kind"), "a Xen host", error.to_string(), None);
                     }
                 }
+                PortKind::Vxlan(tunnel) => self.tunnel(&at, &port.network, tunnel),
                 _ => {}
             }
+        }
+    }
+
+    /// Complains unless the tunnel can receive, has a way to each remote, and frames of its network fit the paths.
+    fn tunnel(&mut self, at: &str, network: &str, tunnel: &Vxlan) {
+        let listen = SocketAddr::new(tunnel.local, tunnel.udp_port);
+        if !self.standing.is_some_and(|s| s.listens(Proto::Udp, listen))
+            && let Err(error) = UdpSocket::bind(listen)
+        {
+            let key = if error.kind() == ErrorKind::AddrInUse { "udp_port" } else { "local" };
+            let (found, hint) = free(Proto::Udp, listen).err().unwrap_or_else(|| (error.to_string(), String::new()));
+            let expected = "an address and UDP port at which this machine can receive";
+            return self.say((at, key), expected, found, Some(hint).filter(|hint| !hint.is_empty()));
+        }
+        let mut narrowest: Option<(u32, IpAddr)> = None;
+        for remote in &tunnel.remotes {
+            match vxlan::path_mtu(tunnel.local, SocketAddr::new(*remote, tunnel.udp_port)) {
+                Ok(mtu) if narrowest.is_none_or(|(least, _)| mtu < least) => narrowest = Some((mtu, *remote)),
+                Ok(_) => {}
+                Err(error) => {
+                    let expected = format!("addresses that there is a route to from {}", tunnel.local);
+                    let hint = format!("`ip route get {remote} from {}` asks the kernel", tunnel.local);
+                    self.say((at, "remotes"), expected, format!("{remote}: {error}"), Some(hint));
+                }
+            }
+        }
+        let Some(((path, remote), network)) = narrowest.zip(self.fabric.network(network)) else { return };
+        let overhead = if tunnel.local.is_ipv6() { OVERHEAD6_BYTES } else { OVERHEAD4_BYTES };
+        let most = path.saturating_sub(overhead);
+        if u32::from(network.mtu) > most {
+            let expected = format!(
+                "an MTU of at most {most} for a network with [{at}]: the path to {remote} has {path}, and the tunnel's \
+                 headers take {overhead}"
+            );
+            let hint =
+                format!("set `mtu = {most}` in [network.{}], and in the networks at the other ends", network.name);
+            self.say((&format!("network.{}", network.name), "mtu"), expected, network.mtu.to_string(), Some(hint));
         }
     }
 

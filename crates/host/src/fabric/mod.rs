@@ -1288,6 +1288,10 @@ pub(crate) fn describe(port: &PortPlan) -> String {
             let doors: Vec<String> = link.doors.iter().map(|d| format!(" at {}", d.path.display())).collect();
             format!("{kind}, {} bytes{}", link.region_bytes, doors.join(","))
         }
+        plan::Attachment::Vxlan(tunnel) => {
+            let remotes: Vec<String> = tunnel.remotes.iter().map(ToString::to_string).collect();
+            format!("VXLAN {} from {} to {}", tunnel.vni, tunnel.local, remotes.join(", "))
+        }
         plan::Attachment::User(user) => format!("passt, router {}", user.router),
     }
 }

@@ -1,5 +1,6 @@
 //! Ports: opened as planned, handed to their worker, and taken out again.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -14,6 +15,7 @@ use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
 use tombolo_port::uplink::{Away, Beat, NatPort};
 use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
+use tombolo_port::vxlan::{VxlanConfig, VxlanPort};
 use tombolo_port::xen::{XenConfig, XenPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::nat;
@@ -600,6 +602,19 @@ fn attach(
             let (domain, device, mac) = (domain.clone(), *vif, mac.map(|mac| mac.0));
             let config = XenConfig { domain, device, mac, max_queues: u32::from(*queues), mtu };
             Box::new(XenPort::open(config, registration).map_err(text)?)
+        }
+        // The socket goes on receiving; what was learned is learned again.
+        Attachment::Vxlan(tunnel) => {
+            let at = |ip| SocketAddr::new(ip, tunnel.udp_port);
+            let config = VxlanConfig {
+                vni: tunnel.vni,
+                local: at(tunnel.local),
+                remotes: tunnel.remotes.iter().copied().map(at).collect(),
+                mtu,
+                learning: tunnel.learning,
+                netns: None,
+            };
+            Box::new(VxlanPort::open(&config, registration, handed).map_err(text)?)
         }
         Attachment::Ivshmem { .. } | Attachment::User(_) => return Err("its peer is the fabric's own to start".into()),
     })

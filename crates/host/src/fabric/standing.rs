@@ -59,11 +59,13 @@ fn settings(port: &PortPlan) -> Vec<(&'static str, String)> {
 }
 
 fn listeners(plan: &PortPlan) -> impl Iterator<Item = (Proto, SocketAddr)> {
-    let user = match &plan.attachment {
-        Attachment::User(user) => Some(user),
-        _ => None,
+    let (user, tunnel) = match &plan.attachment {
+        Attachment::User(user) => (Some(user), None),
+        Attachment::Vxlan(tunnel) => (None, Some((Proto::Udp, SocketAddr::new(tunnel.local, tunnel.udp_port)))),
+        _ => (None, None),
     };
-    user.into_iter().flat_map(|user| user.forwards.iter().map(|(proto, listen, ..)| (*proto, *listen)))
+    let forwards = user.into_iter().flat_map(|user| user.forwards.iter().map(|(proto, listen, ..)| (*proto, *listen)));
+    forwards.chain(tunnel)
 }
 
 impl Standing {

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 
+use tombolo_port::vxlan::MAX_REMOTES;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::Layout;
 
@@ -247,6 +248,58 @@ impl Check<'_, '_, '_> {
                 let that = &that[..];
                 let leans_on = [(at, "domain"), (that, "vif"), (that, "domain"), (at, "kind"), (that, "kind")];
                 self.fault((at, "vif"), &leans_on, "a vif of its own", found, None);
+            }
+        }
+        self.tunnels();
+    }
+
+    /// The ends of tunnels: addresses that can be meant, one tunnel per network, and per address and port.
+    fn tunnels(&mut self) {
+        let (mut networks, mut listeners) = (HashMap::new(), HashMap::new());
+        for port in &self.fabric.ports {
+            let PortKind::Vxlan(tunnel) = &port.kind else { continue };
+            let at = &format!("port.{}", port.name)[..];
+            let Vxlan { local, remotes, udp_port, .. } = tunnel;
+            let own = [(at, "kind"), (at, "local")];
+            if let Some(that) = networks.insert(&port.network, &port.name) {
+                let found = format!("{:?}, which has [port.{that}]", port.network);
+                let hint = "frames would go round between two tunnels: write all remotes into one";
+                let that = &format!("port.{that}")[..];
+                let leans_on = [(at, "kind"), (that, "kind"), (that, "network")];
+                self.fault((at, "network"), &leans_on, "a network without a tunnel", found, Some(hint.into()));
+            }
+            if let Some(that) = listeners.insert((local, udp_port), &port.name) {
+                let found = format!("{local} port {udp_port}, as in [port.{that}]");
+                let that = &format!("port.{that}")[..];
+                let leans_on = [&own[..], &[(that, "kind"), (that, "local"), (that, "udp_port")]].concat();
+                let hint = "set another `udp_port`, at the other ends too, or another `local`";
+                self.fault((at, "udp_port"), &leans_on, "an address and port of its own", found, Some(hint.into()));
+            }
+            let unfit = |ip: &IpAddr| ip.is_unspecified() || ip.is_multicast();
+            if unfit(local) {
+                let hint = "the other ends name this address in their `remotes`";
+                let expected = "one of this machine's addresses";
+                self.fault((at, "local"), &[(at, "kind")], expected, format!("\"{local}\""), Some(hint.into()));
+            }
+            if remotes.is_empty() || remotes.len() > MAX_REMOTES {
+                let expected = format!("1 to {MAX_REMOTES} remotes");
+                self.fault((at, "remotes"), &own, expected, remotes.len().to_string(), None);
+            }
+            for (n, remote) in remotes.iter().enumerate() {
+                let (found, hint) = if remote.is_ipv6() != local.is_ipv6() {
+                    (format!("\"{remote}\", of another IP version than `local`"), Some("a tunnel has one IP version"))
+                } else if remote == local {
+                    (format!("\"{remote}\", which is `local`"), Some("name the other ends only"))
+                } else if unfit(remote) {
+                    (format!("\"{remote}\", which is no address of one machine"), None)
+                } else if remotes[..n].contains(remote) {
+                    (format!("\"{remote}\" twice"), Some("it would get each frame twice"))
+                } else {
+                    continue;
+                };
+                let hint = hint.map(String::from);
+                self.fault((at, "remotes"), &own, "addresses of other machines, each once", found, hint);
+                break;
             }
         }
     }

@@ -19,6 +19,8 @@ pub const ID: &str = "https://raw.githubusercontent.com/tombolo-fabric/tombolo/m
 const NAME: &str = "^[a-z0-9]([a-z0-9-]{0,22}[a-z0-9])?$";
 const IPV4: &str = r"^[0-9]{1,3}(\.[0-9]{1,3}){3}$";
 const IPV6: &str = "^[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(/[0-9]{1,3})?$";
+/// Of either version.
+const IP: &str = r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$";
 /// Printable, without `/` and `:`.
 const INTERFACE: &str = r"^[!-.0-9;-~]{1,15}$";
 const SIZE: &str = "^[0-9]+(K|KiB|M|MiB|G|GiB)$";
@@ -237,6 +239,8 @@ fn special(expects: &str) -> Option<Value> {
         }
         "true or false" => json!({ "type": "boolean" }),
         "true, false, or the name of a community" => json!({ "anyOf": [{ "type": "boolean" }, text(NAME)] }),
+        "an IP address" => text(IP),
+        "a list of IP addresses" => list(text(IP)),
         "a CPU number" => number(0, 4095),
         "microseconds, 0 to 1000000" => number(0, 1_000_000),
         "1 or 2" => number(1, 2),

@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
+use tombolo_ring::vxlan::Vni;
 use tombolo_switch::class::Marking;
 use tombolo_switch::gateway::{BootConfig, BootTable};
 use tombolo_switch::guard::Roles;
@@ -659,6 +660,23 @@ pub enum PortKind {
         /// Most queue pairs that it may have.
         queues: u16,
     },
+    /// A tunnel to other machines.
+    Vxlan(Vxlan),
+}
+
+/// A VXLAN tunnel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vxlan {
+    /// The network's identifier.
+    pub vni: Vni,
+    /// The address of this machine that the other ends send to.
+    pub local: IpAddr,
+    /// The addresses of the other ends.
+    pub remotes: Vec<IpAddr>,
+    /// UDP's port, of all ends.
+    pub udp_port: u16,
+    /// Whether it learns which remote has which MAC.
+    pub learning: bool,
 }
 
 /// Shared memory between machines, without a network.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use tombolo_ring::ivshmem::protocol::CALLS;
+use tombolo_ring::vxlan::{self, Vni};
 use toml::de::{DeTable, DeValue};
 
 use super::boot::boot;
@@ -566,7 +567,7 @@ impl<'t> Reader<'_, 't> {
         let vectors = s.number("vectors", 1, 16).unwrap_or(2) as u32;
         let domain = s.text("domain", domain_of_xen).unwrap_or_else(|| name.clone());
         let vif = s.number("vif", 0, 255).unwrap_or(0) as u32;
-        let kinds = [("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3), ("xen", 4)];
+        let kinds = [("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3), ("xen", 4), ("vxlan", 5)];
         let word = s.word("kind", &kinds);
         if let Some(kind) = word {
             s.applies("kind", kinds.iter().find(|(_, k)| *k == kind).map(|(word, _)| *word));
@@ -578,6 +579,7 @@ impl<'t> Reader<'_, 't> {
             Some(0) => PortKind::VhostUser { socket, queues, connect },
             Some(3) => PortKind::Ivshmem { socket, version, region, vectors },
             Some(4) => PortKind::Xen { domain, vif, queues },
+            Some(5) => PortKind::Vxlan(tunnel(&mut s)),
             Some(2) => {
                 if s.raw("device").is_none() {
                     s.missing("device");
@@ -741,6 +743,23 @@ fn domain_name(text: &str) -> Option<String> {
 
 fn guard(s: &mut Section<'_, '_, '_, '_>) -> Option<Guard> {
     s.word("guard", &[("ip", Guard::Ip), ("mac", Guard::Mac), ("off", Guard::Off)])
+}
+
+/// The keys of a port of kind "vxlan".
+fn tunnel(s: &mut Section<'_, '_, '_, '_>) -> Vxlan {
+    for key in ["vni", "local", "remotes"] {
+        if s.raw(key).is_none() {
+            s.missing(key);
+        }
+    }
+    let none = Vni::new(0).expect("it has less than 24 bits");
+    Vxlan {
+        vni: s.number("vni", 0, Vni::MAX.into()).and_then(|n| Vni::new(n as u32)).unwrap_or(none),
+        local: s.text("local", |t| t.parse().ok()).unwrap_or(Ipv4Addr::LOCALHOST.into()),
+        remotes: s.list("remotes", false, |t| t.parse().ok()).unwrap_or_default(),
+        udp_port: s.number("udp_port", 1, 65535).map_or(vxlan::PORT, |n| n as u16),
+        learning: s.flag("learning").unwrap_or(true),
+    }
 }
 
 fn ip6(s: &mut Section<'_, '_, '_, '_>) -> Ip6 {

@@ -7,7 +7,7 @@ use super::{Headers, Piece, check, set_option};
 use rustix::io::Errno;
 use std::ffi::{CStr, c_int};
 use std::mem::size_of;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd};
 
 /// linux/udp.h, since Linux 4.18.
@@ -240,6 +240,22 @@ pub(crate) fn never_fragment(socket: impl AsFd, is_ipv6: bool) -> Result<(), Err
     }
 }
 
+/// What the kernel knows of the MTU of the path from an address to another one, in bytes. Nothing is sent.
+pub(crate) fn path_mtu(local: IpAddr, remote: SocketAddr) -> std::io::Result<u32> {
+    let socket = UdpSocket::bind((local, 0))?;
+    socket.connect(remote)?;
+    let (level, option) = match local {
+        IpAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_MTU),
+        IpAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_MTU),
+    };
+    let (mut value, mut bytes): (c_int, _) = (0, size_of::<c_int>() as libc::socklen_t);
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: `value` is `bytes` writable bytes of ours, and the kernel writes at most so many.
+    let result = unsafe { libc::getsockopt(fd, level, option, (&raw mut value).cast(), &raw mut bytes) };
+    check(result as isize)?;
+    Ok(value.unsigned_abs())
+}
+
 /// The interface that has this address, in the calling thread's namespace, by its name.
 pub(crate) fn interface_of(address: IpAddr) -> Result<Option<String>, Errno> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
@@ -320,6 +336,17 @@ mod tests {
             inbox.receive(&b, 8, &mut got).unwrap();
             assert_eq!((got[0].bytes, got[0].truncated), (256, true));
         }
+    }
+
+    #[test]
+    fn the_path_to_this_machine_has_the_mtu_of_the_loopback_interface() {
+        let text = std::fs::read_to_string("/sys/class/net/lo/mtu").unwrap();
+        // A packet of IPv4 has 65,535 bytes at most.
+        let expected: u32 = text.trim().parse::<u32>().unwrap().min(65_535);
+        let local = IpAddr::from([127, 0, 0, 1]);
+        assert_eq!(path_mtu(local, SocketAddr::new(local, 9)).unwrap(), expected);
+        let error = path_mtu(IpAddr::from([192, 0, 2, 1]), SocketAddr::new(local, 9)).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::AddrNotAvailable);
     }
 
     #[test]

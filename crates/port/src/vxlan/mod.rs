@@ -31,7 +31,7 @@
 
 mod table;
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::ops::Range;
 use std::os::fd::AsFd;
 
@@ -43,7 +43,7 @@ use tombolo_ring::vxlan::{self, HEADER_BYTES, OVERHEAD4_BYTES, OVERHEAD6_BYTES, 
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
 
 use crate::link::{Condition, Interface, LinkError, Monitor, Netns, drop_reason};
 use crate::reactor::{Registration, Watch};
@@ -66,6 +66,8 @@ const SOCKET_BYTES: u32 = 4 << 20;
 const LOOK_INTERVAL: Nanos = Nanos(10_000_000);
 /// How often it is looked whether the local address is there again.
 const ABSENT_INTERVAL: Nanos = Nanos(1_000_000_000);
+/// The state that is handed over: a version.
+const HANDED: &[u8] = b"vxlan 1";
 /// A message that the kernel cuts is at most as long as a UDP datagram.
 const MAX_MESSAGE_BYTES: usize = 65_000;
 
@@ -112,6 +114,15 @@ pub enum VxlanError {
     /// The namespace.
     #[error(transparent)]
     Link(#[from] LinkError),
+}
+
+/// The MTU of the path from `local` to `remote` in bytes, as this machine's kernel knows it; the network's has to leave room for
+/// [`VxlanConfig::overhead_bytes`]. Nothing is sent.
+///
+/// # Errors
+/// If `local` is no address of this machine, or there is no route.
+pub fn path_mtu(local: IpAddr, remote: SocketAddr) -> std::io::Result<u32> {
+    udp::path_mtu(local, remote)
 }
 
 /// What becomes of a frame in a [`VxlanPort::transmit`].
@@ -171,11 +182,16 @@ pub struct VxlanPort {
 }
 
 impl VxlanPort {
-    /// Opens the tunnel's sockets.
+    /// Opens the tunnel's sockets. `handed` is what an earlier port left ([`Port::hand_over`]): its socket receives on, so that no
+    /// packet is lost meanwhile, if it is at the same address.
     ///
     /// # Errors
     /// [`VxlanError`]: bad remotes, or a local address or port that cannot be had.
-    pub fn open(config: &VxlanConfig, registration: Registration) -> Result<VxlanPort, VxlanError> {
+    pub fn open(
+        config: &VxlanConfig,
+        registration: Registration,
+        handed: Option<HandOver>,
+    ) -> Result<VxlanPort, VxlanError> {
         let VxlanConfig { local, remotes, .. } = config;
         if local.ip().is_unspecified() || local.ip().is_multicast() || local.port() == 0 {
             return Err(VxlanError::Local(*local));
@@ -202,8 +218,10 @@ impl VxlanPort {
             udp::never_fragment(&socket, local.is_ipv6()).map_err(refused("IP_MTU_DISCOVER of a socket at"))?;
             Ok::<_, VxlanError>(socket)
         };
+        let handed = handed.filter(|handed| handed.state == HANDED).and_then(|handed| handed.fds.into_iter().next());
+        let handed = handed.map(UdpSocket::from).filter(|socket| socket.local_addr().is_ok_and(|at| at == *local));
         let sockets = Netns::run_in(netns, || {
-            let receiver = open(local.port())?;
+            let receiver = handed.map_or_else(|| open(local.port()), Ok)?;
             let senders = (0..FLOWS).map(|_| open(0)).collect::<Result<Vec<_>, _>>()?;
             Ok::<_, VxlanError>((receiver, senders))
         })?;
@@ -536,6 +554,12 @@ impl Port for VxlanPort {
 
     fn reset(&mut self, _fault: &Fault) {
         self.look();
+    }
+
+    /// The socket that receives. What was learned is learned again.
+    fn hand_over(&self) -> Option<HandOver> {
+        let socket = self.receiver.try_clone().ok()?;
+        Some(HandOver { state: HANDED.to_vec(), fds: vec![socket.into()] })
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {

@@ -116,7 +116,7 @@ impl<F: Family> Fixture for Tunnel<F> {
             learning: true,
             netns: Some(ours.clone()),
         };
-        let port = VxlanPort::open(&config, registration).unwrap();
+        let port = VxlanPort::open(&config, registration, None).unwrap();
         let side = KernelSide::open(&theirs, "vx");
         (Box::new(port), Tunnel { ours, theirs, side, family: std::marker::PhantomData })
     }
@@ -225,7 +225,7 @@ fn an_address_that_was_heard_from_a_remote_is_sent_to_that_remote_alone() {
         };
         let mut reactor = crate::reactor::Reactor::new().unwrap();
         let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
-        let mut port = VxlanPort::open(&config, registration).unwrap();
+        let mut port = VxlanPort::open(&config, registration, None).unwrap();
         let mut drops = Drops::default();
         let mut send = |port: &mut VxlanPort, frames: &[OwnedFrame]| {
             let mut batch = Batch::with_capacity(frames.len());
@@ -307,7 +307,7 @@ fn remotes_that_make_no_tunnel_are_refused() {
             netns: None,
         };
         let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
-        VxlanPort::open(&config, registration).map(|_| ()).unwrap_err().to_string()
+        VxlanPort::open(&config, registration, None).map(|_| ()).unwrap_err().to_string()
     };
     assert!(open("127.0.0.1:4790", &[]).contains("1 to 64 remotes"));
     for remote in ["127.0.0.1:4790", "[::1]:4790", "0.0.0.0:4790", "224.0.0.1:4790", "127.0.0.2:0"] {
@@ -316,4 +316,35 @@ fn remotes_that_make_no_tunnel_are_refused() {
     assert!(open("127.0.0.1:4790", &["127.0.0.2:1", "127.0.0.2:2"]).contains("127.0.0.2:2"));
     assert!(open("0.0.0.0:4790", &["127.0.0.2:1"]).contains("0.0.0.0:4790"));
     assert!(open("192.0.2.77:4790", &["127.0.0.2:1"]).contains("receiving at 192.0.2.77:4790"));
+}
+
+#[test]
+fn a_port_that_takes_over_receives_what_came_meanwhile() {
+    let reactor = crate::reactor::Reactor::new().unwrap();
+    let registration = || reactor.registrar().registration(tombolo_switch::wait::Token(1));
+    let remote = UdpSocket::bind("127.78.0.2:4789").unwrap();
+    let config = VxlanConfig {
+        vni: Vni::new(5).unwrap(),
+        local: "127.78.0.1:4789".parse().unwrap(),
+        remotes: vec![remote.local_addr().unwrap()],
+        mtu: 1500,
+        learning: true,
+        netns: None,
+    };
+    let first = VxlanPort::open(&config, registration(), None).unwrap();
+    let in_use = VxlanPort::open(&config, registration(), None).map(|_| ()).unwrap_err();
+    assert!(in_use.to_string().contains("in use"), "{in_use}");
+    let handed = first.hand_over();
+    remote.send_to(&[&vxlan::header(config.vni)[..], &frame(1, 60)].concat(), config.local).unwrap();
+    let mut second = VxlanPort::open(&config, registration(), handed).unwrap();
+    drop(first);
+    let mut batch = Batch::with_capacity(8);
+    assert_eq!(second.receive(8, &mut batch, &mut Drops::default()), Ok(1));
+    drop(batch);
+    // The socket of another address, or of another kind of port, is not used.
+    let elsewhere = VxlanConfig { local: "127.78.0.3:4789".parse().unwrap(), ..config.clone() };
+    let third = VxlanPort::open(&elsewhere, registration(), second.hand_over()).unwrap();
+    assert_eq!(third.receiver.local_addr().unwrap(), elsewhere.local);
+    let strange = HandOver { state: vec![1], fds: second.hand_over().unwrap().fds };
+    assert!(VxlanPort::open(&config, registration(), Some(strange)).is_err(), "the port is in use");
 }
