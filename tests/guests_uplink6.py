@@ -374,6 +374,52 @@ def test_any_other_fabric_undoes_the_forwarding_that_a_killed_one_left():
         nothing_changed(home, before, fabric)
 
 
+STOPPED = """
+name = "{name}"
+[network.lan]
+subnet = "10.236.0.0/24"
+uplink = "kernel"
+[vm.web]
+boot = true
+accel = "tcg"
+memory = "64M"
+ip = "10.236.0.20"
+[[forward]]
+listen = "0.0.0.0:8001"
+to = "web:80"
+[[forward]]
+listen = "[::]:8002"
+to = "web:80"
+"""
+
+
+@timeout(180)
+def test_forwards_of_a_machine_that_is_stopped_are_out_of_force_until_it_runs():
+    need_root()
+    need_program("nft")
+    need_program("qemu-system-x86_64")
+    with Namespace() as home, scratch() as folder:
+        def in_force():
+            rules = home.run("nft", "list", "ruleset").stdout
+            listeners = home.run("ss", "-Hltn").stdout
+            return "dport 8001" in rules, ":8002" in listeners
+
+        with Fabric(folder, STOPPED.format(name=f"stopped{os.getpid()}"), netns=home) as fabric:
+            until("its forwards", lambda: in_force() == (True, True))
+            for _ in range(2):
+                fabric.cli("cell", "stop", "web")
+                assert in_force() == (False, False)
+                # Other changes do not bring them back.
+                fabric.cli("apply", fabric.file, check=False)
+                assert in_force() == (False, False) or fabric.machine("web")["pid"]
+                fabric.cli("cell", "run", "web", check=False)
+                assert in_force() == (True, True)
+            # It dies by itself.
+            os.kill(fabric.machine("web")["pid"], 9)
+            until("no forwards", lambda: in_force() == (False, False))
+            fabric.down()
+
+
 @timeout(120)
 def test_a_daemon_that_takes_over_goes_on_with_ipv6():
     with world(f"over{os.getpid()}", more=forwards()) as (fabric, _, (auto, _, home, far), before):

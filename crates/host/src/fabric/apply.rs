@@ -489,11 +489,16 @@ impl Running {
 
     /// Puts the kernel's rules in force for what runs, in one transaction, or takes them away.
     pub(super) fn kernel_again(&mut self) -> Result<(), FabricError> {
-        let plan = self.kernel_plan();
-        match self.dir().owner().nft_table.clone() {
-            Some(table) if plan.kernel.is_empty() => self.undo_kernel(&table),
-            _ => self.kernel_rules(&plan),
+        let (mut plan, away) = (self.kernel_plan(), self.forwards_away());
+        for uplink in &mut plan.kernel {
+            uplink.forwards.retain(|f| !away.contains(&(f.proto, f.listen)));
         }
+        match self.dir().owner().nft_table.clone() {
+            Some(table) if plan.kernel.is_empty() => self.undo_kernel(&table)?,
+            _ => self.kernel_rules(&plan)?,
+        }
+        self.away = away;
+        Ok(())
     }
 
     fn put_network(

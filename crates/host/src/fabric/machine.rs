@@ -567,7 +567,10 @@ pub(super) async fn stop(shared: &super::Shared, name: &str, then: Then) -> Resu
         }
         running.machines.remove(name);
         running.spec.machines.retain(|m| m.name != name);
+        // They are not in force since the machine has ended.
+        running.spec.forwards.retain(|f| !matches!(&f.target, file::Target::Name(target) if target == name));
         running.update_names();
+        running.settle_away();
     }
     match left.first() {
         None => Ok(()),

@@ -187,6 +187,8 @@ pub struct Running {
     pub(crate) bypass_faults: BTreeMap<String, String>,
     /// Passes connections of forwards on that the kernel does not translate.
     relay: Option<Relay>,
+    /// Forwards of kernel uplinks that are not in force, since their machines do not run.
+    pub(crate) away: Vec<(file::Proto, std::net::SocketAddr)>,
     /// What has its fd store replaced.
     bypass_watch: Option<tokio::task::JoinHandle<()>>,
     /// What looks for routes out of this machine.
@@ -345,6 +347,7 @@ impl Running {
             owns: Arc::default(),
             bypass_faults: BTreeMap::new(),
             relay: None,
+            away: vec![],
             bypass_watch: None,
             routers6_watch: None,
             say,
@@ -832,6 +835,9 @@ impl Running {
     /// The forward as the relay has it, where it has a part in it.
     fn relay_route(&self, forward: &file::Forward) -> Option<relay::Route> {
         let network = self.spec.network(&forward.network).filter(|n| n.uplink == file::Uplink::Kernel)?;
+        if self.away.contains(&(forward.proto, forward.listen)) {
+            return None;
+        }
         let to = std::net::SocketAddr::new(forward.ip, forward.port);
         let listen = forward.relayed().filter(|_| self.ports.contains_key(&plan::uplink_name(&network.name)))?;
         Some(relay::Route { proto: forward.proto, listen, to })
@@ -852,6 +858,33 @@ impl Running {
         self.kernel_again()?;
         self.settle_relay();
         Ok(())
+    }
+
+    /// The forwards of kernel uplinks that lead to machines which do not run: the host answers for itself at their ports, and
+    /// nothing that takes a machine's address gets its connections.
+    pub(crate) fn forwards_away(&self) -> Vec<(file::Proto, std::net::SocketAddr)> {
+        let rests = |name: &str| self.machines.get(name).is_some_and(|m| m.pid.is_none());
+        let rests = self.spec.machines.iter().filter(|m| rests(&m.name)).collect::<Vec<_>>();
+        let is_away = |f: &&file::Forward| {
+            let kernel = self.spec.network(&f.network).is_some_and(|n| n.uplink == file::Uplink::Kernel);
+            let leads = |m: &&file::Machine| matches!(&f.target, file::Target::Name(name) if *name == m.name);
+            kernel && rests.iter().any(leads)
+        };
+        self.spec.forwards.iter().filter(is_away).map(|f| (f.proto, f.listen)).collect()
+    }
+
+    /// Takes the forwards of machines that have ended out of force, and puts those of machines that run back.
+    pub(crate) fn settle_away(&mut self) {
+        // Without rules there is nothing to change: they are not made yet, or are gone already.
+        let has_rules = self.dir.as_ref().is_some_and(|dir| dir.owner().nft_table.is_some() && !dir.owner().ending);
+        if has_rules
+            && self.forwards_away() != self.away
+            && let Err(error) = self.forwards_again()
+        {
+            (self.say)(&format!(
+                "the forwards of machines that started or ended: {error}; the next change tries again"
+            ));
+        }
     }
 
     /// Has the relay pass on what the forwards of now need.
@@ -1056,15 +1089,20 @@ impl Running {
             );
             return Err(FabricError::State(text));
         }
+        if forwards {
+            // First, since it alone can fail: then the port stays as it was, with its forwards.
+            let before = self.spec.forwards.clone();
+            self.spec.forwards.retain(|f| f.target != target);
+            if let Err(error) = self.forwards_again() {
+                self.spec.forwards = before;
+                return Err(error);
+            }
+        }
         self.drop_port(name);
         self.spec.taps.retain(|t| t.name != name);
         self.spec.ports.retain(|p| p.name != name);
-        self.spec.forwards.retain(|f| f.target != target);
         self.update_names();
         self.forget_addition(name)?;
-        if forwards {
-            self.forwards_again()?;
-        }
         self.forget_rates(name);
         self.record_standing();
         let text = format!("port {name} was removed from the running fabric");

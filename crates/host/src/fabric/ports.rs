@@ -393,7 +393,7 @@ impl Running {
 
     /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
     /// one that boots are held for a while. Called after each change. One that this daemon has not come to yet may run.
-    pub(crate) fn tell_who_is_away(&self) {
+    pub(crate) fn tell_who_is_away(&mut self) {
         for port in self.ports.values() {
             let Some(passt) = &port.passt else { continue };
             let ended = |m: &&file::Machine| self.machines.get(&m.name).is_some_and(|m| m.pid.is_none());
@@ -401,6 +401,7 @@ impl Running {
             let ips = nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip);
             passt.away.set(ips.map(Into::into).collect());
         }
+        self.settle_away();
     }
 
     pub(crate) fn log_path(&self, name: &str) -> std::path::PathBuf {
