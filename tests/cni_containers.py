@@ -44,6 +44,17 @@ def addresses(space, interface="eth0"):
     return [a["local"] for a in found["addr_info"] if a["family"] == "inet"], found
 
 
+def addresses6(space, interface="eth0"):
+    """The global IPv6 addresses that can be used now."""
+    found = json.loads(space.ip("-j", "-6", "address", "show", "dev", interface, "scope", "global", "-tentative"))
+    return [a["local"] for link in found for a in link.get("addr_info", []) if "local" in a]
+
+
+def of(result, n):
+    """The address of an answer without its prefix length."""
+    return result["ips"][n]["address"].split("/")[0]
+
+
 def refused(code, call, *words, **more):
     try:
         call(*words, **more)
@@ -304,10 +315,129 @@ def kernel_uplink():
     return FILE.replace('"user"', '"kernel"')
 
 
+def heard(outside, address, port):
+    """What a connection from the host gets."""
+    return outside.run("busybox", "timeout", "5", "busybox", "nc", address, port, check=False).stdout
+
+
 def listens(outside, address, port):
     """Whether a connection from the host gets what the container says."""
-    done = outside.run("busybox", "timeout", "5", "busybox", "nc", address, port, check=False)
-    return "from the container" in done.stdout
+    return "from the container" in heard(outside, address, port)
+
+
+def way_out6(outside):
+    outside.way_out()
+    outside.ip("-6", "address", "add", "2001:db8:5::1/64", "dev", "out0", "nodad")
+    outside.ip("-6", "route", "add", "default", "via", "2001:db8:5::2", "dev", "out0")
+
+
+def resolved(space, name, result, n=0):
+    """What the fabric's name server says of a name or an address, asked at the nameserver `n` of an answer."""
+    return space.run("busybox", "nslookup", name, result["dns"]["nameservers"][n], check=False).stdout
+
+
+@timeout(180)
+def test_a_container_has_an_address_of_each_family():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, contextlib.ExitStack() as stack:
+        way_out6(outside)
+        text = kernel_uplink().format(name=f"six{os.getpid()}") + 'ipv6 = "fd12:3456:789a:c::/64"\n'
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        # A runtime that has IPv6 off by default, for networks without it.
+        two.run("sysctl", "-qw", "net.ipv6.conf.default.disable_ipv6=1")
+        for version in ("0.3.1", "0.4.0", "1.0.0", "1.1.0"):
+            cni = Cni(f, version)
+            result, other = cni("ADD", "c1", path(one)), cni("ADD", "c2", path(two))
+            # At the return of ADD, without a wait for duplicate address detection.
+            assert addresses6(one) == [of(result, 1)] and addresses6(two) == [of(other, 1)], (result, addresses6(one))
+            assert result["ips"][1]["address"].startswith("fd12:3456:789a:c::") and result["ips"][1]["address"].endswith("/64")
+            assert result["ips"][1].get("version") == ("6" if version < "1.0.0" else None) and result["ips"][1]["interface"] == 0
+            assert [route["dst"] for route in result["routes"]] == ["0.0.0.0/0", "::/0"]
+            assert {"fd12:3456:789a:c::2"} == {result["ips"][1]["gateway"], result["routes"][1]["gw"]}
+            assert "default via fd12:3456:789a:c::2" in one.ip("-6", "route")
+            assert one.answers(of(other, 1)), "to another container"
+            assert one.answers("2001:db8:5::1"), "by the default route"
+            # AAAA and PTR, over both families.
+            for n in range(2):
+                assert of(result, 1) in resolved(two, f"c1.{result['dns']['domain']}", result, n)
+                assert f"c1.{result['dns']['domain']}" in resolved(two, of(result, 1), result, n)
+            leases = f.status()["networks"][0]["leases"]
+            assert {lease["ip"] for lease in leases if lease["name"] == "c1"} == {of(result, 0), of(result, 1)}, leases
+            if version >= "0.4.0":
+                cni("CHECK", "c1", path(one), prevResult=result)
+                one.ip("-6", "address", "del", result["ips"][1]["address"], "dev", "eth0")
+                assert f"not the address {of(result, 1)}" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result)
+                one.ip("-6", "address", "add", result["ips"][1]["address"], "dev", "eth0", "nodad")
+                lacks = {**result, "ips": result["ips"][:1]}
+                assert of(result, 1) in refused(101, cni, "CHECK", "c1", path(one), prevResult=lacks)
+            # The guard: no address but this one.
+            one.ip("-6", "address", "add", "fd12:3456:789a:c::bad/128", "dev", "eth0", "nodad")
+            one.run("ping", "-c1", "-W1", "-I", "fd12:3456:789a:c::bad", of(other, 1), check=False)
+            assert "guard" in cni.ports()["c1"]["counters"]["rx_drops"], cni.ports()["c1"]["counters"]
+            # Also after a restart of the daemon.
+            f.kill()
+            f.start()
+            until("the containers are back", lambda: all(port["up"] for port in cni.ports().values()), 60)
+            assert addresses6(two) == [of(other, 1)] and two.answers(of(result, 1))
+            cni("DEL", "c1", path(one))
+            assert of(result, 1) not in resolved(two, f"c1.{result['dns']['domain']}", result)
+            cni("DEL", "c2", path(two))
+            assert not cni.ports() and not f.status()["networks"][0]["leases"]
+
+
+@timeout(120)
+def test_addresses_that_the_runtime_chooses_are_one_of_each_family():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        cni = Cni(f, "1.1.0")
+        network = f.status()["networks"][0]
+        prefix = network["prefix6"].removesuffix("/64")
+
+        def ips(*all):
+            return {"runtimeConfig": {"ips": list(all)}}
+
+        result = cni("ADD", "c1", path(one), **ips(f"{prefix}77/64", "10.236.1.77/22"))
+        assert (of(result, 0), of(result, 1)) == ("10.236.1.77", f"{prefix}77") and addresses6(one) == [f"{prefix}77"]
+        assert len(result["routes"]) == 1, "this uplink carries no IPv6"
+        for wrong in ("fd00:bad::1", network["gateway6"], prefix, "::1"):
+            assert wrong in refused(7, cni, "ADD", "c2", path(two), **ips(wrong)), wrong
+        assert "each family" in refused(7, cni, "ADD", "c2", path(two), **ips(f"{prefix}78", f"{prefix}79"))
+        said = refused(100, cni, "ADD", "c2", path(two), **ips(f"{prefix}77"))
+        assert f"{prefix}77, which is that of c1" in said, said
+        assert "eth0" not in two.ip("link") and set(cni.ports()) == {"c1"}
+        # Also in parallel: one of two has it.
+        cni("DEL", "c1", path(one))
+        both = [cni.start("ADD", name, path(space), **ips(f"{prefix}77")) for name, space in (("c1", one), ("c2", two))]
+        codes = []
+        for process in both:
+            try:
+                codes.append(of(cni.finish(process), 1))
+            except Failed as error:
+                codes.append(error.code)
+        assert sorted(codes, key=str) == sorted([100, f"{prefix}77"], key=str), codes
+        cni("DEL", "c1", path(one))
+        cni("DEL", "c2", path(two))
+        assert not cni.ports() and not f.status()["networks"][0]["leases"]
+
+
+@timeout(120)
+def test_a_network_without_ipv6_gives_ipv4_alone():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one:
+        outside.way_out()
+        for more in ('ipv6 = "off"\n', ""):
+            text = FILE.format(name=f"four{os.getpid()}") + more
+            text = text if more else text.replace("mtu = 1400", "mtu = 1200")
+            with Fabric(folder, text, netns=outside, own_mounts=False) as f:
+                cni = Cni(f, "1.0.0")
+                result = cni("ADD", "c1", path(one))
+                assert len(result["ips"]) == len(result["routes"]) == 1 and not addresses6(one), result
+                assert len(result["dns"]["nameservers"]) == 1
+                cni("CHECK", "c1", path(one), prevResult=result)
+                cni("DEL", "c1", path(one))
+                assert "expected no IPv6 address" in refused(7, cni, "ADD", "c1", path(one), runtimeConfig={"ips": ["fd00::7"]})
+                assert "eth0" not in one.ip("link")
 
 
 @timeout(120)
@@ -316,24 +446,29 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
     plugin()
     tool = cnitool()
     with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, contextlib.ExitStack() as stack:
-        outside.way_out()
+        way_out6(outside)
         text = kernel_uplink().format(name=f"map{os.getpid()}")
         f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
         cni = Cni(f, "1.1.0")
         mappings = [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}, {"hostPort": 8081, "containerPort": 80, "hostIP": "127.0.0.1"},
-                    {"hostPort": 8053, "containerPort": 53, "protocol": "UDP"}, {"hostPort": 8084, "containerPort": 80, "hostIP": "::1"}]
+                    {"hostPort": 8053, "containerPort": 53, "protocol": "UDP"}, {"hostPort": 8084, "containerPort": 80, "hostIP": "::1"},
+                    {"hostPort": 8085, "containerPort": 80, "hostIP": "2001:db8:5::1"}]
         config = {"runtimeConfig": {"portMappings": mappings}}
         result = cni("ADD", "c1", path(one), **config)
-        server = ("import socket\nwith socket.create_server(('', 80)) as s:\n while True:\n  c, _ = s.accept()\n"
-                  "  c.sendall(b'from the container')\n  c.close()")
+        server = ("import socket\nwith socket.create_server(('::', 80), family=socket.AF_INET6, dualstack_ipv6=True) as s:\n while True:\n"
+                  "  c, peer = s.accept()\n  c.sendall(f'from the container to {c.getsockname()[0]} of {peer[0]}\\n'.encode())\n  c.close()")
         stack.enter_context(Process(["python3", "-c", server], name="server", netns=one))
         until("the mapping leads to the container", lambda: listens(outside, "198.51.100.2", "8080"), 30)
         until("also from the host's loopback", lambda: listens(outside, "127.0.0.1", "8081"), 30)
         until("from its IPv6 loopback", lambda: listens(outside, "::1", "8084"), 30)
+        until("from its IPv6 address", lambda: listens(outside, "2001:db8:5::1", "8085"), 30)
+        for address, port in (("::1", "8084"), ("2001:db8:5::1", "8085")):
+            assert f"to {of(result, 1)} " in heard(outside, address, port), "it goes to the container's address of that family"
+        assert f"to ::ffff:{of(result, 0)} " in heard(outside, "198.51.100.2", "8080")
         assert not listens(outside, "198.51.100.2", "8081"), "it is of 127.0.0.1 alone"
         assert {(w["proto"], w["listen"], w["to"]) for w in f.status()["forwards"]} == {
             ("tcp", "0.0.0.0:8080", "c1:80"), ("tcp", "127.0.0.1:8081", "c1:80"), ("udp", "0.0.0.0:8053", "c1:53"),
-            ("tcp", "[::1]:8084", "c1:80")}
+            ("tcp", "[::1]:8084", "c1:80"), ("tcp", "[2001:db8:5::1]:8085", "c1:80")}
         cni("CHECK", "c1", path(one), prevResult=result, **config)
         more = {"runtimeConfig": {"portMappings": [{"hostPort": 9999, "containerPort": 9}]}}
         assert "9999" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result, **more)
@@ -365,7 +500,7 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         add = ["nsenter", f"--net=/run/netns/{outside}", str(tool), "add", "pods", path(one)]
         done = subprocess.run(add, env=environment, capture_output=True, text=True, timeout=60 * SLOW)
         assert done.returncode == 0, (done.stdout, done.stderr)
-        assert len(f.status()["forwards"]) == 4
+        assert len(f.status()["forwards"]) == 5
         until("the mapping of cnitool leads there", lambda: listens(outside, "198.51.100.2", "8080"), 30)
         cni("GC", **{"cni.dev/valid-attachments": []})
         assert not f.status()["forwards"] and not cni.ports() and "dnat ip to" not in rules()

@@ -9,7 +9,7 @@
 //! A persistent tap stays, without carrier, and the next daemon attaches to it again. DEL deletes
 //! the tap itself; the next daemon finds none and forgets the port.
 
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 
 use serde_json::{Value, json};
 use tombolo_host::api::report::ForwardReport;
@@ -18,7 +18,7 @@ use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_port::tap::{self, TapConfig};
 
 use crate::error::CniError;
-use crate::fabric::{Device, Fabric, Place, mac_of, member_name, plain_name};
+use crate::fabric::{Device, Fabric, Place, Place6, mac_of, member_name, plain_name};
 use crate::request::{Command, Config, Environment, Mapping, VERSIONS};
 
 fn system(error: impl std::fmt::Display) -> CniError {
@@ -90,12 +90,39 @@ fn device_mac(config: &Config, identity: &str) -> Mac {
     }
 }
 
-/// Takes IPv6 from a microVM's tap: the namespace has no part in what the guest says.
-fn silence(netns: &Netns, interface: &str) -> Result<(), CniError> {
+/// Smallest MTU with which an interface has IPv6 (RFC 8200, section 5).
+const IPV6_MTU: u32 = 1280;
+
+/// Whether an interface of the namespace can have IPv6 addresses: not where the kernel runs without IPv6.
+fn has_ipv6(netns: &Netns, mtu: u32) -> Result<bool, CniError> {
+    let is_there = netns.run(|| std::path::Path::new("/proc/sys/net/ipv6").exists()).map_err(system)?;
+    Ok(is_there && mtu >= IPV6_MTU)
+}
+
+/// Turns IPv6 of an interface on or off. A runtime may have it off by default, for networks that have none. It is off for a
+/// microVM's tap: the namespace has no part in what the guest says.
+fn set_ipv6(netns: &Netns, interface: &str, on: bool) -> Result<(), CniError> {
     let file = format!("/proc/sys/net/ipv6/conf/{interface}/disable_ipv6");
-    match netns.run(|| std::fs::write(&file, "1")).map_err(system)? {
+    let disable = if on { "0" } else { "1" };
+    match netns.run(|| std::fs::write(&file, disable)).map_err(system)? {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(system(format!("{file}: {error}"))),
         _ => Ok(()),
+    }
+}
+
+/// Gives the interface its default routes and its IPv6 address. The IPv4 address is there from the fabric. The IPv6 address is
+/// usable at once: duplicate address detection is off for it, since the fabric's guard lets no other member use it.
+fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<(), CniError> {
+    let link = Interface::open(Some(netns), interface).map_err(system)?;
+    if let Some(router) = place.router {
+        link.add_route((Ipv4Addr::UNSPECIFIED.into(), 0), Some(router.into())).map_err(system)?;
+    }
+    let Some(Place6 { ip, router, .. }) = place.six else { return Ok(()) };
+    set_ipv6(netns, interface, true)?;
+    link.add_address(ip.into(), 64).map_err(system)?;
+    match router {
+        Some(router) => link.add_route((Ipv6Addr::UNSPECIFIED.into(), 0), Some(router.into())).map_err(system),
+        None => Ok(()),
     }
 }
 
@@ -112,6 +139,12 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     let status = fabric.status()?;
     let mtu = fabric.network(&status)?.mtu;
     let netns = Netns::open(path).map_err(system)?;
+    // The guest of a monitor configures IPv6 itself: firecracker-go-sdk takes results with one address only.
+    let has_ipv6 = !config.is_vm && has_ipv6(&netns, mtu)?;
+    if let Some(ip6) = config.ip6.filter(|_| !has_ipv6) {
+        let what = format!("no IPv6 address: the kernel has no IPv6, or the MTU {mtu} is below {IPV6_MTU}");
+        return Err(CniError::Config(format!("runtimeConfig.ips: expected {what}, found {ip6}")));
+    }
     // What a call that was killed has left.
     for stale in fabric.containers(&status).iter().filter(|found| found.container == identity) {
         fabric.remove(&stale.name)?;
@@ -135,22 +168,18 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     tap::make(&device).map_err(system)?;
     let made = (|| {
         if config.is_vm {
-            silence(&netns, interface)?;
+            set_ipv6(&netns, interface, false)?;
         }
-        let device = Device { identity: &identity, netns: path, interface, mac, is_vm: config.is_vm };
+        let device = Device { identity: &identity, netns: path, interface, mac, is_vm: config.is_vm, has_ipv6 };
         let pod = environment.arg("K8S_POD_NAME").and_then(member_name);
         let wanted: Vec<String> = pod.into_iter().chain(member_name(container)).chain([plain_name(mac)]).collect();
         let (name, place) = fabric.join(&device, &wanted)?;
-        let routed = match place.router {
-            // A guest's kernel has it from its monitor.
-            Some(router) if !config.is_vm => Interface::open(Some(&netns), interface)
-                .and_then(|link| link.add_route((Ipv4Addr::UNSPECIFIED.into(), 0), Some(router.into()))),
-            _ => Ok(()),
-        };
-        if let Err(error) = routed {
+        // A guest's kernel has it from its monitor.
+        let configured = if config.is_vm { Ok(()) } else { configure(&netns, interface, &place) };
+        if let Err(error) = configured {
             // The first error is what matters.
             let _ = fabric.remove(&name);
-            return Err(system(error));
+            return Err(error);
         }
         Ok(place)
     })();
@@ -174,24 +203,33 @@ fn result(config: &Config, at: (&str, &str, &str), (own, mac): (Mac, Mac), place
     if config.is_at_least("1.1.0") {
         device["mtu"] = place.mtu.into();
     }
-    let mut ip = json!({ "address": format!("{}/{}", place.ip, place.prefix), "interface": u8::from(config.is_vm) });
-    if let Some(router) = place.router {
-        ip["gateway"] = router.to_string().into();
-    }
-    if !config.is_at_least("1.0.0") {
-        ip["version"] = "4".into();
-    }
-    let routes: Vec<Value> =
-        place.router.iter().map(|router| json!({ "dst": "0.0.0.0/0", "gw": router.to_string() })).collect();
-    let mut dns = json!({});
-    if let Some(nameserver) = place.nameserver {
-        dns = json!({ "nameservers": [nameserver.to_string()], "domain": place.domain, "search": [place.domain] });
-    }
+    let ip_of = |ip: IpAddr, prefix: u8, router: Option<IpAddr>| {
+        let mut entry = json!({ "address": format!("{ip}/{prefix}"), "interface": u8::from(config.is_vm) });
+        if let Some(router) = router {
+            entry["gateway"] = router.to_string().into();
+        }
+        if !config.is_at_least("1.0.0") {
+            entry["version"] = if ip.is_ipv4() { "4" } else { "6" }.into();
+        }
+        entry
+    };
+    let (router, router6) = (place.router.map(IpAddr::from), place.six.and_then(|six| six.router).map(IpAddr::from));
+    let ip = ip_of(place.ip.into(), place.prefix, router);
+    let ips: Vec<Value> = [ip].into_iter().chain(place.six.map(|six| ip_of(six.ip.into(), 64, router6))).collect();
+    let routes = [("0.0.0.0/0", router), ("::/0", router6)].into_iter();
+    let routes = routes.filter_map(|(to, router)| Some(json!({ "dst": to, "gw": router?.to_string() })));
+    let nameservers = place.nameserver.map(IpAddr::from).into_iter();
+    let nameservers = nameservers.chain(place.six.and_then(|six| six.nameserver).map(IpAddr::from));
+    let nameservers: Vec<String> = nameservers.map(|ip| ip.to_string()).collect();
+    let dns = match nameservers.is_empty() {
+        true => json!({}),
+        false => json!({ "nameservers": nameservers, "domain": place.domain, "search": [place.domain] }),
+    };
     let mut interfaces = vec![device];
     if config.is_vm {
         interfaces.push(json!({ "name": interface, "mac": mac.to_string(), "sandbox": container }));
     }
-    json!({ "cniVersion": config.version, "interfaces": interfaces, "ips": [ip], "routes": routes, "dns": dns })
+    json!({ "cniVersion": config.version, "interfaces": interfaces, "ips": ips, "routes": routes.collect::<Vec<_>>(), "dns": dns })
 }
 
 fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
@@ -252,22 +290,37 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
         return Err(differs(format!("port {} is down", found.name)));
     }
     let wanted = mac.to_string();
-    let lease = network.leases.iter().find(|lease| lease.mac == wanted && lease.ip.is_ipv4());
-    let ip = lease.ok_or_else(|| differs(format!("port {} has no address in the fabric", found.name)))?.ip;
+    // A guest's IPv6 addresses are its own choice.
+    let is_fixed = |ip: IpAddr| ip.is_ipv4() || !config.is_vm;
+    let held = network.leases.iter().filter(|lease| lease.mac == wanted && lease.fixed && is_fixed(lease.ip));
+    let held: Vec<IpAddr> = held.map(|lease| lease.ip).collect();
+    if !held.iter().any(IpAddr::is_ipv4) {
+        return Err(differs(format!("port {} has no address in the fabric", found.name)));
+    }
     // An address that is not this namespace's cannot be bound to. A guest has its own.
-    let bind = || if config.is_vm { Ok(()) } else { UdpSocket::bind((ip, 0)).map(drop) };
-    let bound = netns.run(bind).map_err(system)?;
-    bound.map_err(|_| differs(format!("\"{interface}\" has not the address {ip} any more")))?;
-    let before = config.prev_result.as_ref().and_then(|r| r.get("ips")).and_then(Value::as_array);
-    let same = |entry: &Value| {
+    for ip in held.iter().filter(|_| !config.is_vm) {
+        let bound = netns.run(|| UdpSocket::bind((*ip, 0)).map(drop)).map_err(system)?;
+        bound.map_err(|_| differs(format!("\"{interface}\" has not the address {ip} any more")))?;
+    }
+    same_addresses(config.prev_result.as_ref(), &held, usize::from(config.is_vm), interface).map_err(differs)
+}
+
+/// Compares the addresses that the fabric has for an interface with those of an earlier answer, where there is one. The interface
+/// is at `index` there.
+fn same_addresses(before: Option<&Value>, held: &[IpAddr], index: usize, interface: &str) -> Result<(), String> {
+    let Some(entries) = before.and_then(|r| r.get("ips")).and_then(Value::as_array) else { return Ok(()) };
+    let address = |entry: &Value| {
         let address = entry.get("address").and_then(Value::as_str).unwrap_or_default();
-        address.split('/').next().and_then(|a| a.parse::<IpAddr>().ok()) == Some(ip)
+        address.split('/').next().and_then(|a| a.parse::<IpAddr>().ok())
     };
-    match before {
-        Some(ips) if !ips.iter().any(same) => {
-            Err(differs(format!("prevResult does not have the address {ip} of \"{interface}\"")))
-        }
-        _ => Ok(()),
+    if let Some(ip) = held.iter().find(|ip| !entries.iter().any(|entry| address(entry) == Some(**ip))) {
+        return Err(format!("prevResult does not have the address {ip} of \"{interface}\""));
+    }
+    // Plugins after this one may have added interfaces.
+    let own = entries.iter().filter(|entry| entry.get("interface").and_then(Value::as_u64) == Some(index as u64));
+    match own.filter_map(address).find(|ip| !held.contains(ip)) {
+        Some(ip) => Err(format!("prevResult has the address {ip} of \"{interface}\", which the fabric does not have")),
+        None => Ok(()),
     }
 }
 
@@ -311,6 +364,11 @@ mod tests {
             nameserver: Some(Ipv4Addr::new(10, 87, 0, 1)),
             domain: "demo.internal".into(),
             mtu: 1500,
+            six: (!config.is_vm).then(|| Place6 {
+                ip: "fd00:1:2:3::a57:9".parse().unwrap(),
+                router: "fd00:1:2:3::2".parse().ok(),
+                nameserver: "fd00:1:2:3::1".parse().ok(),
+            }),
         };
         result(&config, ("c1", "eth0", "/run/netns/x"), (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2])), &place)
     }
@@ -322,6 +380,11 @@ mod tests {
             assert_eq!(answer["cniVersion"], version);
             assert_eq!(answer["ips"][0]["address"], "10.87.0.9/24");
             assert_eq!(answer["ips"][0].get("version").is_some(), version < "1.0.0");
+            assert_eq!(answer["ips"][1]["address"], "fd00:1:2:3::a57:9/64");
+            assert_eq!(answer["ips"][1]["gateway"], "fd00:1:2:3::2");
+            assert_eq!(answer["ips"][1].get("version"), (version < "1.0.0").then(|| json!("6")).as_ref());
+            assert_eq!(answer["routes"][1], json!({ "dst": "::/0", "gw": "fd00:1:2:3::2" }));
+            assert_eq!(answer["dns"]["nameservers"][1], "fd00:1:2:3::1");
             assert_eq!(answer["interfaces"][0].get("mtu").is_some(), version == "1.1.0");
             assert_eq!(answer["routes"][0]["gw"], "10.87.0.254");
             assert_eq!(answer["dns"]["nameservers"][0], "10.87.0.1");
@@ -338,6 +401,19 @@ mod tests {
         assert_eq!(pair[1]["mac"], "02:00:00:00:00:02");
         assert_eq!(answer["ips"].as_array().unwrap().len(), 1);
         assert_eq!(answer["ips"][0]["interface"], 1);
+    }
+
+    #[test]
+    fn addresses_of_an_earlier_answer_are_the_fabrics() {
+        let answer = answer("1.1.0", "");
+        let held: Vec<IpAddr> = vec!["10.87.0.9".parse().unwrap(), "fd00:1:2:3::a57:9".parse().unwrap()];
+        let same = |held: &[IpAddr]| same_addresses(Some(&answer), held, 0, "eth0");
+        assert_eq!(same(&held), Ok(()));
+        assert_eq!(same_addresses(None, &held, 0, "eth0"), Ok(()));
+        assert!(same(&held[..1]).unwrap_err().contains("has the address fd00:1:2:3::a57:9"));
+        let other = [held[0], "fd00:1:2:3::7".parse().unwrap()];
+        assert!(same(&other).unwrap_err().contains("does not have the address fd00:1:2:3::7"));
+        assert_eq!(same_addresses(Some(&answer), &[], 1, "eth0"), Ok(()), "another plugin's interface");
     }
 
     #[test]

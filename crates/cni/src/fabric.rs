@@ -1,7 +1,7 @@
 //! The fabric, asked over its API: its networks, the ports of containers, free addresses.
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tombolo_host::api::client::{Client, ClientError};
 use tombolo_host::api::report::{NetworkReport, PortReport, Status};
@@ -37,6 +37,16 @@ pub(crate) struct Place {
     pub(crate) nameserver: Option<Ipv4Addr>,
     pub(crate) domain: String,
     pub(crate) mtu: u32,
+    /// Where the network has an IPv6 prefix, and the namespace IPv6.
+    pub(crate) six: Option<Place6>,
+}
+
+/// The IPv6 part of what a container was given. Its prefix length is 64.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place6 {
+    pub(crate) ip: Ipv6Addr,
+    pub(crate) router: Option<Ipv6Addr>,
+    pub(crate) nameserver: Option<Ipv6Addr>,
 }
 
 impl From<ClientError> for CniError {
@@ -83,6 +93,34 @@ fn free_address(subnet: (Ipv4Addr, u8), used: &BTreeSet<Ipv4Addr>, seed: u32) ->
 fn subnet_of(network: &NetworkReport) -> Option<(Ipv4Addr, u8)> {
     let (base, prefix) = network.subnet.split_once('/')?;
     Some((base.parse().ok()?, prefix.parse().ok().filter(|p| (1..=30).contains(p))?))
+}
+
+/// The container's address in the network's IPv6 prefix: the one of the configuration, or the prefix with its IPv4 address as
+/// the last 32 bits. The gateway would lease it the same one, and no two containers have one IPv4 address.
+///
+/// # Errors
+/// The one of the configuration is not one that a container of the network can have.
+fn address6(network: &NetworkReport, wanted: Option<Ipv6Addr>, ip: Ipv4Addr) -> Result<Option<Ipv6Addr>, CniError> {
+    let wrong = |expected: String, found: &dyn std::fmt::Display| {
+        Err(CniError::Config(format!("runtimeConfig.ips: expected {expected}, found {found}")))
+    };
+    let prefix = network.prefix6.as_deref().and_then(|text| text.strip_suffix("/64"));
+    let Some(prefix) = prefix.and_then(|text| text.parse::<Ipv6Addr>().ok()) else {
+        return match wanted {
+            Some(ip6) => wrong(format!("no IPv6 address, since network \"{}\" has no IPv6 prefix", network.name), &ip6),
+            None => Ok(None),
+        };
+    };
+    let Some(ip6) = wanted else {
+        return Ok(Some(Ipv6Addr::from_bits(prefix.to_bits() | u128::from(ip.to_bits()))));
+    };
+    if ip6 == prefix || (ip6.to_bits() ^ prefix.to_bits()) >> 64 != 0 {
+        return wrong(format!("an address within {prefix}/64 of network \"{}\"", network.name), &ip6);
+    }
+    if network.gateway6 == Some(ip6) || network.router6 == Some(ip6) {
+        return wrong("an address that the gateway and the router do not have".into(), &ip6);
+    }
+    Ok(Some(ip6))
 }
 
 impl<'c> Fabric<'c> {
@@ -138,6 +176,7 @@ impl<'c> Fabric<'c> {
     /// Adds the port of a device that is there, and finds an address for it.
     pub(crate) fn join(&self, device: &Device<'_>, wanted: &[String]) -> Result<(String, Place), CniError> {
         let seed = u32::from_be_bytes([device.mac.0[2], device.mac.0[3], device.mac.0[4], device.mac.0[5]]);
+        let mac = device.mac.to_string();
         let mut taken = BTreeSet::new();
         let mut last = None;
         for attempt in 0..TRIES {
@@ -164,7 +203,23 @@ impl<'c> Fabric<'c> {
             let is_free = |name: &&String| !status.ports.iter().any(|p| p.name == **name);
             let name =
                 wanted.iter().skip(attempt.min(wanted.len() - 1)).find(is_free).unwrap_or(&wanted[wanted.len() - 1]);
-            match self.client.add_ports(&device.section(name, &network.name, ip, self.config)) {
+            let ip6 = match device.has_ipv6 {
+                true => address6(network, self.config.ip6, ip)?,
+                false => None,
+            };
+            // The gateway's leases are no part of the file, which the fabric checks.
+            let leased = |ip6| network.leases.iter().any(|l| l.ip == IpAddr::V6(ip6) && !l.fixed && l.mac != mac);
+            if let Some(ip6) = ip6.filter(|ip6| leased(*ip6)) {
+                if self.config.ip6.is_some() {
+                    let text = format!("runtimeConfig.ips: {ip6} is leased to another member of network");
+                    return Err(CniError::Refused(format!("{text} \"{}\"; choose another address", network.name)));
+                }
+                if self.config.ip.is_none() {
+                    taken.insert(ip);
+                    continue;
+                }
+            }
+            match self.client.add_ports(&device.section(name, &network.name, (ip, ip6), self.config)) {
                 Ok(_) => {
                     let place = Place {
                         ip,
@@ -173,16 +228,24 @@ impl<'c> Fabric<'c> {
                         nameserver: network.gateway,
                         domain: network.domain.clone(),
                         mtu: network.mtu,
+                        six: ip6.map(|ip| Place6 {
+                            ip,
+                            router: network.router6.filter(|_| self.config.default_route),
+                            nameserver: network.gateway6,
+                        }),
                     };
                     return Ok((name.clone(), place));
                 }
                 // Another call was faster, or a member that is no port has the name or address.
                 Err(error @ ClientError::Refused { status: 400 | 409, .. }) => {
                     // With another address a port of the host is no more free.
-                    if error.to_string().contains("forward[") {
+                    let text = error.to_string();
+                    if text.contains("forward[") {
                         return Err(error.into());
                     }
-                    if self.config.ip.is_some() && attempt + 1 >= wanted.len() {
+                    let fixed =
+                        self.config.ip.is_some() || self.config.ip6.is_some_and(|ip6| text.contains(&ip6.to_string()));
+                    if fixed && attempt + 1 >= wanted.len() {
                         return Err(error.into());
                     }
                     taken.insert(ip);
@@ -204,16 +267,21 @@ pub(crate) struct Device<'a> {
     pub(crate) mac: Mac,
     /// Whether a monitor opens it.
     pub(crate) is_vm: bool,
+    /// Whether it can have an IPv6 address.
+    pub(crate) has_ipv6: bool,
 }
 
 impl Device<'_> {
     /// Its section of a fabric file. All values were checked to be free of quotes and line ends.
-    fn section(&self, name: &str, network: &str, ip: Ipv4Addr, config: &Config) -> String {
-        let Device { identity, netns, interface, mac, is_vm } = self;
+    fn section(&self, name: &str, network: &str, (ip, ip6): (Ipv4Addr, Option<Ipv6Addr>), config: &Config) -> String {
+        let Device { identity, netns, interface, mac, is_vm, .. } = self;
         let mut text = format!(
             "[tap.{name}]\nnetwork = \"{network}\"\ndevice = \"{interface}\"\nadopt = true\nnetns = \"{netns}\"\n\
              mac = \"{mac}\"\nip = \"{ip}\"\nguard = \"ip\"\ncontainer = \"{identity}\"\n"
         );
+        if let Some(ip6) = ip6 {
+            text.push_str(&format!("ip6 = \"{ip6}\"\n"));
+        }
         if *is_vm {
             text.push_str("monitor = true\n");
         }
@@ -263,12 +331,16 @@ mod tests {
         let config = crate::request::parse(input.as_bytes()).unwrap();
         let identity = config.identity("abc", "eth0");
         let mac = mac_of(&config, &identity);
-        let device = Device { identity: &identity, netns: "/run/netns/x", interface: "eth0", mac, is_vm: false };
-        let section = device.section(&plain_name(mac), "lan", Ipv4Addr::new(10, 87, 0, 9), &config);
-        let text = format!("name = \"demo\"\n[network.lan]\nsubnet = \"10.87.0.0/24\"\n{section}");
+        let device =
+            Device { identity: &identity, netns: "/run/netns/x", interface: "eth0", mac, is_vm: false, has_ipv6: true };
+        let (ip, ip6) = (Ipv4Addr::new(10, 87, 0, 9), "fd00:1:2:3::a57:9".parse().ok());
+        let section = device.section(&plain_name(mac), "lan", (ip, ip6), &config);
+        let text =
+            format!("name = \"demo\"\n[network.lan]\nsubnet = \"10.87.0.0/24\"\nipv6 = \"fd00:1:2:3::/64\"\n{section}");
         let fabric = tombolo_host::file::parse(&text, std::path::Path::new("/x/demo.toml")).unwrap();
         let tap = &fabric.taps[0];
         assert_eq!(tap.container.as_deref(), Some("pods/abc/eth0"));
+        assert_eq!(fabric.addresses6("lan")[0].2, Vec::from_iter(ip6));
         let rates = tap.traffic.rates;
         assert_eq!((rates.send.bits, rates.send.burst), (Some(5000), Some(1000)));
         assert_eq!((rates.receive.bits, rates.receive.burst), (Some(6000), Some(70_000)));

@@ -3,7 +3,7 @@
 //! Both are hostile: each value is checked before anything is made, and every length has a limit.
 //! What passes here can be written into a section of a fabric file as it is.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
 use serde::Deserialize;
@@ -241,6 +241,7 @@ pub(crate) struct Config {
     pub(crate) bandwidth: Bandwidth,
     pub(crate) mappings: Vec<Mapping>,
     pub(crate) ip: Option<Ipv4Addr>,
+    pub(crate) ip6: Option<Ipv6Addr>,
     pub(crate) prev_result: Option<Value>,
     /// For GC: what is to stay. `None` where no list came.
     pub(crate) valid: Option<Vec<AttachmentId>>,
@@ -353,18 +354,22 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
             return Err(wrong(&format!("runtimeConfig.bandwidth.{key}"), expected, &rate.to_string()));
         }
     }
-    let ip = match runtime.ips.as_deref().unwrap_or_default() {
-        [] => None,
-        [text] => {
-            let address = text.split_once('/').map_or(&text[..], |(address, _)| address);
-            let read = address.parse::<Ipv4Addr>();
-            Some(read.map_err(|_| wrong("runtimeConfig.ips", "an IPv4 address of the network", text))?)
+    let (mut ip, mut ip6) = (None, None);
+    for text in runtime.ips.iter().flatten() {
+        let address = text.split_once('/').map_or(&text[..], |(address, _)| address);
+        let is_second = match address.parse() {
+            Ok(IpAddr::V4(v4)) => ip.replace(v4).is_some(),
+            Ok(IpAddr::V6(v6)) => ip6.replace(v6).is_some(),
+            Err(_) => return Err(wrong("runtimeConfig.ips", "addresses of the network", text)),
+        };
+        if is_second {
+            return Err(wrong("runtimeConfig.ips", "at most one address of each family", text));
         }
-        more => {
-            let found = format!("{} addresses", more.len());
-            return Err(wrong("runtimeConfig.ips", "one IPv4 address", &found));
-        }
-    };
+    }
+    if let Some(ip6) = ip6.filter(|_| raw.vm.is_some()) {
+        let expected = "no IPv6 address with \"vm\": a guest configures IPv6 itself";
+        return Err(wrong("runtimeConfig.ips", expected, &ip6.to_string()));
+    }
     Ok(Config {
         version,
         name,
@@ -376,6 +381,7 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
         bandwidth,
         mappings,
         ip,
+        ip6,
         prev_result: raw.prev_result,
         valid: raw.valid_attachments.or(raw.attachments),
     })
@@ -434,8 +440,10 @@ mod tests {
             (json!({ "network": "\"]\n" }), 7, "network"),
             (json!({ "runtime": "run" }), 7, "runtime"),
             (json!({ "vm": "kata" }), 7, "vm"),
-            (json!({ "runtimeConfig": { "ips": ["fd00::1"] } }), 7, "ips"),
-            (json!({ "runtimeConfig": { "ips": ["10.0.0.1", "10.0.0.2"] } }), 7, "2 addresses"),
+            (json!({ "runtimeConfig": { "ips": ["fd00::g"] } }), 7, "fd00::g"),
+            (json!({ "runtimeConfig": { "ips": ["10.0.0.1", "10.0.0.2"] } }), 7, "one address of each family"),
+            (json!({ "runtimeConfig": { "ips": ["fd00::1", "10.0.0.1", "fd00::2"] } }), 7, "fd00::2"),
+            (json!({ "vm": "tap", "runtimeConfig": { "ips": ["fd00::1"] } }), 7, "vm"),
             (json!({ "runtimeConfig": { "bandwidth": { "egressRate": 5 } } }), 7, "egressRate"),
             (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 80 }] } }), 7, "containerPort"),
             (json!({ "runtimeConfig": { "portMappings": [{ "hostPort": 0, "containerPort": 1 }] } }), 7, "hostPort"),
@@ -456,10 +464,10 @@ mod tests {
             assert_eq!(error.code(), code, "{more}: {error}");
             assert!(error.to_string().contains(word), "{more}: {error}");
         }
-        let taken = json!({ "runtimeConfig": { "ips": ["10.0.0.7/24"], "portMappings": [],
+        let taken = json!({ "runtimeConfig": { "ips": ["fd00::7/64", "10.0.0.7/24"], "portMappings": [],
             "bandwidth": { "ingressRate": 8_000_000, "ingressBurst": 1, "egressRate": 0 } } });
         let config = config(taken).unwrap();
-        assert_eq!(config.ip, Some(Ipv4Addr::new(10, 0, 0, 7)));
+        assert_eq!((config.ip, config.ip6), (Some(Ipv4Addr::new(10, 0, 0, 7)), "fd00::7".parse().ok()));
         assert_eq!(
             config.bandwidth,
             Bandwidth {

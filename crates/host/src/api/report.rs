@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 /// The version of this schema.
 pub const SCHEMA: u32 = 1;
@@ -72,6 +72,15 @@ pub struct NetworkReport {
     pub gateway: Option<Ipv4Addr>,
     /// The address that guests route through, where there is an uplink.
     pub router: Option<Ipv4Addr>,
+    /// Its IPv6 prefix, such as "fd00:1:2:3::/64"; null where the gateway does nothing for IPv6.
+    #[serde(default)]
+    pub prefix6: Option<String>,
+    /// The gateway's IPv6 address: DHCPv6, DNS, router advertisements.
+    #[serde(default)]
+    pub gateway6: Option<Ipv6Addr>,
+    /// The address that members route IPv6 through, where the uplink carries it.
+    #[serde(default)]
+    pub router6: Option<Ipv6Addr>,
     /// "none", "user", "kernel" or "bridge INTERFACE".
     pub uplink: String,
     /// Whether the uplink works; a sentence where it does not.

@@ -1,12 +1,14 @@
 //! What a running fabric says of itself: the API's reports, filled from the workers' counters.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tombolo_switch::class::Marking;
 use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
 use tombolo_switch::drop::Reason;
+use tombolo_switch::gateway::Ipv6Config;
 use tombolo_switch::guard::Guard;
 use tombolo_switch::limit::{Limit, Storm};
 use tombolo_switch::port::{Caps, Link};
@@ -17,6 +19,7 @@ use crate::api::report::{
     SCHEMA, Status, WorkerReport,
 };
 use crate::file::{self, Mac, Uplink, class_word};
+use crate::kernel;
 use crate::plan::{self, Attachment};
 
 fn drops(counters: &[Counter; Reason::COUNT]) -> BTreeMap<String, u64> {
@@ -212,16 +215,21 @@ impl Running {
         let stored = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default();
         // By address: with thousands of each, a search per lease would keep the control plane busy for seconds.
         let by_address: BTreeMap<_, _> = stored.leases.iter().map(|lease| (lease.address, lease)).collect();
-        let fixed_addresses: BTreeSet<_> = fixed.iter().map(|(_, _, ip, _)| std::net::IpAddr::from(*ip)).collect();
+        let fixed6 = self.spec.addresses6(&spec.name);
+        let fixed6 = fixed6.iter().flat_map(|(name, mac, all)| all.iter().map(move |ip| (*mac, *ip, &name[..])));
+        let fixed6 =
+            fixed6.map(|(mac, ip, name)| (mac, IpAddr::from(ip), name)).filter(|(_, ip, _)| spec.has_host(*ip));
+        let fixed = fixed.iter().map(|(_, mac, ip, name)| (*mac, IpAddr::from(*ip), *name)).chain(fixed6);
+        let mut fixed_addresses = BTreeSet::new();
         let mut leases: Vec<LeaseReport> = Vec::new();
-        for (_, mac, ip, name) in &fixed {
-            let held = by_address.get(&std::net::IpAddr::from(*ip));
+        for (mac, ip, name) in fixed {
+            fixed_addresses.insert(ip);
             leases.push(LeaseReport {
                 mac: mac.map(|m| m.to_string()).unwrap_or_default(),
-                ip: (*ip).into(),
+                ip,
                 name: Some(name.to_string()),
                 fixed: true,
-                expires_s: held.map(|l| l.expires_unix_secs.saturating_sub(now)),
+                expires_s: by_address.get(&ip).map(|l| l.expires_unix_secs.saturating_sub(now)),
             });
         }
         for lease in stored.leases.iter().filter(|l| !fixed_addresses.contains(&l.address)) {
@@ -243,6 +251,9 @@ impl Running {
             subnet: spec.subnet.to_string(),
             gateway: spec.gateway,
             router: spec.router,
+            prefix6: spec.ipv6.map(|prefix| format!("{prefix}/64")),
+            gateway6: spec.ipv6.map(|prefix| Ipv6Config::new(prefix).address()),
+            router6: spec.router6().filter(|_| kernel::has_ipv6()),
             uplink,
             uplink_fault: self.ports.get(&plan::uplink_name(&spec.name)).and_then(super::ports::RunningPort::fault),
             domain: spec.domain.clone(),

@@ -3,7 +3,7 @@
 //! Each complaint names the keys that it leans on, and is not made where one of them is at fault itself.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
 use tombolo_port::vxlan::MAX_REMOTES;
@@ -67,6 +67,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.idle_keys_of_networks();
     check.idle_keys_of_members();
     check.guards();
+    check.containers6();
     super::policy::check(&mut check);
     forwards(fabric, spots, out);
 }
@@ -555,6 +556,39 @@ impl Check<'_, '_, '_> {
             }
         }
         ips.into_iter().map(|(place, (.., who))| (place, who)).collect()
+    }
+
+    /// Fixed IPv6 addresses of containers. Unlike those of other members, which may share one that moves between them, they belong
+    /// to one container. So of two calls of the CNI plugin that choose the same address only one succeeds.
+    fn containers6(&mut self) {
+        let fabric = self.fabric;
+        for network in fabric.networks.iter().filter(|n| n.ipv6.is_some()) {
+            let mut containers = fabric.taps.iter().filter(|t| t.container.is_some() && t.network == network.name);
+            let Some(prefix) = network.ipv6.filter(|_| containers.clone().next().is_some()) else { continue };
+            let mut taken: HashMap<Ipv6Addr, Vec<String>> = HashMap::new();
+            for (word, last) in [("the network itself", 0), ("the gateway", 1)] {
+                taken.entry(Ipv6Addr::from_bits(prefix.to_bits() | last)).or_default().push(word.into());
+            }
+            for (name, _, all) in fabric.addresses6(&network.name) {
+                all.into_iter().for_each(|ip| taken.entry(ip).or_default().push(name.clone()));
+            }
+            // What DHCPv6 gives to a member with a fixed IPv4 address.
+            for (_, _, ip, name) in fabric.addresses().into_iter().filter(|(n, ..)| *n == network.name) {
+                let leased = Ipv6Addr::from_bits(prefix.to_bits() | u128::from(ip.to_bits()));
+                taken.entry(leased).or_default().push(name.into());
+            }
+            for tap in &mut containers {
+                let (at, net_at) = (&format!("tap.{}", tap.name)[..], &path_of(&network.name)[..]);
+                let Ip6::Only(list) = &tap.ip6 else { continue };
+                for ip in list.iter().filter(|p| p.bits == 128).map(|p| p.base) {
+                    let others = taken.get(&ip).into_iter().flatten();
+                    let Some(other) = others.into_iter().find(|name| **name != tap.name) else { continue };
+                    let found = format!("{ip}, which is that of {other}");
+                    let leans_on = [(at, "network"), (net_at, "ipv6"), (at, "container")];
+                    self.fault((at, "ip6"), &leans_on, "an address that no other member has", found, None);
+                }
+            }
+        }
     }
 
     /// `guard = "ip"` that was asked for, where there is no address to hold the member to; `ip6`
