@@ -260,9 +260,10 @@ impl Running {
             Boot::Vm { disks, .. } => Some(disks.iter().map(|(path, _)| path.clone()).collect::<Vec<_>>()),
             Boot::Cell(_) => None,
         });
-        if let Some(Boot::Vm { cloud_init: Some(user_data), .. }) = spec.map(|m| &m.boot) {
+        if let Some((spec, Boot::Vm { cloud_init: Some(user_data), .. })) = spec.map(|m| (m, &m.boot)) {
             let place = cloud_init::path(&self.facts.runtime, &plan.name);
-            cloud_init::write(&place, &plan.name, user_data).map_err(spawn)?;
+            let network_config = cloud_init::network_config(&self.spec, spec);
+            cloud_init::write(&place, &plan.name, user_data, network_config.as_deref()).map_err(spawn)?;
         }
         let writes = Writes { runtime: self.facts.runtime.clone(), files: disks.unwrap_or_default() };
         let has_own_arguments = spec.is_none_or(|m| !m.qemu.is_empty());

@@ -338,7 +338,7 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "cloud_init",
                 "the path of a file",
                 "none",
-                "user-data for cloud-init in the guest, on a read-only disk of its NoCloud source; the host name is the VM's name",
+                "user-data for cloud-init in the guest, on a read-only disk of its NoCloud source, with the VM's name as host name and the settings of all its network devices",
             ),
             key(
                 "boot",
