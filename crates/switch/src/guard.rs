@@ -17,6 +17,7 @@ mod roles;
 
 pub(crate) use bindings::Bindings;
 pub use bindings::{LIMIT, Learn};
+pub(crate) use ipv6::{nd_options, options_tell};
 pub(crate) use roles::refuse;
 pub use roles::{Protected, Roles, link_local};
 

@@ -115,16 +115,28 @@ pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
     Upper::Hidden
 }
 
-/// Whether each option of that kind tells the Ethernet source, and the options are well formed (RFC 4861 §4.6).
-pub(super) fn options_tell(mut options: &[u8], kind: u8, mac: &Mac) -> bool {
-    while let Some(&[this, units]) = options.get(..2) {
-        let Some((option, rest)) = options.split_at_checked(8 * usize::from(units)) else { return false };
-        if units == 0 || this == kind && option.get(2..8) != Some(mac) {
-            return false;
+/// The options of a message of neighbour discovery (RFC 4861 §4.6): the kind, and the bytes of the option, at least 8. `None` stands
+/// for the rest where that is not well formed.
+pub(crate) fn nd_options(mut rest: &[u8]) -> impl Iterator<Item = Option<(u8, &[u8])>> {
+    std::iter::from_fn(move || {
+        let all = std::mem::take(&mut rest);
+        if all.is_empty() {
+            return None;
         }
-        options = rest;
-    }
-    options.is_empty()
+        let split = || {
+            let &[kind, units] = all.first_chunk()?;
+            let (option, rest) = all.split_at_checked(8 * usize::from(units)).filter(|_| units != 0)?;
+            Some((kind, option, rest))
+        };
+        let Some((kind, option, behind)) = split() else { return Some(None) };
+        rest = behind;
+        Some(Some((kind, option)))
+    })
+}
+
+/// Whether each option of that kind tells the Ethernet address, and the options are well formed.
+pub(crate) fn options_tell(options: &[u8], kind: u8, mac: &Mac) -> bool {
+    nd_options(options).all(|option| option.is_some_and(|(this, bytes)| this != kind || bytes.get(2..8) == Some(mac)))
 }
 
 impl List {

@@ -16,6 +16,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::packet::{BROADCAST, IP_AT, word};
 use crate::frame::Mac;
+use crate::guard::{link_local, nd_options};
 use tombolo_ring::checksum::{add, sum};
 
 const ETHERTYPE_ARP: [u8; 2] = [0x08, 0x06];
@@ -234,16 +235,11 @@ impl Address for Ipv4Addr {
 
 /// The source or target link-layer address (RFC 4861 §4.6.1) among `options`, if it is there; `None` where the options
 /// are not whole.
-fn link_layer_address(mut options: &[u8], wanted: u8) -> Option<Option<Mac>> {
-    let mut found = None;
-    while let [kind, units, ..] = *options {
-        let (option, rest) = options.split_at_checked(usize::from(units) * 8).filter(|_| units != 0)?;
-        if kind == wanted {
-            found = Some(*option[2..].first_chunk()?);
-        }
-        options = rest;
-    }
-    options.is_empty().then_some(found)
+fn link_layer_address(options: &[u8], wanted: u8) -> Option<Option<Mac>> {
+    nd_options(options).try_fold(None, |found, option| {
+        let (kind, bytes) = option?;
+        Some(if kind == wanted { Some(*bytes[2..].first_chunk()?) } else { found })
+    })
 }
 
 /// A solicitation or advertisement, with the option that tells the sender's MAC.
@@ -311,10 +307,7 @@ impl Address for Ipv6Addr {
     }
 
     fn scoped(mac: Mac) -> Option<Self> {
-        // RFC 4291 appendix A.
-        let [a, b, c, d, e, f] = mac;
-        let [one, two, three, four] = [[a ^ 2, b], [c, 0xff], [0xfe, d], [e, f]].map(u16::from_be_bytes);
-        Some(Ipv6Addr::new(0xfe80, 0, 0, 0, one, two, three, four))
+        Some(link_local(&mac))
     }
 
     fn header(packet: &[u8]) -> Option<Header<Self>> {

@@ -32,7 +32,7 @@ use super::{Gateway, Source};
 use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
-use crate::guard::link_local;
+use crate::guard::{link_local, options_tell};
 use advertise::{Advert, INTERVAL};
 use dhcp::{Answer, Grant, Kind, Message, Status};
 use learned::Learned;
@@ -72,18 +72,6 @@ pub(super) struct Six {
     solicitations: Rates,
     learned: Learned,
     pub(super) leases: Option<Leases>,
-}
-
-/// Whether options of neighbour discovery are whole (RFC 4861 §4.6), and those of `kind` are `mac`.
-fn options_are(mut options: &[u8], kind: u8, mac: Mac) -> bool {
-    while let Some(&[this, units]) = options.get(..2) {
-        let Some((option, rest)) = options.split_at_checked(8 * usize::from(units)) else { return false };
-        if units == 0 || this == kind && option.get(2..8) != Some(&mac) {
-            return false;
-        }
-        options = rest;
-    }
-    options.is_empty()
 }
 
 impl Six {
@@ -384,7 +372,7 @@ impl Gateway {
         let anonymous = route.source.is_unspecified();
         match message[0] {
             ROUTER_SOLICITATION => {
-                let whole = message.len() >= 8 && options_are(&message[8..], SOURCE_LINK_LAYER, route.source_mac);
+                let whole = message.len() >= 8 && options_tell(&message[8..], SOURCE_LINK_LAYER, &route.source_mac);
                 if !whole || !anonymous && self.check_source6(route.source).is_err() {
                     return Err(Reason::GatewayRefused);
                 }
@@ -408,7 +396,7 @@ impl Gateway {
             kind @ (NEIGHBOUR_SOLICITATION | NEIGHBOUR_ADVERTISEMENT) => {
                 let option = if kind == NEIGHBOUR_SOLICITATION { SOURCE_LINK_LAYER } else { TARGET_LINK_LAYER };
                 let target = message.get(8..24).and_then(|b| <[u8; 16]>::try_from(b).ok()).map(Ipv6Addr::from);
-                let target = target.filter(|_| options_are(&message[24..], option, route.source_mac));
+                let target = target.filter(|_| options_tell(&message[24..], option, &route.source_mac));
                 let Some(target) = target.filter(|t| !t.is_multicast()) else { return Err(Reason::GatewayRefused) };
                 self.heard(now, kind, route, target, source)
             }
