@@ -23,7 +23,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_port::vxlan;
 use tombolo_port::xen::XenPort;
-use tombolo_ring::vxlan::{OVERHEAD4_BYTES, OVERHEAD6_BYTES};
+use tombolo_ring::vxlan::overhead_bytes;
 
 use crate::fabric::standing::Standing;
 use crate::file::{self, Boot, Fabric, Image, Machine, Places, PortKind, Problem, Proto, Tap, Uplink, Vxlan, nearest};
@@ -371,7 +371,7 @@ impl Look<'_> {
             }
         }
         let Some(((path, remote), network)) = narrowest.zip(self.fabric.network(network)) else { return };
-        let overhead = if tunnel.local.is_ipv6() { OVERHEAD6_BYTES } else { OVERHEAD4_BYTES };
+        let overhead = overhead_bytes(tunnel.local.is_ipv6());
         let most = path.saturating_sub(overhead);
         if u32::from(network.mtu) > most {
             let expected = format!(

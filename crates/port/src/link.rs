@@ -14,6 +14,7 @@
 
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest as Request};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::fmt;
@@ -491,6 +492,17 @@ impl Monitor {
                 Err(Errno::INTR) => {}
                 _ => return changed,
             }
+        }
+    }
+
+    /// What waits at a port's socket, and whether links changed, in one call: the second look of a port that arms. `None` where a
+    /// signal interrupted it.
+    pub(crate) fn poll(&self, socket: impl AsFd) -> Result<Option<(PollFlags, bool)>, Errno> {
+        let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN), PollFd::new(self, PollFlags::IN)];
+        match poll(&mut fds, Some(&Timespec::default())) {
+            Ok(_) => Ok(Some((fds[0].revents(), !fds[1].revents().is_empty()))),
+            Err(Errno::INTR) => Ok(None),
+            Err(errno) => Err(errno),
         }
     }
 

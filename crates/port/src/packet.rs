@@ -23,10 +23,10 @@
 use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, Headers, Piece, Received, Slots};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::sockopt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
@@ -430,17 +430,9 @@ impl Port for PacketPort {
 
     fn arm(&mut self) -> Result<bool, Fault> {
         // Wake-ups are always on; this is the second look, at the frames and at the interface in one call.
-        let mut fds = [
-            PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(self.monitor.as_fd(), PollFlags::IN),
-        ];
-        match poll(&mut fds, Some(&Timespec::default())) {
-            Ok(_) => {}
-            Err(Errno::INTR) => return Ok(true),
-            Err(errno) => return Err(self.fault("polling", errno)),
-        }
-        let (socket, links) = (fds[0].revents(), fds[1].revents());
-        if !links.is_empty() || socket.contains(PollFlags::ERR) {
+        let seen = self.monitor.poll(&self.socket).map_err(|errno| self.fault("polling", errno))?;
+        let Some((socket, links)) = seen else { return Ok(true) };
+        if links || socket.contains(PollFlags::ERR) {
             // The error is only that the interface went down, which the look tells better.
             let _ = sockopt::socket_error(&self.socket);
             self.ask_for_service();

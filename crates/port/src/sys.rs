@@ -131,22 +131,38 @@ pub(crate) fn send_many(
     ends: &[usize],
     headers: &mut Headers,
 ) -> Result<usize, Errno> {
-    headers.0.clear();
-    let mut start = 0;
+    // SAFETY: nothing is put into the headers but what they have.
+    unsafe { send_with(socket, pieces, (0, ends.iter().copied()), headers, |_| ()) }
+}
+
+/// As [`send_many`], from the piece `first` on. `complete` adds to the header of each message in turn.
+///
+/// # Safety
+/// What `complete` puts into a header is valid until this returns, and is only read.
+unsafe fn send_with(
+    socket: impl AsFd,
+    pieces: &[Piece<'_>],
+    (first, ends): (usize, impl Iterator<Item = usize>),
+    Headers(headers): &mut Headers,
+    mut complete: impl FnMut(&mut libc::msghdr),
+) -> Result<usize, Errno> {
+    headers.clear();
+    let mut start = first;
     for end in ends {
-        let part = &pieces[start..*end];
+        let part = &pieces[start..end];
         // SAFETY: all-zero bytes are a valid mmsghdr.
         let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
         header.msg_hdr.msg_iov = part.as_ptr().cast_mut().cast();
         header.msg_hdr.msg_iovlen = part.len() as _;
-        headers.0.push(header);
-        start = *end;
+        complete(&mut header.msg_hdr);
+        headers.push(header);
+        start = end;
     }
     let fd = socket.as_fd().as_raw_fd();
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: the headers point at `pieces`, which live through the call and are readable as `Piece` promises;
-    // the kernel writes only msg_len of the headers, which are ours alone.
-    check(unsafe { libc::sendmmsg(fd, headers.0.as_mut_ptr(), headers.0.len() as _, flags) } as isize)
+    // SAFETY: the headers point at `pieces`, which live through the call and are readable as `Piece` promises, and at what the
+    // caller promises; the kernel writes only msg_len of the headers, which are ours alone.
+    check(unsafe { libc::sendmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags) } as isize)
 }
 
 // Packet sockets (linux/if_packet.h).
@@ -191,34 +207,80 @@ pub(crate) struct Received {
     pub(crate) vlan: Option<[u16; 2]>,
 }
 
-/// Buffers for several messages per call. Only memory that messages were written to is ever touched, so the
+/// Memory for several messages per call, in slots of one stride. Only memory that messages were written to is ever touched, so the
 /// stride may be generous.
-pub(crate) struct Slots {
-    arena: Vec<u8>,
+struct Arena {
+    bytes: Vec<u8>,
     stride: usize,
     headers: Headers,
     iovecs: Vec<libc::iovec>,
-    controls: Vec<Control>,
 }
 
 // SAFETY: the pointers in the iovecs are rewritten before each call that uses them.
-unsafe impl Send for Slots {}
+unsafe impl Send for Arena {}
+
+impl Arena {
+    fn new(count: usize, stride: usize) -> Arena {
+        let bytes = vec![0; count * stride];
+        Arena { bytes, stride, headers: Headers::default(), iovecs: Vec::with_capacity(count) }
+    }
+
+    /// Receives up to `count` messages without blocking, each from the byte `at` of its slot on. `complete` adds to the header of
+    /// each in turn. Returns the headers of those that came; an error only where there is no first one.
+    ///
+    /// # Safety
+    /// What `complete` puts into a header is valid until this returns, to be written by the kernel, and used by nothing else.
+    unsafe fn receive(
+        &mut self,
+        socket: impl AsFd,
+        count: usize,
+        at: usize,
+        mut complete: impl FnMut(&mut libc::msghdr),
+    ) -> Result<&[libc::mmsghdr], Errno> {
+        let Arena { bytes, stride, headers: Headers(headers), iovecs } = self;
+        headers.clear();
+        iovecs.clear();
+        for slot in bytes.chunks_exact_mut(*stride).take(count) {
+            let room = &mut slot[at..];
+            iovecs.push(libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() });
+        }
+        for iovec in iovecs.iter_mut() {
+            // SAFETY: all-zero bytes are a valid mmsghdr.
+            let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
+            header.msg_hdr.msg_iov = iovec;
+            header.msg_hdr.msg_iovlen = 1;
+            complete(&mut header.msg_hdr);
+            headers.push(header);
+        }
+        let (fd, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT);
+        // SAFETY: each header points at one iovec over its own part of the memory, with its true length, and at what the caller
+        // promises; all of it lives through the call.
+        let n =
+            unsafe { libc::recvmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags as _, std::ptr::null_mut()) };
+        Ok(&headers[..check(n as isize)?])
+    }
+}
+
+/// Whether a message was longer than its slot.
+fn is_truncated(header: &libc::mmsghdr) -> bool {
+    header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0
+}
+
+/// Buffers for several frames of a packet socket per call.
+pub(crate) struct Slots {
+    arena: Arena,
+    controls: Vec<Control>,
+}
 
 impl Slots {
     /// `count` slots of `stride` bytes.
     pub(crate) fn new(count: usize, stride: usize) -> Slots {
-        Slots {
-            arena: vec![0; count * stride],
-            stride,
-            headers: Headers::default(),
-            iovecs: Vec::with_capacity(count),
-            controls: vec![Control([0; 40]); count],
-        }
+        Slots { arena: Arena::new(count, stride), controls: vec![Control([0; 40]); count] }
     }
 
     /// The slots' bytes, in order.
     pub(crate) fn chunks_mut(&mut self) -> std::slice::ChunksExactMut<'_, u8> {
-        self.arena.chunks_exact_mut(self.stride)
+        self.arena.bytes.chunks_exact_mut(self.arena.stride)
     }
 
     /// Receives up to `count` messages without blocking, each from the byte `at` of its slot on, and reports
@@ -231,31 +293,19 @@ impl Slots {
         got: &mut Vec<Received>,
     ) -> Result<(), Errno> {
         got.clear();
-        self.headers.0.clear();
-        self.iovecs.clear();
-        let count = count.min(self.controls.len());
-        for slot in self.arena.chunks_exact_mut(self.stride).take(count) {
-            let room = &mut slot[at..];
-            self.iovecs.push(libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() });
-        }
-        for (iovec, control) in self.iovecs.iter_mut().zip(&mut self.controls) {
-            // SAFETY: all-zero bytes are a valid mmsghdr.
-            let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
-            header.msg_hdr.msg_iov = iovec;
-            header.msg_hdr.msg_iovlen = 1;
-            header.msg_hdr.msg_control = control.0.as_mut_ptr().cast();
-            header.msg_hdr.msg_controllen = size_of::<Control>() as _;
-            self.headers.0.push(header);
-        }
-        let (fd, headers) = (socket.as_fd().as_raw_fd(), &mut self.headers.0);
-        let flags = libc::MSG_DONTWAIT;
-        // SAFETY: each header points at one iovec over its own part of the arena and at its own control buffer,
-        // with their true lengths; all of it belongs to self and lives through the call.
-        let n =
-            unsafe { libc::recvmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags as _, std::ptr::null_mut()) };
-        for header in &headers[..check(n as isize)?] {
-            let truncated = header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0;
-            got.push(Received { bytes: header.msg_len as usize, truncated, vlan: vlan_of(&header.msg_hdr) });
+        let Slots { arena, controls } = self;
+        let count = count.min(controls.len());
+        let mut each = controls.iter_mut();
+        let complete = |header: &mut libc::msghdr| {
+            if let Some(control) = each.next() {
+                header.msg_control = control.0.as_mut_ptr().cast();
+                header.msg_controllen = size_of::<Control>() as _;
+            }
+        };
+        // SAFETY: each header has its own control buffer of self, with its true length.
+        for header in unsafe { arena.receive(socket, count, at, complete) }? {
+            let bytes = header.msg_len as usize;
+            got.push(Received { bytes, truncated: is_truncated(header), vlan: vlan_of(&header.msg_hdr) });
         }
         Ok(())
     }

@@ -17,11 +17,12 @@ use core::fmt;
 pub const HEADER_BYTES: usize = 8;
 /// UDP's port for VXLAN (IANA). Linux without `dstport`, and flannel, use 8472.
 pub const PORT: u16 = 4789;
-/// What comes before an inner frame in an outer packet: IPv4 20, UDP 8, VXLAN 8, and the inner frame's Ethernet header 14. The
-/// MTU of a network is so much less than that of the path.
-pub const OVERHEAD4_BYTES: u32 = 50;
-/// As [`OVERHEAD4_BYTES`], with IPv6's header of 40.
-pub const OVERHEAD6_BYTES: u32 = 70;
+
+/// By how much the MTU of a network is less than that of the path: IPv4 20 or IPv6 40, UDP 8, VXLAN 8, and the inner frame's
+/// Ethernet header 14.
+pub const fn overhead_bytes(over_ipv6: bool) -> u32 {
+    if over_ipv6 { 70 } else { 50 }
+}
 
 const FLAG_VNI: u8 = 0x08;
 const FLAG_NEXT_PROTOCOL: u8 = 0x04;

@@ -3,7 +3,7 @@
 //! Like its parent, this module decides nothing and is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
 
-use super::{Headers, Piece, check, set_option};
+use super::{Arena, Headers, Piece, check, is_truncated, send_with, set_option};
 use rustix::io::Errno;
 use std::ffi::{CStr, c_int};
 use std::mem::size_of;
@@ -119,42 +119,30 @@ impl Outbox {
         first: usize,
         messages: &[Message],
     ) -> Result<usize, Errno> {
-        let Outbox { headers: Headers(headers), addresses, controls } = self;
-        headers.clear();
+        let Outbox { headers, addresses, controls } = self;
         addresses.clear();
         controls.clear();
         // Both lists are complete before anything points into them.
         addresses.extend(messages.iter().map(|message| Address::of(message.to)));
         controls.extend(messages.iter().map(|message| Control::segment(message.segment)));
-        let mut start = first;
-        for (i, message) in messages.iter().enumerate() {
-            let part = &pieces[start..message.end];
-            // SAFETY: all-zero bytes are a valid mmsghdr.
-            let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
-            header.msg_hdr.msg_name = std::ptr::from_mut(&mut addresses[i]).cast();
-            header.msg_hdr.msg_namelen = match message.to {
+        let mut each = messages.iter().zip(addresses.iter_mut().zip(controls.iter_mut()));
+        let complete = |header: &mut libc::msghdr| {
+            let Some((message, (address, control))) = each.next() else { return };
+            header.msg_name = std::ptr::from_mut(address).cast();
+            header.msg_namelen = match message.to {
                 SocketAddr::V4(_) => size_of::<libc::sockaddr_in>(),
                 SocketAddr::V6(_) => size_of::<libc::sockaddr_in6>(),
             } as _;
-            header.msg_hdr.msg_iov = part.as_ptr().cast_mut().cast();
-            header.msg_hdr.msg_iovlen = part.len() as _;
             if message.segment != 0 {
-                header.msg_hdr.msg_control = controls[i].0.as_mut_ptr().cast();
-                header.msg_hdr.msg_controllen = size_of::<Control>() as _;
+                header.msg_control = control.0.as_mut_ptr().cast();
+                header.msg_controllen = size_of::<Control>() as _;
             }
-            headers.push(header);
-            start = message.end;
-        }
-        let fd = socket.as_fd().as_raw_fd();
-        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-        // SAFETY: the headers point at `pieces`, which live through the call and are readable as `Piece` promises, and at addresses
-        // and control data of ours, which do not move any more; the kernel writes only msg_len of the headers.
-        check(unsafe { libc::sendmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags) } as isize)
+        };
+        let ends = messages.iter().map(|message| message.end);
+        // SAFETY: addresses and control data are ours, and do not move any more.
+        unsafe { send_with(socket, pieces, (first, ends), headers, complete) }
     }
 }
-
-// SAFETY: the pointers in the headers are rewritten before each call that uses them.
-unsafe impl Send for Outbox {}
 
 /// What came in one slot of [`Inbox`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,65 +155,43 @@ pub(crate) struct Datagram {
     pub(crate) truncated: bool,
 }
 
-/// Buffers for several datagrams per call. Only memory that datagrams were written to is ever touched.
+/// Buffers for several datagrams per call.
 pub(crate) struct Inbox {
-    arena: Vec<u8>,
-    stride: usize,
-    headers: Headers,
-    iovecs: Vec<libc::iovec>,
+    arena: Arena,
     addresses: Vec<Address>,
 }
-
-// SAFETY: the pointers in the lists are rewritten before each call that uses them.
-unsafe impl Send for Inbox {}
 
 impl Inbox {
     /// `count` slots of `stride` bytes.
     pub(crate) fn new(count: usize, stride: usize) -> Inbox {
-        Inbox {
-            arena: vec![0; count * stride],
-            stride,
-            headers: Headers::default(),
-            iovecs: Vec::with_capacity(count),
-            addresses: vec![Address::none(); count],
-        }
+        Inbox { arena: Arena::new(count, stride), addresses: vec![Address::none(); count] }
     }
 
     /// The slots' bytes, in order.
     pub(crate) fn chunks(&self) -> std::slice::ChunksExact<'_, u8> {
-        self.arena.chunks_exact(self.stride)
+        self.arena.bytes.chunks_exact(self.arena.stride)
     }
 
     /// Receives up to `count` datagrams without blocking, and reports each. An error only where there is no first one.
     pub(crate) fn receive(&mut self, socket: impl AsFd, count: usize, got: &mut Vec<Datagram>) -> Result<(), Errno> {
-        let Inbox { arena, stride, headers: Headers(headers), iovecs, addresses } = self;
         got.clear();
-        headers.clear();
-        iovecs.clear();
+        let Inbox { arena, addresses } = self;
         let count = count.min(addresses.len());
-        for slot in arena.chunks_exact_mut(*stride).take(count) {
-            iovecs.push(libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot.len() });
-        }
-        for (iovec, address) in iovecs.iter_mut().zip(addresses.iter_mut()) {
-            *address = Address::none();
-            // SAFETY: all-zero bytes are a valid mmsghdr.
-            let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
-            header.msg_hdr.msg_iov = iovec;
-            header.msg_hdr.msg_iovlen = 1;
-            header.msg_hdr.msg_name = std::ptr::from_mut(address).cast();
-            header.msg_hdr.msg_namelen = size_of::<Address>() as _;
-            headers.push(header);
-        }
-        let (fd, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT);
-        // SAFETY: each header points at one iovec over its own part of the arena and at its own address, with their true
-        // lengths; all of it belongs to self and lives through the call.
-        let n =
-            unsafe { libc::recvmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags as _, std::ptr::null_mut()) };
-        for (header, address) in headers[..check(n as isize)?].iter().zip(addresses.iter()) {
+        let mut each = addresses.iter_mut();
+        let complete = |header: &mut libc::msghdr| {
+            if let Some(address) = each.next() {
+                *address = Address::none();
+                header.msg_name = std::ptr::from_mut(address).cast();
+                header.msg_namelen = size_of::<Address>() as _;
+            }
+        };
+        // SAFETY: each header has its own address of self, with its true length.
+        let headers = unsafe { arena.receive(socket, count, 0, complete) }?;
+        for (header, address) in headers.iter().zip(addresses.iter()) {
             got.push(Datagram {
                 from: address.get(header.msg_hdr.msg_namelen as usize),
                 bytes: header.msg_len as usize,
-                truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
+                truncated: is_truncated(header),
             });
         }
         Ok(())

@@ -33,13 +33,12 @@ mod table;
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::ops::Range;
-use std::os::fd::AsFd;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::sockopt;
 use tombolo_ring::mem::Foreign;
-use tombolo_ring::vxlan::{self, HEADER_BYTES, OVERHEAD4_BYTES, OVERHEAD6_BYTES, Vni};
+use tombolo_ring::vxlan::{self, HEADER_BYTES, Vni};
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
@@ -88,13 +87,6 @@ pub struct VxlanConfig {
     pub netns: Option<Netns>,
 }
 
-impl VxlanConfig {
-    /// What the tunnel's headers take of the path's MTU, in bytes.
-    pub fn overhead_bytes(&self) -> u32 {
-        if self.local.is_ipv6() { OVERHEAD6_BYTES } else { OVERHEAD4_BYTES }
-    }
-}
-
 /// Why a tunnel could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names what each field holds")]
@@ -117,7 +109,7 @@ pub enum VxlanError {
 }
 
 /// The MTU of the path from `local` to `remote` in bytes, as this machine's kernel knows it; the network's has to leave room for
-/// [`VxlanConfig::overhead_bytes`]. Nothing is sent.
+/// [`vxlan::overhead_bytes`]. Nothing is sent.
 ///
 /// # Errors
 /// If `local` is no address of this machine, or there is no route.
@@ -529,17 +521,9 @@ impl Port for VxlanPort {
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        let mut fds = [
-            PollFd::from_borrowed_fd(self.receiver.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(self.monitor.as_fd(), PollFlags::IN),
-        ];
-        match poll(&mut fds, Some(&Timespec::default())) {
-            Ok(_) => {}
-            Err(Errno::INTR) => return Ok(true),
-            Err(errno) => return Err(self.fault("polling", errno)),
-        }
-        let (socket, links) = (fds[0].revents(), fds[1].revents());
-        if !links.is_empty() {
+        let seen = self.monitor.poll(&self.receiver).map_err(|errno| self.fault("polling", errno))?;
+        let Some((socket, links)) = seen else { return Ok(true) };
+        if links {
             self.ask_for_service();
             return Ok(true);
         }

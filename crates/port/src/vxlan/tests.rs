@@ -1,6 +1,7 @@
 //! The conformance suite with the kernel's vxlan device at the other end, over IPv4 and IPv6; and what a tunnel refuses.
 
 use std::net::UdpSocket;
+use std::os::fd::{AsFd, AsRawFd};
 
 use tombolo_ring::vxlan::HEADER_BYTES;
 use tombolo_switch::frame::{Offload, SegmentKind};
@@ -46,6 +47,11 @@ fn address(text: &str) -> SocketAddr {
     SocketAddr::new(text.parse().unwrap(), PORT)
 }
 
+/// A tunnel in this namespace.
+fn tunnel(local: SocketAddr, remotes: Vec<SocketAddr>) -> VxlanConfig {
+    VxlanConfig { vni: Vni::new(VNI).unwrap(), local, remotes, mtu: 1500, learning: true, netns: None }
+}
+
 /// Two namespaces with a cable between them: the port's, and the one with the kernel's end of the tunnel.
 struct Tunnel<F> {
     ours: Netns,
@@ -56,7 +62,7 @@ struct Tunnel<F> {
 
 impl<F: Family> Tunnel<F> {
     fn cable(ours: &Netns, theirs: &Netns) {
-        let own = format!("/proc/{}/fd/{}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&theirs.as_fd()));
+        let own = format!("/proc/{}/fd/{}", std::process::id(), theirs.as_fd().as_raw_fd());
         kernel_side::run(ours, &format!("ip link add va mtu 1600 type veth peer name vb mtu 1600 netns {own}"));
         for (netns, name, addresses) in [(ours, "va", &[F::OURS][..]), (theirs, "vb", &[F::THEIRS, F::STRANGER])] {
             for address in addresses {
@@ -108,14 +114,7 @@ impl<F: Family> Fixture for Tunnel<F> {
     fn make(registration: Registration) -> (Box<dyn Port>, Self) {
         let (ours, theirs) = (namespace(), namespace());
         Self::cable(&ours, &theirs);
-        let config = VxlanConfig {
-            vni: Vni::new(VNI).unwrap(),
-            local: address(F::OURS),
-            remotes: vec![address(F::THEIRS)],
-            mtu: 1500,
-            learning: true,
-            netns: Some(ours.clone()),
-        };
+        let config = VxlanConfig { netns: Some(ours.clone()), ..tunnel(address(F::OURS), vec![address(F::THEIRS)]) };
         let port = VxlanPort::open(&config, registration, None).unwrap();
         let side = KernelSide::open(&theirs, "vx");
         (Box::new(port), Tunnel { ours, theirs, side, family: std::marker::PhantomData })
@@ -215,14 +214,8 @@ fn an_address_that_was_heard_from_a_remote_is_sent_to_that_remote_alone() {
         })
         .collect();
     for learning in [true, false] {
-        let config = VxlanConfig {
-            vni: Vni::new(5).unwrap(),
-            local: SocketAddr::new(here(0), PORT),
-            remotes: remotes.iter().map(|socket| socket.local_addr().unwrap()).collect(),
-            mtu: 1500,
-            learning,
-            netns: None,
-        };
+        let ends = remotes.iter().map(|socket| socket.local_addr().unwrap()).collect();
+        let config = VxlanConfig { learning, ..tunnel(SocketAddr::new(here(0), PORT), ends) };
         let mut reactor = crate::reactor::Reactor::new().unwrap();
         let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
         let mut port = VxlanPort::open(&config, registration, None).unwrap();
@@ -298,14 +291,8 @@ fn flows_have_their_own_source_ports_and_keep_their_order() {
 fn remotes_that_make_no_tunnel_are_refused() {
     let reactor = crate::reactor::Reactor::new().unwrap();
     let open = |local: &str, remotes: &[&str]| {
-        let config = VxlanConfig {
-            vni: Vni::new(5).unwrap(),
-            local: local.parse().unwrap(),
-            remotes: remotes.iter().map(|remote| remote.parse().unwrap()).collect(),
-            mtu: 1500,
-            learning: true,
-            netns: None,
-        };
+        let remotes = remotes.iter().map(|remote| remote.parse().unwrap()).collect();
+        let config = tunnel(local.parse().unwrap(), remotes);
         let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
         VxlanPort::open(&config, registration, None).map(|_| ()).unwrap_err().to_string()
     };
@@ -323,14 +310,7 @@ fn a_port_that_takes_over_receives_what_came_meanwhile() {
     let reactor = crate::reactor::Reactor::new().unwrap();
     let registration = || reactor.registrar().registration(tombolo_switch::wait::Token(1));
     let remote = UdpSocket::bind("127.78.0.2:4789").unwrap();
-    let config = VxlanConfig {
-        vni: Vni::new(5).unwrap(),
-        local: "127.78.0.1:4789".parse().unwrap(),
-        remotes: vec![remote.local_addr().unwrap()],
-        mtu: 1500,
-        learning: true,
-        netns: None,
-    };
+    let config = tunnel("127.78.0.1:4789".parse().unwrap(), vec![remote.local_addr().unwrap()]);
     let first = VxlanPort::open(&config, registration(), None).unwrap();
     let in_use = VxlanPort::open(&config, registration(), None).map(|_| ()).unwrap_err();
     assert!(in_use.to_string().contains("in use"), "{in_use}");
