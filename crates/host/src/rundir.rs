@@ -293,13 +293,17 @@ pub fn running(root: &Path) -> Vec<String> {
     out
 }
 
+/// The records of all fabrics of `root`, with their folders.
+fn owners(root: &Path) -> impl Iterator<Item = (PathBuf, Owner)> {
+    let folders = fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.path());
+    folders.filter_map(|folder| read_owner(&folder).map(|owner| (folder, owner)))
+}
+
 /// The records of fabrics that do not run and were not taken down: their daemons were killed.
 pub fn left_owners(root: &Path) -> Vec<Owner> {
     let running = running(root);
-    let entries = fs::read_dir(root).into_iter().flatten().flatten();
-    let left = entries.filter(|e| e.file_name().to_str().is_some_and(|name| !running.iter().any(|r| r == name)));
-    let read = |e: fs::DirEntry| serde_json::from_slice(&fs::read(e.path().join("owner.json")).ok()?).ok();
-    left.filter_map(read).collect()
+    let runs = |folder: &Path| running.iter().any(|name| folder.ends_with(name));
+    owners(root).filter(|(folder, _)| !runs(folder)).map(|(_, owner)| owner).collect()
 }
 
 /// A fabric whose daemon was killed, under its lock: no daemon of it starts until this is dropped.
@@ -314,11 +318,8 @@ impl Killed {
     /// Those in `root` whose records `wanted` accepts. One that is being started, or looked after by another process, is left
     /// to that.
     pub fn all(root: &Path, wanted: impl Fn(&Owner) -> bool) -> Vec<Killed> {
-        let entries = fs::read_dir(root).into_iter().flatten().flatten();
         let wanted = |owner: &Owner| owner.liveness() == Liveness::Gone && wanted(owner);
-        let killed = entries.filter_map(|entry| {
-            let folder = entry.path();
-            read_owner(&folder).filter(wanted)?;
+        let killed = owners(root).filter(|(_, owner)| wanted(owner)).filter_map(|(folder, _)| {
             let lock = fs::OpenOptions::new().read(true).write(true).open(folder.join("lock")).ok()?;
             flock(&lock, FlockOperation::NonBlockingLockExclusive).ok()?;
             // As it is now that none changes it.

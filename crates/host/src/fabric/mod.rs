@@ -321,6 +321,15 @@ fn needs_forwarding(owner: &Owner, key: &str) -> bool {
     owner.nft_table.is_some() && owner.sysctls.iter().any(|sysctl| sysctl.key == key)
 }
 
+/// The table of a fabric, if it is in this network namespace. One that is not is of another namespace, or of before a restart of
+/// the machine.
+fn table_here(owner: &Owner) -> Result<Option<String>, KernelError> {
+    match &owner.nft_table {
+        Some(table) if kernel::has_table(table)? => Ok(Some(table.clone())),
+        _ => Ok(None),
+    }
+}
+
 impl Running {
     /// A fabric of which nothing runs yet.
     fn new(spec: Fabric, file: PathBuf, dir: RunDir, facts: Facts, say: Say) -> Running {
@@ -739,16 +748,11 @@ impl Running {
         Ok((forwarded, if set { vec![] } else { before }))
     }
 
-    /// The owner records of other fabrics whose daemons were killed, and whose rules are still in this network namespace: a record
-    /// without its table is from before a restart of the machine, or of another namespace.
+    /// The owner records of other fabrics whose daemons were killed, and whose rules are still here.
     fn killed_owners(&self) -> Result<Vec<Owner>, FabricError> {
-        let root = rundir::runtime_root()?;
         let mut found = vec![];
-        for owner in rundir::left_owners(&root) {
-            if let Some(table) = &owner.nft_table
-                && !owner.sysctls.is_empty()
-                && kernel::has_table(table)?
-            {
+        for owner in rundir::left_owners(&rundir::runtime_root()?) {
+            if !owner.sysctls.is_empty() && table_here(&owner)?.is_some() {
                 found.push(owner);
             }
         }
@@ -783,11 +787,7 @@ impl Running {
         live.extend(self.dir.as_ref().map(|dir| dir.owner().clone()));
         let mut done = vec![];
         for mut killed in rundir::Killed::all(&root, is_left) {
-            // The record of another namespace, or of before a restart of the machine, has no table here.
-            let Some(table) = killed.owner().nft_table.clone() else { continue };
-            if !kernel::has_table(&table)? {
-                continue;
-            }
+            let Some(table) = table_here(killed.owner())? else { continue };
             for key in [kernel::IP_FORWARD, kernel::FORWARD6] {
                 if !live.iter().any(|owner| needs_forwarding(owner, key)) {
                     let (theirs, rest) = by_family(killed.owner().sysctls.clone(), key);
