@@ -62,9 +62,13 @@ class Machine:
     def keys(self, folder):
         return "--keys", folder, "--machine", self.name
 
-    def cli(self, *words):
+    def command(self, *words):
+        """`tombolo WORDS` on this machine, as arguments of subprocess."""
         command = ["ip", "netns", "exec", self.space.name, *self.clock, PROGRAM, *words]
-        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **self.environment}, timeout=PATIENCE_S)
+        return {"args": command, "text": True, "env": {**os.environ, **self.environment}}
+
+    def cli(self, *words):
+        return subprocess.run(**self.command(*words), capture_output=True, timeout=PATIENCE_S)
 
     def call(self, text, *words):
         """The reply, or what was said on standard error."""
@@ -89,8 +93,7 @@ def machines(*names):
 
 def waits(machine):
     """A call that its service has begun and does not answer for long, as a process."""
-    command = ["ip", "netns", "exec", machine.space.name, *machine.clock, PROGRAM, "call", "calc", "2 + 2", *LONG]
-    return subprocess.Popen(command, env={**os.environ, **machine.environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(**machine.command("call", "calc", "2 + 2", *LONG), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @timeout(300)

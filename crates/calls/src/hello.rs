@@ -82,7 +82,7 @@ impl fmt::Display for HelloError {
 
 impl core::error::Error for HelloError {}
 
-/// Whether a service can have this name.
+/// Whether a service can have this name: the one rule, also for its socket in the folder of services.
 pub fn is_name(name: &[u8]) -> bool {
     let fine = |b: &u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
     (1..=MAX_NAME_BYTES).contains(&name.len()) && name[0] != b'.' && name.iter().all(fine)

@@ -125,7 +125,7 @@ fn table(rows: &[(String, Result<Report, ConnectError>)]) -> String {
             Ok(r) => {
                 table.row(&[
                     name,
-                    &if r.machines.is_empty() { "-".to_string() } else { r.machines.join(",") },
+                    &if r.is_imported() { r.machines.join(",") } else { "-".to_string() },
                     &r.pid.to_string(),
                     &r.clients.to_string(),
                     &r.pending.to_string(),
@@ -165,7 +165,7 @@ fn text(r: &Report) -> String {
         r.queue_bound,
         if r.admission { "on" } else { "off" },
     );
-    if !r.machines.is_empty() {
+    if r.is_imported() {
         out.push_str(&format!("served by  {}\n", r.machines.join(", ")));
     }
     out.push_str(&format!(

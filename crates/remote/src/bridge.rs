@@ -191,10 +191,7 @@ impl Target {
         if client.is_none() {
             *client = Client::connect_with(&self.name, &self.options).ok();
             // Asked after that: a service that has taken the name since belongs to another connection.
-            let is_elsewhere = || match client::report(&self.name, &self.options) {
-                Ok(report) => !report.machines.is_empty(),
-                Err(_) => false,
-            };
+            let is_elsewhere = || client::report(&self.name, &self.options).is_ok_and(|report| report.is_imported());
             if client.is_some() && self.is_export && is_elsewhere() {
                 *client = None;
             }

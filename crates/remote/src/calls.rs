@@ -259,29 +259,15 @@ impl Calls {
     /// # Errors
     /// [`CallError`]: what else it ended with; also where the link's server ended meanwhile, [`CallError::ProviderGone`].
     pub fn call(&self, bytes: &[u8], options: &CallOptions) -> Result<Reply, CallError> {
-        self.call_with(bytes, options, |_| ())
-    }
-
-    /// As [`Calls::call`]; `begun` is told the token before the wait, so that another thread may
-    /// cancel the call.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn call_with(
-        &self,
-        bytes: &[u8],
-        options: &CallOptions,
-        begun: impl FnOnce(Token),
-    ) -> Result<Reply, CallError> {
         let (limit, over) = options.limit(now_ns());
         let was_deaf = transport::server_is_gone(&self.lock().transport);
         let token = self.submit(bytes, options)?;
-        begun(token);
         self.end_of(token, after(limit), over, was_deaf)
     }
 
-    /// As [`Calls::call_with`]. Where as many calls or bytes are under way as the connection
-    /// holds, it waits for room; its deadline and timeout hold meanwhile.
+    /// As [`Calls::call`]. Where as many calls or bytes are under way as the connection holds, it
+    /// waits for room; its deadline and timeout hold meanwhile. `begun` is told the token before the
+    /// wait for the reply, so that another thread may cancel the call.
     ///
     /// # Errors
     /// As there, without [`CallError::Busy`].

@@ -31,8 +31,8 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 
 use crate::process;
+use tombolo_calls::hello::is_name;
 
-const MAX_NAME_BYTES: usize = 64;
 /// How long the lock is waited for: it is held for a few system calls.
 const LOCKED: Duration = Duration::from_secs(2);
 
@@ -84,8 +84,7 @@ pub fn services() -> Result<PathBuf, FolderError> {
 /// # Errors
 /// [`FolderError::Name`] for what could be a path of something else.
 pub fn socket_path(folder: &Path, name: &str) -> Result<PathBuf, FolderError> {
-    let fine = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
-    if name.is_empty() || name.len() > MAX_NAME_BYTES || name.starts_with('.') || !name.bytes().all(fine) {
+    if !is_name(name.as_bytes()) {
         return Err(FolderError::Name(name.into()));
     }
     Ok(folder.join(name))

@@ -295,7 +295,7 @@ impl Shared {
         }
         let options = ConnectOptions { folder: self.export.folder.clone(), ..ConnectOptions::default() };
         match client::report(service, &options) {
-            Ok(report) if !report.machines.is_empty() => return Verdict::Elsewhere,
+            Ok(report) if report.is_imported() => return Verdict::Elsewhere,
             Err(ConnectError::NoService { .. }) => return Verdict::Absent,
             // A service that is too busy to report is there.
             Ok(_) | Err(_) => {}

@@ -122,6 +122,13 @@ pub struct Report {
     pub slow_calls: Vec<SlowCall>,
 }
 
+impl Report {
+    /// Whether other machines serve its calls.
+    pub fn is_imported(&self) -> bool {
+        !self.machines.is_empty()
+    }
+}
+
 /// Counters of one worker. No other thread writes them, so a call costs no locked instruction for
 /// them.
 #[derive(Debug, Default)]
