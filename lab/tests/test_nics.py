@@ -227,11 +227,14 @@ class Rows(unittest.TestCase):
     def test_polls_without_packets_are_left_out(self):
         polls, weight = cards.polls_of(self.seen(), Knobs(), "virtio-net")
         self.assertEqual((polls, weight), (Counter({1: 10, 64: 2}), 64))
-        row = cards.nic_row(self.seen(), self.usage(), polls, weight)
+        row = cards.guest_row(self.seen(), 2.0, 1, polls, weight)
         self.assertEqual(row["packets_per_poll"], 138 / 12)
         self.assertEqual(row["full_polls"], 2 / 12)
         self.assertEqual((row["port_frames_s"], row["interrupts_s"]), (50.0, 10.0))
-        self.assertEqual(row["cpu_us_per_frame"], 0.5 * 2 * 1e6 / 100)
+        self.assertEqual((row["inside_cpus"], row["inside_softirq_cpus"]), (0.75, 0.25))
+        self.assertEqual(
+            cards.host_row(self.seen(), self.usage())["cpu_us_per_frame"], 0.5 * 2 * 1e6 / 100
+        )
 
     def test_the_weight_is_that_of_what_polls(self):
         seen = self.seen()
@@ -241,15 +244,18 @@ class Rows(unittest.TestCase):
         self.assertEqual((polls, weight), (Counter(), 8))
 
     def test_a_load_without_polls_has_no_mean(self):
-        row = cards.nic_row(self.seen(), self.usage(), Counter(), 64)
+        row = cards.guest_row(self.seen(), 2.0, 2, Counter(), 64)
         self.assertEqual((row["packets_per_poll"], row["full_polls"]), (None, 0))
 
     def test_counts_that_contradict_each_other_are_refused(self):
-        cards.check_counts(100, 90, self.seen(udp_overflows=10))
+        done = {"sent": 100, "received": 80}
+        self.assertEqual(
+            cards.losses(done, self.seen(udp_overflows=5)), {"loss_socket": 0.05, "loss_port": 0.15}
+        )
         with self.assertRaisesRegex(LabError, "101 datagrams arrived of 100 packets"):
-            cards.check_counts(200, 101, self.seen())
+            cards.losses({"sent": 200, "received": 101}, self.seen())
         with self.assertRaisesRegex(LabError, "more than the 100 that were sent"):
-            cards.check_counts(100, 90, self.seen(udp_overflows=75))
+            cards.losses({"sent": 100, "received": 90}, self.seen(udp_overflows=75))
 
     def test_a_histogram_is_thinned_in_proportion(self):
         self.assertEqual(cards.thinned({1: 2, 5: 1}), [1, 1, 5])

@@ -62,8 +62,10 @@ def polls_taken(seen: nics.NicCounters, knobs: nics.Knobs, weight: int) -> tuple
     return polls, weight
 
 
-def check_counts(sent: int, received: int, seen: nics.NicCounters) -> None:
-    """LabError when the counts of a load of datagrams contradict each other."""
+def losses(done: Mapping, seen: nics.NicCounters) -> dict:
+    """Where a load of datagrams was lost, as parts of what was sent; LabError when the sender's
+    counts and the guest's contradict each other."""
+    sent, received = done["sent"], done["received"]
     if received > seen.packets:
         raise LabError(f"{received} datagrams arrived of {seen.packets} packets at the NIC")
     if received + seen.udp_overflows > sent + OTHER_PACKETS:
@@ -71,22 +73,34 @@ def check_counts(sent: int, received: int, seen: nics.NicCounters) -> None:
             f"{received} datagrams and {seen.udp_overflows} that the socket lost are more than "
             f"the {sent} that were sent"
         )
+    lost = sent - received
+    at_socket = min(seen.udp_overflows, lost)
+    return {"loss_socket": at_socket / sent, "loss_port": (lost - at_socket) / sent}
 
 
-def nic_row(seen: nics.NicCounters, usage: machine.Usage, polls: Counter, weight: int) -> dict:
-    """Measures of the guest's counters and of the host's over one load."""
+def guest_row(
+    seen: nics.NicCounters, seconds: float, vcpus: int, polls: Counter, weight: int
+) -> dict:
+    """Measures of the guest's counters over a load of so many seconds; a full poll takes `weight`
+    packets."""
     count = sum(polls.values())
-    guest = usage.processes["guest"].cpus
     return {
-        "port_frames_s": seen.packets / usage.seconds,
+        "port_frames_s": seen.packets / seconds,
         "packets_per_poll": nics.packets_of(polls) / count if count else None,
         "full_polls": sum(polls[size] for size in polls if size >= weight) / count if count else 0,
-        "interrupts_s": seen.interrupts / usage.seconds,
-        "squeezed_s": seen.squeezed / usage.seconds,
+        "interrupts_s": seen.interrupts / seconds,
+        "squeezed_s": seen.squeezed / seconds,
+        "inside_cpus": seen.busy_cpus(vcpus),
+        "inside_softirq_cpus": seen.softirq_cpus(vcpus),
+    }
+
+
+def host_row(seen: nics.NicCounters, usage: machine.Usage) -> dict:
+    """Measures of the host's counters over one load."""
+    guest = usage.processes["guest"].cpus
+    return {
         "host_interrupts_s": usage.interrupts_s,
         "guest_cpus": guest,
-        "inside_cpus": seen.busy_cpus(),
-        "inside_softirq_cpus": seen.softirq_cpus(),
         "softirq_cpus": usage.softirq_cpus,
         "cpu_us_per_frame": guest * usage.seconds * 1e6 / seen.packets if seen.packets else None,
     }
@@ -239,17 +253,14 @@ class Nics(Workload):
         for name, value in network.row_of(done, protocol, seconds).items():
             if name in self.measures:
                 found[name] = value
-        found |= nic_row(seen, meter.usage, polls, weight)
+        found |= guest_row(seen, meter.usage.seconds, nics.VCPUS, polls, weight)
+        found |= host_row(seen, meter.usage)
         samples: dict[str, list[float]] = {"packets_per_poll": thinned(polls)} if polls else {}
         if times:
             found |= network.trips(tools.percentiles_us(times))
             samples["rtt_us"] = times
         if protocol == "udp":
-            check_counts(done["sent"], done["received"], seen)
-            lost = done["sent"] - done["received"]
-            at_socket = min(seen.udp_overflows, lost)
-            found["loss_socket"] = at_socket / done["sent"]
-            found["loss_port"] = (lost - at_socket) / done["sent"]
+            found |= losses(done, seen)
         return found | {"samples": samples}
 
     def loss_free(self, nic: nics.Nic, cell: dict, vcpu: int) -> float:

@@ -260,6 +260,14 @@ def _linux_in_fabric(cell: Mapping, space: object, folder: Path, serve: str) -> 
             )
 
 
+def macvtap_node(space: object, name: str, node: Path) -> None:
+    """Makes the character device of a namespace's macvtap. Nodes in /dev are named by an index that
+    is unique within a namespace only, so they are of no use for several."""
+    numbers = space.run("sh", "-c", f"cat /sys/class/net/{name}/macvtap/*/dev").stdout.strip()
+    major, minor = map(int, numbers.split(":"))
+    os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(major, minor))
+
+
 def _macvtap(space: object, folder: Path) -> tuple[object, Path]:
     """A macvtap and, as TAP, a macvlan on one lower device: the guest's card, and a QEMU that has
     the macvtap open as its descriptor 9."""
@@ -275,11 +283,8 @@ def _macvtap(space: object, folder: Path) -> tuple[object, Path]:
     space.ip("address", "add", f"{HOST}/24", "dev", TAP)
     for name in (lower, f"{lower}1", end, TAP):
         space.ip("link", "set", name, "up")
-    # Nodes in /dev are named by an index that is unique in a namespace only.
-    numbers = space.run("sh", "-c", f"cat /sys/class/net/{end}/macvtap/*/dev").stdout.strip()
-    major, minor = map(int, numbers.split(":"))
     node = folder / "macvtap"
-    os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(major, minor))
+    macvtap_node(space, end, node)
     wrapper = folder / "qemu"
     qemu = harness.need_program("qemu-system-x86_64", "qemu-system-x86")
     wrapper.write_text(

@@ -14,7 +14,6 @@ Import what `open` imports within it only: it loads the repository's test harnes
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shlex
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ MODEL = "xen-netfront"
 # Packets of a poll of netfront (drivers/net/xen-netfront.c gives netif_napi_add its default).
 WEIGHT = 64
 MEMORY_MIB = 128
+VCPUS = 1
 DOMAIN, VIF, GUEST = "knobs", "00:16:3e:00:00:51", "10.87.0.51"
 SIZE = 1470
 PING_S = 0.02
@@ -196,28 +196,14 @@ def loaded(bed: Bed, nic: nics.Nic, cell: dict, port: int) -> dict:
     ).text
     round_trips = bed.xen.finish(pinging, patience, check=False).text
     seen, after = nic.counters() - before, bed.dom0.hypercalls()
-    try:
-        done = json.loads(said)
-    except ValueError:
-        raise tools.ToolError(f"paced: expected a line of JSON, found {said[-300:]!r}") from None
-    cards.check_counts(done["sent"], done["received"], seen)
-    lost = done["sent"] - done["received"]
-    at_socket = min(seen.udp_overflows, lost)
+    done = paced.row_of(said)
     polls, weight = cards.polls_taken(seen, nic.knobs, WEIGHT)
-    count = sum(polls.values())
     took = max(done["sent_seconds"], seconds)
     row = network.row_of(done, "udp", seconds)
     found = {name: row.get(name) for name in Netfront.measures}
+    found |= cards.losses(done, seen)
+    found |= cards.guest_row(seen, took, VCPUS, polls, weight)
     return found | {
-        "port_frames_s": seen.packets / took,
-        "loss_socket": at_socket / done["sent"],
-        "loss_port": (lost - at_socket) / done["sent"],
-        "packets_per_poll": nics.packets_of(polls) / count if count else None,
-        "full_polls": sum(polls[n] for n in polls if n >= weight) / count if count else 0,
-        "squeezed_s": seen.squeezed / took,
-        "interrupts_s": seen.interrupts / took,
-        "inside_cpus": seen.busy / seen.ticks if seen.ticks else None,
-        "inside_softirq_cpus": seen.softirq / seen.ticks if seen.ticks else None,
         "rtt_us": mean_us(round_trips),
         "hypercalls_per_frame": sum(after[what] - calls[what] for what in after) / seen.packets
         if seen.packets

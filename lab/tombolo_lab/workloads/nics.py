@@ -447,13 +447,13 @@ class NicCounters:
             result.polls[device] = +found
         return result
 
-    def busy_cpus(self) -> float:
-        """CPUs that were busy, as the guest counts."""
-        return self.busy / self.ticks * VCPUS if self.ticks else 0.0
+    def busy_cpus(self, vcpus: int = VCPUS) -> float:
+        """CPUs that were busy, as a guest of so many counts."""
+        return self.busy / self.ticks * vcpus if self.ticks else 0.0
 
-    def softirq_cpus(self) -> float:
-        """CPUs that served softirqs, as the guest counts."""
-        return self.softirq / self.ticks * VCPUS if self.ticks else 0.0
+    def softirq_cpus(self, vcpus: int = VCPUS) -> float:
+        """CPUs that served softirqs, as a guest of so many counts."""
+        return self.softirq / self.ticks * vcpus if self.ticks else 0.0
 
 
 # ---- the guest -----------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ def check(protocol: str, size: int, offered: str, seconds: float) -> None:
                        f"found {count:.0f}")  # fmt: skip
 
 
-def _row(text: str) -> dict:
+def row_of(text: str) -> dict:
+    """What the program printed; ToolError where it is no JSON, such as a complaint."""
     try:
         return json.loads(text)
     except ValueError:
@@ -77,7 +78,7 @@ def _run(space: object, mode: str, protocol: str, words: list[object], seconds: 
     done = tools.bounded(tools.inside(space, *command), 3 * seconds + 60)
     if done.returncode:
         raise tools.ToolError(done.stderr.strip() or f"paced: ended with {done.returncode}")
-    row = _row(done.stdout)
+    row = row_of(done.stdout)
     if row["received"] > row["sent"] or not row["sent"]:
         raise tools.ToolError(f"paced: {row['received']} of {row['sent']} that were sent arrived")
     return row
@@ -127,4 +128,4 @@ def sink(
 
 def reports(process: object) -> list[dict]:
     """What a UDP sink has printed of senders that have ended."""
-    return [_row(line) for line in process.text.splitlines() if line.startswith("{")]
+    return [row_of(line) for line in process.text.splitlines() if line.startswith("{")]

@@ -10,13 +10,13 @@ import contextlib
 import json
 import os
 import select
-import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tombolo_lab import LabError, harness, sandbox
+from tombolo_lab.workloads import endpoints
 from tombolo_lab.workloads.bypass import KATA
 
 harness.lib()
@@ -334,9 +334,7 @@ class Setting:
         words = ("type", "macvtap", "mode", "bridge")
         self.router.ip("link", "add", "link", f"k{side}", "name", name, *words)
         self.router.ip("link", "set", name, "address", MAC[side])
-        # Nodes in /dev are named by an index that is unique in a namespace only.
-        numbers = self.router.run("sh", "-c", f"cat /sys/class/net/{name}/macvtap/*/dev").stdout
-        os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(*map(int, numbers.strip().split(":"))))
+        endpoints.macvtap_node(self.router, name, node)
         self.stack.callback(node.unlink)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import shutil
@@ -247,7 +246,7 @@ class Dom0:
                 command = f"paced send udp {' '.join(map(str, words))}"
                 text = self.xen.run(command, 60 + 10 * seconds, check=False).text
                 if text.startswith("{"):
-                    done = json.loads(text)
+                    done = paced.row_of(text)
                     took = max(done["sent_seconds"], seconds)
                     rows[f"udp_{rate}m_mbit_s"] = done["bytes"] * 8e-6 / took
                     break
