@@ -329,6 +329,49 @@ class Published(Case):
         self.assertIn("kind ivshmem, size 64, on no |", text)
         self.assertIn("Pearson's correlation of mbit_s and rtt_us", text)
 
+    def test_the_command_repeats_the_run_anywhere(self):
+        run = self.run_of(TWO_LEVELS, plausible)
+        name = run.experiment.name
+        for said, shown in (
+            (f"tombolo lab run {name} --into /d --set 'on=a b,c'",
+             f"tombolo lab run {name} --set 'on=a b,c'"),
+            (f"tombolo lab run --into=/d {name} --quick", f"tombolo lab run {name} --quick"),
+            (f"./x bench {name}", f"tombolo lab run {name}"),
+            ("tombolo lab run /d/mine.toml", f"tombolo lab run {name}"),
+        ):  # fmt: skip
+            run.conditions["command"] = said
+            self.assertEqual(publish.command_of(run), shown)
+
+    def test_a_drawing_is_compact_and_looks_the_same(self):
+        svg = (
+            '<svg width="504.1250pt">\n  <metadata>\n <a/></metadata><!-- x -->\n'
+            '  <path d="M 1.23456 -0.00123\nL 3 4.5" style="stroke-width: 0.64321"/>\n'
+            '  <g transform="translate(7.77777 8) scale(0.015625 -0.015625)"/></svg>'
+        )
+        self.assertEqual(
+            publish.compact(svg),
+            '<svg width="504.12pt">\n<path d="M 1.23 -0\nL 3 4.5" style="stroke-width: 0.64321"/>\n'
+            '<g transform="translate(7.78 8) scale(0.015625 -0.015625)"/></svg>',
+        )
+
+    def test_a_page_keeps_the_sections_of_other_experiments(self):
+        target = self.folder / "pages"
+        target.mkdir()
+        before = "# Results\n\nHead.\n\n## {}: Old\n\n![Old]({}.svg)\n\n## a: Kept\n\n![Kept](a.svg)\n"
+        run = self.run_of(TWO_LEVELS, plausible)
+        name = run.experiment.name
+        (target / "README.md").write_text(before.format(name, "old"))
+        for file in ("old.svg", "a.svg"):
+            (target / file).write_text("<svg/>")
+        self.assertEqual(publish.main([str(target), str(run.folder)]), 0)
+        text = (target / "README.md").read_text()
+        self.assertIn("\n## a: Kept\n\n![Kept](a.svg)\n", text)
+        self.assertIn(f"## {name}: Effects", text)
+        self.assertNotIn("Old", text)
+        self.assertEqual(
+            [(target / file).is_file() for file in ("old.svg", "a.svg")], [False, True]
+        )
+
     def test_what_is_no_run_is_said(self):
         self.assertEqual(publish.main([str(self.folder / "pages"), str(self.folder)]), 1)
 

@@ -25,6 +25,7 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -485,7 +486,7 @@ def conditions(tree: Path | None, program: Path | None) -> dict:
     name = re.search(r'^PRETTY_NAME="?([^"\n]*)', os_release, re.M)
     memory_kb = re.search(r"^MemTotal:\s*(\d+)", _text("/proc/meminfo") or "", re.M)
     return {
-        "command": " ".join(["tombolo lab", *sys.argv[1:]]),
+        "command": shlex.join(["tombolo", "lab", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(tree) if tree else None,
         "kernel": os.uname().release,

@@ -4,12 +4,14 @@
 
 For each run the page has its command, conditions and counts, the primary measure of each cell with
 its interval, figures of others, and the plots. `summary.csv` of each run is copied; raw points are
-not.
+not. Sections of other experiments that the page has already stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -90,6 +92,38 @@ def others(found: dict) -> list[str]:
     return ["", *lines] if lines else []
 
 
+# Numbers with more decimals than a hundredth of a point, and the attributes that hold positions. A
+# scale keeps its decimals.
+_LONG = re.compile(r"-?\d+\.\d{3,}")
+_POSITIONS = re.compile(r'\b(?:d|x|y|x1|x2|y1|y2|points|width|height)="[^"]*"|translate\([^)]*\)')
+_UNSEEN = re.compile(r"<!--.*?-->|<metadata>.*?</metadata>|<!DOCTYPE[^>]*>", re.S)
+
+
+def compact(svg: str) -> str:
+    """A drawing without what nobody sees: metadata, indentation, and decimals of positions beyond a
+    hundredth of a point."""
+
+    def short(found: re.Match) -> str:
+        return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
+
+    svg = _POSITIONS.sub(lambda found: _LONG.sub(short, found[0]), _UNSEEN.sub("", svg))
+    return re.sub(r"\s*\n\s*", "\n", svg)
+
+
+def command_of(run: Run) -> str:
+    """What repeats a run: its command without the folders that it named."""
+    words = iter(shlex.split(run.conditions.get("command", "")))
+    kept = []
+    for word in words:
+        if word in ("--into", "--resume"):
+            next(words, None)
+        elif not word.startswith(("--into=", "--resume=")):
+            kept.append(word)
+    if kept[:3] == ["tombolo", "lab", "run"] and run.experiment.name in kept:
+        return shlex.join(kept)
+    return f"tombolo lab run {run.experiment.name}"
+
+
 def section(run: Run, folder: Path) -> str:
     """The part of the page for one run; copies its CSV and plots."""
     experiment = run.experiment
@@ -101,7 +135,7 @@ def section(run: Run, folder: Path) -> str:
     drawn = (run.folder / "plots").glob("[0-9]*.svg"), (run.folder / "plots").glob("*.flame.svg")
     for path in [path for paths in drawn for path in sorted(paths)]:
         target = f"{name}-{path.stem}.svg"
-        shutil.copyfile(path, folder / target)
+        (folder / target).write_text(compact(path.read_text()))
         images.append(f"![{experiment.title}]({target})")
     counts = found["counts"]
     conditions = run.conditions
@@ -116,7 +150,7 @@ def section(run: Run, folder: Path) -> str:
         "",
         experiment.about,
         "",
-        f"`tombolo lab run {name}`, {began[:10]}, commit {str(conditions.get('commit'))[:12]}; "
+        f"`{command_of(run)}`, {began[:10]}, commit {str(conditions.get('commit'))[:12]}; "
         f"{where}. {counts['points']} points count, {counts['disturbed_attempts']} attempts were "
         f"disturbed and measured again, {counts['failed']} failed, {counts['skipped_cells']} cells "
         f"were skipped. [All figures]({name}.csv).",
@@ -139,11 +173,37 @@ A/A is a cell compared with itself, the noise of the machine.
 """
 
 
-def page(folder: Path, file: str, runs: Sequence[Run], command: str = "", title: str = "") -> Path:
-    """Writes a page of runs and the files that it shows into a folder of the docs."""
+def sections(text: str) -> dict[str, str]:
+    """The sections of a page by the name of their experiment."""
+    parts = re.split(r"^(?=## )", text, flags=re.M)[1:]
+    return {part[3:].partition(":")[0]: part for part in parts}
+
+
+def page(
+    folder: Path,
+    file: str,
+    runs: Sequence[Run],
+    command: str = "",
+    title: str = "",
+    keeps: bool = False,
+) -> Path:
+    """Writes a page of runs and the files that it shows into a folder of the docs.
+
+    With `keeps` the sections of other experiments stay that the page has already, and all are in
+    the order of their names; files of a section that is replaced go.
+    """
     if not folder.is_dir():
         raise LabError(f"{folder}: expected a folder of the docs, such as docs/results")
-    parts = [section(run, folder) for run in runs if run.counted()]
+    found: dict[str, str] = {}
+    if keeps and (folder / file).is_file():
+        found = sections((folder / file).read_text())
+    for run in runs:
+        if run.counted():
+            name = run.experiment.name
+            for shown in re.findall(r"\]\(([\w.-]+\.svg)\)", found.get(name, "")):
+                (folder / shown).unlink(missing_ok=True)
+            found[name] = section(run, folder) + "\n"
+    parts = [found[name].rstrip("\n") + "\n" for name in (sorted(found) if keeps else found)]
     # docs/lab.md, from docs/results or from a folder in it.
     up = "" if folder.name == "results" else "../"
     head = HEAD.format(
@@ -164,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
-        page(options.folder, "README.md", [Run.load(path) for path in options.runs])
+        page(options.folder, "README.md", [Run.load(path) for path in options.runs], keeps=True)
     except LabError as error:
         print(f"tombolo_lab.publish: {error}", file=sys.stderr)
         return 1

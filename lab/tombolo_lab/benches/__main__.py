@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,7 +111,7 @@ def measured(bench: ModuleType, options: argparse.Namespace, folder: Path) -> di
 def conditions(runs: dict[str, Run]) -> dict:
     """Where and when the runs were made, and how busy the machine was with other work."""
     first = next(iter(runs.values()))
-    found = {"command": " ".join(["./x bench", *sys.argv[1:]])}
+    found = {"command": shlex.join(["./x", "bench", *sys.argv[1:]])}
     found |= {key: first.conditions.get(key) for key in CONDITIONS}
     found |= {"load_after": list(os.getloadavg()), "tsc_khz": harness.tsc_khz()}
     points = [p for run in runs.values() for p in run.points if "took_s" in p]
