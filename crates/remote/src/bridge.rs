@@ -22,13 +22,16 @@ use std::time::Duration;
 use tombolo_calls::{CallError, CallOptions, Deadline, Request, Response};
 use tombolo_ring::rpc::entry::{Refusal, Status};
 use tombolo_rpc::client::{self, Client, ConnectOptions};
+use tombolo_rpc::clock::now_ns;
 use tombolo_rpc::provider::{self, Access, Options, RegisterError, Service};
 
 use crate::calls::Calls;
 use crate::transport::RemoteError;
 
-/// How long a request is waited for that is passed on: as long as requests live by default.
+/// How long a request without a deadline is waited for that is passed on: as long as requests live by default.
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the answer to a call is waited for that its caller has taken back.
+pub(crate) const GRACE: Duration = Duration::from_secs(4);
 /// A look at whether all still is as it was.
 const LOOK: Duration = Duration::from_secs(3600);
 
@@ -117,20 +120,26 @@ impl Bridge {
             let options = passed_on(request);
             let begun = |token| {
                 let calls = calls.clone();
-                request.on_taken_back(move || _ = calls.cancel(token));
+                request.on_taken_back(move || calls.take_back(token, GRACE));
             };
             give(calls.call_in_turn(&request.to_vec(), &options, begun), reply);
         })
     }
 }
 
+/// How long a request is waited for that has so much left: until its deadline, and then as long as a late reply may take.
+fn patience(left_ns: Option<u64>) -> Duration {
+    left_ns.map_or(TIMEOUT, |left| Duration::from_nanos(left).saturating_add(TIMEOUT))
+}
+
 /// How a request is passed on.
 pub(crate) fn passed_on(request: &provider::Request<'_>) -> CallOptions {
+    let left_ns = request.left_ns();
     CallOptions {
-        deadline: request.left_ns().map(Duration::from_nanos).into(),
+        deadline: left_ns.map(Duration::from_nanos).into(),
         // Whether a late reply is of use is its caller's choice, who takes the call back if not.
         wait_late: TIMEOUT,
-        timeout: TIMEOUT,
+        timeout: patience(left_ns),
         trace: request.trace(),
         ttl: request.ttl_left(),
     }
@@ -191,8 +200,9 @@ impl Target {
         if client.is_none() {
             *client = Client::connect_with(&self.name, &self.options).ok();
             // Asked after that: a service that has taken the name since belongs to another connection.
-            let is_elsewhere = || client::report(&self.name, &self.options).is_ok_and(|report| report.is_imported());
-            if client.is_some() && self.is_export && is_elsewhere() {
+            // Who does not say that may pass calls on: the next request asks again.
+            let is_here = || client::report(&self.name, &self.options).is_ok_and(|report| !report.is_imported());
+            if client.is_some() && self.is_export && !is_here() {
                 *client = None;
             }
         }
@@ -201,18 +211,19 @@ impl Target {
 
     fn serve(&self, peer: &Calls, request: &Request) -> Response {
         let Some(client) = self.client() else { return Response::end(Status::Failed) };
+        let patience = patience(request.left_ns(now_ns()));
         let options = CallOptions {
             // Best effort is an instant too, the last one.
             deadline: Deadline::At(request.deadline_ns),
             wait_late: TIMEOUT,
-            timeout: TIMEOUT,
+            timeout: patience,
             trace: request.trace,
             ttl: request.ttl_left(),
         };
         let called = client.submit(&request.bytes, &options).and_then(|token| {
             let taken_back = client.clone();
             peer.on_taken_back(request, move || _ = taken_back.cancel(token));
-            client.wait(token, TIMEOUT)
+            client.wait(token, patience)
         });
         let end = called.and_then(|reply| {
             let code = reply.code();
@@ -225,5 +236,18 @@ impl Target {
             }
             Response::end(status(error))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_waited_for_until_its_deadline_and_for_a_late_reply() {
+        assert_eq!(patience(None), TIMEOUT);
+        assert_eq!(patience(Some(0)), TIMEOUT);
+        assert_eq!(patience(Some(90_000_000_000)), Duration::from_secs(150));
+        assert!(patience(Some(u64::MAX)) > TIMEOUT);
     }
 }

@@ -7,6 +7,7 @@
 //! been told that we are awake. So nothing happens while no thread waits: a peer's requests are
 //! served while a thread serves ([`Calls::serve`]).
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::{SocketAddr, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -46,6 +47,12 @@ struct CallsState {
     followers: u32,
     /// Requests that threads of [`Calls::serve`] work on.
     serving: u32,
+    /// Calls that wait for room, by deadline and then in the order in which they came.
+    waiting: BTreeSet<(u64, u64)>,
+    /// How many calls have waited so far.
+    waited: u64,
+    /// Calls that were taken back, and until when their answers are waited for.
+    taken_back: Vec<(Token, Instant)>,
 }
 
 struct Shared {
@@ -67,7 +74,16 @@ impl fmt::Debug for Calls {
 
 impl Calls {
     fn new((transport, wakers): (RemoteTransport, Wakers), options: &ServeOptions) -> Calls {
-        let state = Mutex::new(CallsState { transport, hooks: Vec::new(), leader: false, followers: 0, serving: 0 });
+        let state = Mutex::new(CallsState {
+            transport,
+            hooks: Vec::new(),
+            leader: false,
+            followers: 0,
+            serving: 0,
+            waiting: BTreeSet::new(),
+            waited: 0,
+            taken_back: Vec::new(),
+        });
         Calls(Arc::new(Shared { state, turn: Condvar::new(), wakers, workers: options.workers.max(1) }))
     }
 
@@ -266,7 +282,7 @@ impl Calls {
     }
 
     /// As [`Calls::call`]. Where as many calls or bytes are under way as the connection holds, it
-    /// waits for room; its deadline and timeout hold meanwhile. `begun` is told the token before the
+    /// waits for room, the earliest deadline first; its deadline and timeout hold meanwhile. `begun` is told the token before the
     /// wait for the reply, so that another thread may cancel the call.
     ///
     /// # Errors
@@ -281,14 +297,32 @@ impl Calls {
         let (limit, over) = options.limit(now);
         let until = after(limit);
         // An instant, since it may be sent later.
-        let options =
-            CallOptions { deadline: Deadline::At(options.deadline.instant_ns(|| now, BEST_EFFORT)), ..*options };
-        let was_deaf = transport::server_is_gone(&self.lock().transport);
-        let sent =
-            self.wait(until, |state| match self.with(state, |transport| transport.submit(&options, bytes, now_ns())) {
+        let deadline_ns = options.deadline.instant_ns(|| now, BEST_EFFORT);
+        let options = CallOptions { deadline: Deadline::At(deadline_ns), ..*options };
+        let (was_deaf, turn) = {
+            let mut state = self.lock();
+            state.waited += 1;
+            let turn = (deadline_ns, state.waited);
+            state.waiting.insert(turn);
+            (transport::server_is_gone(&state.transport), turn)
+        };
+        let sent = self.wait(until, |state| {
+            // Where the peer is not there, each is told so at once.
+            if state.transport.is_up() && state.waiting.first() != Some(&turn) {
+                return None;
+            }
+            match self.with(state, |transport| transport.submit(&options, bytes, now_ns())) {
                 Err(CallError::Busy(_)) => None,
                 end => Some(end),
-            });
+            }
+        });
+        let mut state = self.lock();
+        state.waiting.remove(&turn);
+        if !state.waiting.is_empty() {
+            // The next one's turn.
+            self.tell(&state);
+        }
+        drop(state);
         let token = sent.unwrap_or(Err(over))?;
         begun(token);
         self.end_of(token, until, over, was_deaf)
@@ -296,13 +330,25 @@ impl Calls {
 
     /// Waits for the end of a call, and abandons it where it has none in time.
     fn end_of(&self, token: Token, until: Instant, over: CallError, was_deaf: bool) -> Result<Reply, CallError> {
-        let end = self.wait(until, |state| {
-            // Who waits would not be told that the peer dies.
-            let is_lost = !was_deaf && transport::server_is_gone(&state.transport);
-            let end = state.transport.fetch(token, None);
-            end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some)
-        });
-        let end = end.unwrap_or(Err(over));
+        let mut until = until;
+        let end = loop {
+            // An earlier end of the wait, since the call was taken back meanwhile.
+            let mut sooner = None;
+            let end = self.wait(until, |state| {
+                // Who waits would not be told that the peer dies.
+                let is_lost = !was_deaf && transport::server_is_gone(&state.transport);
+                let end = state.transport.fetch(token, None);
+                let end = end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some);
+                let taken_back = state.taken_back.iter().find(|(of, at)| *of == token && *at < until);
+                sooner = taken_back.map(|(_, at)| *at).filter(|_| end.is_none());
+                end.or(sooner.map(|_| Err(over)))
+            });
+            match sooner {
+                Some(at) => until = at,
+                None => break end.unwrap_or(Err(over)),
+            }
+        };
+        self.lock().taken_back.retain(|(of, _)| *of != token);
         if matches!(end, Err(CallError::DeadlineExceeded | CallError::Timeout | CallError::ProviderGone)) {
             self.give_up(token);
         }
@@ -340,6 +386,16 @@ impl Calls {
     pub fn cancel(&self, token: Token) -> bool {
         let mut state = self.lock();
         self.with(&mut state, |transport| transport.cancel(token))
+    }
+
+    /// As [`Calls::cancel`]; who waits for the call in [`Calls::call`] or [`Calls::call_in_turn`] waits no longer than `grace` from now
+    /// on.
+    pub(crate) fn take_back(&self, token: Token, grace: Duration) {
+        let mut state = self.lock();
+        if self.with(&mut state, |transport| transport.cancel(token)) {
+            state.taken_back.push((token, after(grace)));
+            self.tell(&state);
+        }
     }
 
     /// Abandons this call: it is cancelled, and its slot becomes free with its answer.

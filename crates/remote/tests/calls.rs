@@ -72,6 +72,32 @@ fn calls_go_both_ways_at_a_time_from_many_threads() {
 }
 
 #[test]
+fn who_waits_for_room_has_it_by_deadline_and_small_calls_do_not_overtake() {
+    let (a, b, _) = pairs(&ServeOptions::default()).pop().unwrap();
+    assert!(a.wait_up(SOON) && b.wait_up(SOON));
+    assert!(b.next(Duration::from_millis(1)).is_none(), "from now on requests wait");
+    // Of the 128 KiB that may be under way a large call leaves room for a small one only.
+    let large = vec![1; 100 << 10];
+    let first = a.submit(&large, &within(10_000)).unwrap();
+    std::thread::scope(|scope| {
+        let urgent = scope.spawn(|| a.call_in_turn(&large, &within(15_000), |_| ()));
+        std::thread::sleep(Duration::from_millis(300));
+        let small = scope.spawn(|| a.call_in_turn(&[2; 10 << 10], &within(18_000), |_| ()));
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(b.pending(), 1, "a small call has overtaken the one with the earlier deadline");
+        let mut seen = Vec::new();
+        for _ in 0..3 {
+            let request = b.next(SOON).unwrap();
+            seen.push(request.bytes.len() >> 10);
+            b.respond(&request, Response::new(vec![]));
+        }
+        assert_eq!(seen, [100, 100, 10]);
+        assert!(a.wait_for(first, SOON).unwrap().is_ok());
+        assert!(urgent.join().unwrap().is_ok() && small.join().unwrap().is_ok());
+    });
+}
+
+#[test]
 fn deadlines_cross_and_what_is_late_timed_out_or_cancelled_is_told_so() {
     for (a, b, _place) in pairs(&ServeOptions::default()) {
         assert!(std::thread::scope(|scope| {

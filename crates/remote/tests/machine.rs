@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -92,6 +93,33 @@ fn ask(folder: &Path, name: &str) -> String {
         let reply = client.call(b"", &within(SOON)).ok()?;
         String::from_utf8(reply.to_vec().ok()?).ok()
     })
+}
+
+/// As [`relay`] without a delay; once it holds, it goes on taking what comes and passes nothing on.
+fn holding_relay(to: SocketAddr) -> (SocketAddr, Arc<AtomicBool>) {
+    let (listener, holds) = (listener(), Arc::new(AtomicBool::new(false)));
+    let (address, held) = (listener.local_addr().unwrap(), holds.clone());
+    std::thread::spawn(move || {
+        for one in listener.incoming() {
+            let Ok(one) = one else { return };
+            let Ok(other) = TcpStream::connect(to) else { continue };
+            let ways = [(one.try_clone().unwrap(), other.try_clone().unwrap()), (other, one)];
+            for (mut from, mut to) in ways {
+                let held = held.clone();
+                to.set_nodelay(true).unwrap();
+                std::thread::spawn(move || {
+                    let mut bytes = [0; 65536];
+                    while let Ok(n @ 1..) = from.read(&mut bytes) {
+                        if !held.load(Ordering::SeqCst) && to.write_all(&bytes[..n]).is_err() {
+                            return;
+                        }
+                    }
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                });
+            }
+        }
+    });
+    (address, holds)
 }
 
 /// What comes in at the address goes to `to`, and back, each byte `delay` later.
@@ -277,6 +305,12 @@ fn a_connection_that_was_accepted_is_not_moved_to_an_import() {
     assert_eq!(ask(folders[1].path(), "calc"), "");
     let client = connect(folders[2].path(), "calc");
     assert!(matches!(client.call(b"", &within(SOON)), Err(CallError::Failed)));
+    // Nor where the import is too busy to say that it is one: it takes one more client of this user, and not two.
+    let mut others: Vec<_> =
+        (0..128).map_while(|_| Client::connect_with("calc", &options(folders[1].path())).ok()).collect();
+    assert!(others.len() >= 127, "{} clients", others.len());
+    others.truncate(127);
+    assert!(matches!(client.call(b"", &within(SOON)), Err(CallError::Failed)));
 }
 
 #[test]
@@ -362,6 +396,36 @@ fn a_call_goes_to_the_machine_that_the_rule_names_and_to_another_when_it_goes() 
         while !matches!(events.recv_timeout(SOON).unwrap(), ImportEvent::Up { machine, .. } if machine == "near") {}
         assert_eq!(ask(here.path(), "calc"), first, "{pick:?}");
     }
+}
+
+#[test]
+fn a_machine_that_is_there_and_answers_nothing_keeps_no_calls_from_the_others() {
+    let (here, near, far) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let _near_service = echo(near.path(), "calc", "near");
+    let _far_service = echo(far.path(), "calc", "far");
+    let near_export = export(near.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let far_export = export(far.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let far_address = relay(far_export.address(), Duration::from_millis(30));
+    let (near_address, holds) = holding_relay(near_export.address());
+    let remotes = [("far", far_address), ("near", near_address)];
+    let (_importer, events) = begin(Import { workers: 2, ..import(here.path(), "calc", &remotes) }, None);
+    let mut up = 0;
+    while up < 2 {
+        up += u32::from(matches!(events.recv_timeout(SOON).unwrap(), ImportEvent::Up { .. }));
+    }
+    assert_eq!(ask(here.path(), "calc"), "near");
+    // As an export that was stopped: its connection stays, and nothing comes through it.
+    holds.store(true, Ordering::SeqCst);
+    let began = Instant::now();
+    let client = connect(here.path(), "calc");
+    let short = within(Duration::from_millis(50));
+    assert!(matches!(client.call(b"", &short), Err(CallError::DeadlineExceeded)));
+    until("calls go to the machine that answers", || {
+        client
+            .call(b"", &within(Duration::from_millis(500)))
+            .is_ok_and(|reply| reply.to_vec().is_ok_and(|b| b == b"far"))
+    });
+    assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
 }
 
 #[test]

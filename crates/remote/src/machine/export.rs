@@ -293,11 +293,13 @@ impl Shared {
         if !is_allowed || !self.export.services.iter().any(|name| name == service) {
             return Verdict::Denied;
         }
-        let options = ConnectOptions { folder: self.export.folder.clone(), ..ConnectOptions::default() };
+        // Well within the time of a handshake.
+        let timeout = HANDSHAKE / 4;
+        let options = ConnectOptions { folder: self.export.folder.clone(), timeout, ..ConnectOptions::default() };
         match client::report(service, &options) {
             Ok(report) if report.is_imported() => return Verdict::Elsewhere,
             Err(ConnectError::NoService { .. }) => return Verdict::Absent,
-            // A service that is too busy to report is there.
+            // A service that is too busy to report is there; whether it is served here is asked again with the first request.
             Ok(_) | Err(_) => {}
         }
         let mut connections = self.lock();

@@ -3,13 +3,14 @@
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tombolo_calls::CallError;
 use tombolo_calls::session::ServeOptions;
+use tombolo_rpc::clock::now_ns;
 use tombolo_rpc::provider::{self, Access, Options, Service};
 
 use super::keys::Identity;
@@ -21,6 +22,8 @@ use crate::transport::RemoteError;
 /// The first pause before a machine is tried again; each is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// How long other machines are preferred to one that left a call unanswered.
+const SILENCE: Duration = Duration::from_secs(5);
 /// How often it is looked whether a name that another service holds is free.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -102,6 +105,8 @@ struct Peer {
     /// How long its hello took, in ns: an estimate until calls were answered.
     hello_ns: AtomicUsize,
     under_way: AtomicU32,
+    /// Until when other machines are preferred, since it left a call unanswered: an instant of [`now_ns`].
+    silent_until_ns: AtomicU64,
 }
 
 impl Peer {
@@ -151,6 +156,7 @@ impl Import {
             calls: Mutex::default(),
             hello_ns: AtomicUsize::new(usize::MAX),
             under_way: AtomicU32::new(0),
+            silent_until_ns: AtomicU64::new(0),
         };
         let shared = Arc::new(Shared {
             peers: self.remotes.iter().map(peer).collect(),
@@ -206,13 +212,14 @@ impl Shared {
 
     fn connect(&self, peer: &Peer) -> Result<(Calls, Duration), MachineError> {
         let Remote { machine, address } = &peer.remote;
-        let until = Instant::now() + HANDSHAKE;
         let found = address.to_socket_addrs();
         let found: Vec<SocketAddr> =
             found.map_err(|source| MachineError::Address { address: address.clone(), source })?.collect();
         let identity = self.identity.as_ref().map(|identity| (identity, machine.as_str()));
         let mut last = MachineError::Address { address: address.clone(), source: std::io::ErrorKind::NotFound.into() };
         for to in found {
+            // Of its own: neither the look-up nor a silent address takes the next one's time.
+            let until = Instant::now() + HANDSHAKE;
             match dial(to, identity, &self.import.service, until) {
                 Ok((end, took)) => {
                     let options = ServeOptions { workers: self.import.workers, ..ServeOptions::default() };
@@ -316,9 +323,13 @@ impl Shared {
             let end = calls.call_in_turn(&bytes, &bridge::passed_on(request), |token| {
                 is_sent = true;
                 let calls = calls.clone();
-                request.on_taken_back(move || _ = calls.cancel(token));
+                request.on_taken_back(move || calls.take_back(token, bridge::GRACE));
             });
             peer.under_way.fetch_sub(1, Ordering::Relaxed);
+            // Not even that it was cancelled: whoever else there is, is asked first for a while.
+            if matches!(end, Err(CallError::Timeout | CallError::DeadlineExceeded)) {
+                peer.silent_until_ns.store(now_ns() + SILENCE.as_nanos() as u64, Ordering::Relaxed);
+            }
             // Nothing was sent, so that it may go elsewhere.
             if !is_sent && matches!(end, Err(CallError::ProviderGone | CallError::Broken(_))) {
                 continue;
@@ -330,8 +341,13 @@ impl Shared {
 
     /// The machine for the next call among those that are there and were not tried.
     fn pick(&self, tried: &[bool]) -> Option<(usize, Calls)> {
+        let now = now_ns();
+        let is_silent = |at: usize| self.peers[at].silent_until_ns.load(Ordering::Relaxed) > now;
+        let is_there = |at: usize| !tried[at] && self.peers[at].calls().is_some();
+        let any_speaks = (0..self.peers.len()).any(|at| is_there(at) && !is_silent(at));
         let there = |at: usize| {
-            let calls = if tried[at] { None } else { self.peers[at].calls().clone() };
+            let is_out = tried[at] || any_speaks && is_silent(at);
+            let calls = if is_out { None } else { self.peers[at].calls().clone() };
             calls.map(|calls| (at, calls))
         };
         let all = || (0..self.peers.len()).filter_map(there);

@@ -11,7 +11,8 @@ use tombolo_calls::frames::Frames;
 use tombolo_calls::transport::Stream;
 
 const READ_BYTES: usize = 64 << 10;
-/// A machine that answers nothing for so long is taken for dead: it lost its power or its network.
+/// A machine that answers nothing for so long is taken for dead: it lost its power or its network. The kernel counts from
+/// when it was last heard, or, once something is sent that is not acknowledged, from then: up to twice as long.
 pub const DEAD_AFTER: Duration = Duration::from_secs(4);
 /// A connection without traffic is probed so often.
 const PROBE: Duration = Duration::from_secs(1);
