@@ -474,8 +474,17 @@ pub(crate) struct Monitor {
 impl Monitor {
     /// Wakes `registration` whenever a link of the namespace changes.
     pub(crate) fn open(netns: Option<&Netns>, registration: &Registration) -> Result<Monitor, LinkError> {
+        Self::of(netns, registration, libc::RTMGRP_LINK)
+    }
+
+    /// As [`Monitor::open`], also whenever an address of a link changes: those messages have the index at the same place.
+    pub(crate) fn with_addresses(netns: Option<&Netns>, registration: &Registration) -> Result<Monitor, LinkError> {
+        Self::of(netns, registration, libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR)
+    }
+
+    fn of(netns: Option<&Netns>, registration: &Registration, groups: i32) -> Result<Monitor, LinkError> {
         let failed = |source| LinkError::System { what: "monitoring", name: "*".into(), source };
-        let socket = Netns::run_in(netns, || sys::netlink_socket(libc::RTMGRP_LINK as u32))?.map_err(failed)?;
+        let socket = Netns::run_in(netns, || sys::netlink_socket(groups as u32))?.map_err(failed)?;
         let watch = registration.watch(&socket).map_err(failed)?;
         Ok(Monitor { socket, _watch: watch })
     }

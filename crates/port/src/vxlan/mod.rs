@@ -218,7 +218,7 @@ impl VxlanPort {
             Ok::<_, VxlanError>((receiver, senders))
         })?;
         let (receiver, senders) = sockets?;
-        let monitor = Monitor::open(netns, &registration)?;
+        let monitor = Monitor::with_addresses(netns, &registration)?;
         let watch = registration.watch(&receiver).map_err(|errno| VxlanError::Socket {
             what: "watching a socket at",
             address: *local,

@@ -268,6 +268,18 @@ fn what_is_too_long_for_the_path_is_counted_and_nothing_is_sent_in_fragments() {
 }
 
 #[test]
+fn an_address_that_leaves_its_interface_takes_the_link_down_until_it_is_back() {
+    with_tunnel("an_address_that_leaves_its_interface", |mut rig| {
+        kernel_side::run(&rig.peer.ours, &format!("ip address del {}/24 dev va", Four::OURS));
+        rig.until("the link goes down", |rig| rig.port.link() == Link::Down);
+        kernel_side::run(&rig.peer.ours, &format!("ip address add {}/24 dev va", Four::OURS));
+        rig.until("the link comes up", |rig| rig.port.link() == Link::Up);
+        let frames = plain(0, [60]);
+        rig.deliver(&frames);
+    });
+}
+
+#[test]
 fn flows_have_their_own_source_ports_and_keep_their_order() {
     let mut seen = [0; FLOWS];
     for n in 0..200u8 {
