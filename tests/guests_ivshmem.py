@@ -129,6 +129,7 @@ def test_shared_memory_beside_every_other_kind():
         # What status says of the links.
         bell, plain, big = (link(fabric, name, "network") for name in ("bell", "plain", "big"))
         for report in (bell, plain, big):
+            assert fabric.port(report["name"])["rings"]["frames_out_max"] == report["rings"]["frames_out_max"], report
             assert [(peer["id"], peer["state"]) for peer in report["peers"]] == [(0, "run"), (1, "run")], report
             assert report["kept"] and report["rings"]["frames_out_max"] > 0 and report["version"] == 1, report
         assert (bell["vectors"], plain["vectors"], plain["plain"], big["region_bytes"]) == (2, 0, True, 4 << 20)

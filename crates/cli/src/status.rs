@@ -231,6 +231,13 @@ pub(crate) fn port(p: &PortReport) -> String {
         ("macs".into(), p.macs.to_string()),
     ];
     lines.extend(p.details.iter().map(|(k, v)| (k.clone(), v.clone())));
+    lines.extend(p.rings.iter().flat_map(|r| {
+        [
+            ("frames_out".into(), format!("{} of {}", r.frames_out, r.frames_out_max)),
+            ("bytes_out".into(), format!("{} of {}", r.bytes_out, r.bytes_out_max)),
+            ("frames_waiting".into(), format!("{} of {}", r.frames_waiting, r.frames_waiting_max)),
+        ]
+    }));
     let plain = [
         ("rx frames", c.rx_frames),
         ("rx bytes", c.rx_bytes),
@@ -298,6 +305,20 @@ mod tests {
             "last_fault":"ring: bad index","counters":{"rx_frames":12345,"rx_bytes":1000000,"tx_frames":0,"tx_bytes":0,"rx_drops":{"guard":3},"tx_drops":{},
             "wakeups":1,"turns":2,"exhausted_budgets":0,"frames_per_turn":[1,0,4],"faults":1,"software_checksums":0,"software_segments":0,"captured":0,"capture_lost":0}}],
         "forwards":[],"workers":[{"name":"main","cpu":null,"budget":64,"busy_poll_us":0,"sleeps":9,"slept_ns":500,"lifetime_ns":1000}],"warnings":["mind"]}"#;
+
+    #[test]
+    fn the_fill_of_rings_is_numbers_in_the_report_and_text_for_people() {
+        let mut status: Status = serde_json::from_str(REPORT).unwrap();
+        assert!(!port(&status.ports[0]).contains(" of "), "a kind without rings of its own");
+        let rings = serde_json::json!({ "frames_out": 3, "frames_out_max": 290, "bytes_out": 4608, "bytes_out_max": 466_816,
+            "frames_waiting": 0, "frames_waiting_max": 2048 });
+        status.ports[0].rings = serde_json::from_value(rings.clone()).unwrap();
+        assert_eq!(serde_json::to_value(&status).unwrap()["ports"][0]["rings"], rings);
+        let text = port(&status.ports[0]);
+        for part in ["3 of 290", "4608 of 466816", "0 of 2048"] {
+            assert!(text.contains(part), "{part:?} in\n{text}");
+        }
+    }
 
     #[test]
     fn the_report_tells_what_is_wrong_beside_what_it_is_about() {

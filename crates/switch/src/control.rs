@@ -15,7 +15,7 @@ use crate::limit::{Rates, Storm};
 use crate::mac::{Address, MacEntry, MacSettings, MacStats, Tick};
 use crate::network::Network;
 use crate::policy::{self, Labels};
-use crate::port::{Caps, HandOver, Link, Port};
+use crate::port::{Caps, HandOver, Link, Port, RingFill};
 use crate::vlan::Membership;
 use crate::wait::Token;
 use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Restart, Slot};
@@ -124,6 +124,8 @@ pub struct PortStatus {
     pub caps: Option<Caps>,
     /// Facts of its kind.
     pub details: Vec<(&'static str, String)>,
+    /// How full its rings are, where it tells.
+    pub fill: Option<RingFill>,
     /// Source addresses that it may use.
     pub guard: Guard,
     /// What it may flood.
@@ -679,13 +681,11 @@ impl Core {
             let number = slot.token.token().0 as u16;
             let network = self.networks.get(slot.network.0 as usize).and_then(Option::as_ref);
             // A panic while a port describes itself must not end the worker either.
-            let told = slot
-                .port
-                .as_ref()
-                .and_then(|port| catch_unwind(AssertUnwindSafe(|| (port.link(), port.caps(), port.details()))).ok());
-            let (link, caps, details) = match told {
-                Some((link, caps, details)) => (link, Some(caps), details),
-                None => (Link::Down, None, Vec::new()),
+            let tells = |port: &dyn Port| (port.link(), port.caps(), port.details(), port.fill());
+            let told = slot.port.as_ref().and_then(|port| catch_unwind(AssertUnwindSafe(|| tells(&**port))).ok());
+            let (link, caps, details, fill) = match told {
+                Some((link, caps, details, fill)) => (link, Some(caps), details, fill),
+                None => (Link::Down, None, Vec::new(), None),
             };
             PortStatus {
                 token: slot.token.token(),
@@ -695,6 +695,7 @@ impl Core {
                 link,
                 caps,
                 details,
+                fill,
                 guard: slot.guard.clone(),
                 storm: slot.storm,
                 rates: slot.rates,

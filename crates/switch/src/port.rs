@@ -222,6 +222,28 @@ pub trait Port: Send {
     fn details(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
+
+    /// How full its rings are, for status; `None` where it does not tell.
+    fn fill(&self) -> Option<RingFill> {
+        None
+    }
+}
+
+/// How full a port's rings are at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RingFill {
+    /// Frames on their way to the peer.
+    pub frames_out: u64,
+    /// How many there can be.
+    pub frames_out_max: u64,
+    /// Bytes that they take.
+    pub bytes_out: u64,
+    /// Room for bytes in the ring to the peer.
+    pub bytes_out_max: u64,
+    /// Frames of the peer that wait to be taken.
+    pub frames_waiting: u64,
+    /// Entries of its ring.
+    pub frames_waiting_max: u64,
 }
 
 /// What a [`Port::recheck`] found.

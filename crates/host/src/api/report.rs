@@ -223,6 +223,9 @@ pub struct PortReport {
     pub guard: Vec<String>,
     /// Facts of its kind.
     pub details: BTreeMap<String, String>,
+    /// Fill of its rings, where its kind tells (ivshmem).
+    #[serde(default)]
+    pub rings: Option<RingReport>,
     /// MAC addresses learned behind it.
     pub macs: u64,
     /// Frames, bytes and drops, both ways.
@@ -354,7 +357,7 @@ pub struct LinkPeerReport {
     pub waiting_messages: u64,
 }
 
-/// Fill of a network link's rings, as the fabric sees them.
+/// Fill of the rings of a port or of its network link, as the fabric sees them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingReport {
     /// Frames on their way to the peer.

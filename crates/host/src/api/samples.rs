@@ -31,6 +31,15 @@ pub(crate) fn status() -> Status {
         late_wakeups: next(),
         late_signals: next(),
     };
+    // A port and its network link have the same rings.
+    let rings = Some(RingReport {
+        frames_out: next(),
+        frames_out_max: next(),
+        bytes_out: next(),
+        bytes_out_max: next(),
+        frames_waiting: next(),
+        frames_waiting_max: next(),
+    });
     Status {
         schema: SCHEMA,
         version: "0.1.0".into(),
@@ -98,6 +107,7 @@ pub(crate) fn status() -> Status {
             offloads: vec!["checksum".into(), "tso4".into()],
             guard: vec!["02:54:00:00:00:01".into()],
             details: BTreeMap::from([("socket".into(), "/run/tombolo/demo/web.sock".into())]),
+            rings: rings.clone(),
             macs: next(),
             counters,
             last_fault: Some("avail index jumped by 300, the ring has 256".into()),
@@ -128,14 +138,7 @@ pub(crate) fn status() -> Status {
                 state_word: 3,
                 waiting_messages: next(),
             }],
-            rings: Some(RingReport {
-                frames_out: next(),
-                frames_out_max: next(),
-                bytes_out: next(),
-                bytes_out_max: next(),
-                frames_waiting: next(),
-                frames_waiting_max: next(),
-            }),
+            rings,
             joins: next(),
             leaves: next(),
             cut_slow: next(),

@@ -16,7 +16,7 @@ use tombolo_switch::port::{Caps, Link};
 use super::{FabricError, Running};
 use crate::api::report::{
     CounterReport, DescriptorReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport,
-    SCHEMA, Status, WorkerReport,
+    RingReport, SCHEMA, Status, WorkerReport,
 };
 use crate::file::{self, Mac, Uplink, class_word};
 use crate::kernel;
@@ -350,6 +350,14 @@ impl Running {
             offloads: p.caps.as_ref().map(offloads).unwrap_or_default(),
             guard: guarded(&p.guard),
             details,
+            rings: p.fill.map(|fill| RingReport {
+                frames_out: fill.frames_out,
+                frames_out_max: fill.frames_out_max,
+                bytes_out: fill.bytes_out,
+                bytes_out_max: fill.bytes_out_max,
+                frames_waiting: fill.frames_waiting,
+                frames_waiting_max: fill.frames_waiting_max,
+            }),
             macs: p.macs.into(),
             counters: CounterReport {
                 rx_frames: c.rx_frames.get(),

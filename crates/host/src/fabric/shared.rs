@@ -18,7 +18,7 @@ use tombolo_shm::memory::Mapping;
 use super::events::{Facts, Kind, Ration};
 use super::fdstore::{self, Finder};
 use super::{FabricError, Running, Say};
-use crate::api::report::{LinkPeerReport, LinkReport, RingReport};
+use crate::api::report::{LinkPeerReport, LinkReport};
 use crate::plan::{Plan, Seat};
 use crate::process;
 
@@ -234,7 +234,7 @@ impl Running {
             vectors: link.shape.vectors,
             max_peers: link.shape.max_peers,
             peers: peers.collect(),
-            rings: port.and_then(|p| rings(&p.details)),
+            rings: port.and_then(|p| p.rings.clone()),
             joins: link.joins,
             leaves: link.leaves,
             cut_slow: link.cut_slow,
@@ -248,34 +248,4 @@ impl Running {
 /// How a peer is rung; `None` for one that polls.
 fn doorbells_of(doorbells: Vec<Doorbell>) -> Option<Box<dyn PeerDoorbells>> {
     if doorbells.is_empty() { None } else { Some(Box::new(EventDoorbells::from(doorbells))) }
-}
-
-/// The fill of the rings, from what the port says of itself: "3 of 290".
-fn rings(details: &std::collections::BTreeMap<String, String>) -> Option<RingReport> {
-    let pair = |key: &str| {
-        let (used, of) = details.get(key)?.split_once(" of ")?;
-        Some((used.parse().ok()?, of.parse().ok()?))
-    };
-    let (frames_out, frames_out_max) = pair("frames_out")?;
-    let (bytes_out, bytes_out_max) = pair("bytes_out")?;
-    let (frames_waiting, frames_waiting_max) = pair("frames_waiting")?;
-    Some(RingReport { frames_out, frames_out_max, bytes_out, bytes_out_max, frames_waiting, frames_waiting_max })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_rings_fill_is_read_from_the_ports_details() {
-        let details = [("frames_out", "3 of 290"), ("bytes_out", "4608 of 466816"), ("frames_waiting", "0 of 2048")];
-        let mut details = details.map(|(k, v)| (k.to_string(), v.to_string())).into();
-        let fill = rings(&details).unwrap();
-        assert_eq!(
-            (fill.frames_out, fill.frames_out_max, fill.bytes_out, fill.frames_waiting_max),
-            (3, 290, 4608, 2048)
-        );
-        details.remove("bytes_out");
-        assert_eq!(rings(&details), None);
-    }
 }

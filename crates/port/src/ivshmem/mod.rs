@@ -62,7 +62,7 @@ use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, RingFill, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 use crate::reactor::{Registration, Watch};
@@ -485,7 +485,7 @@ impl Port for Ivshmem {
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {
-        let End { handshake, sender, receiver, geometry, .. } = &self.end;
+        let End { handshake, geometry, .. } = &self.end;
         let (machine, resets) = (&handshake.machine, &handshake.resets);
         let peer = match (self.end.handshake.present, machine.state_of(self.end.handshake.look())) {
             (false, _) => "absent".into(),
@@ -508,9 +508,6 @@ impl Port for Ivshmem {
             ("section_bytes", geometry.section_bytes().to_string()),
             ("mtu", self.end.mtu.to_string()),
             ("offloads", if machine.uses_offloads() { "carried" } else { "none" }.into()),
-            ("frames_out", format!("{} of {}", sender.outstanding(), sender.depth())),
-            ("bytes_out", format!("{} of {}", sender.taken_bytes(), geometry.data_bytes())),
-            ("frames_waiting", format!("{} of {}", receiver.waiting(), geometry.num())),
             ("rings_sent", self.end.handshake.rings.to_string()),
             ("ring_storms", self.storm.count.to_string()),
             ("resets_peer_reset", resets.peer_reset.to_string()),
@@ -519,6 +516,18 @@ impl Port for Ivshmem {
             ("resets_peer_word", resets.peer_word.to_string()),
             ("resets_fault", resets.fault.to_string()),
         ]
+    }
+
+    fn fill(&self) -> Option<RingFill> {
+        let End { sender, receiver, geometry, .. } = &self.end;
+        Some(RingFill {
+            frames_out: sender.outstanding() as u64,
+            frames_out_max: sender.depth() as u64,
+            bytes_out: sender.taken_bytes() as u64,
+            bytes_out_max: geometry.data_bytes() as u64,
+            frames_waiting: receiver.waiting() as u64,
+            frames_waiting_max: u64::from(geometry.num()),
+        })
     }
 }
 

@@ -427,8 +427,10 @@ fn a_peer_that_never_takes_frames_loses_only_its_own() {
     }
     assert!(rig.tx_drops.of(Reason::NoBuffer) > 2000, "{:?}", rig.tx_drops);
     assert_eq!(rig.tx_drops.total(), rig.tx_drops.of(Reason::NoBuffer));
-    let out: u64 = detail(&*rig.port, "frames_out").split(' ').next().unwrap().parse().unwrap();
-    assert!((290..2048).contains(&out), "{out} frames of 1400 bytes are out");
+    let fill = rig.port.fill().unwrap();
+    assert!((290..2048).contains(&fill.frames_out), "{fill:?}: frames of 1400 bytes are out");
+    assert!(fill.frames_out <= fill.frames_out_max && fill.bytes_out <= fill.bytes_out_max, "{fill:?}");
+    assert!(fill.bytes_out >= 1400 * fill.frames_out && fill.frames_waiting_max > 0, "{fill:?}");
     assert!(rig.faults.is_empty());
     frozen.die();
 }
