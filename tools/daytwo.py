@@ -1,22 +1,29 @@
 #!/usr/bin/env python3
 """What it takes to run a fabric day after day: packages and units.
 
-usage: ./x bench daytwo
+usage: ./x bench daytwo [PART...]
 
 install   Debian's packages of the release build: the size of them all, lintian's errors, how exposed the
           system's unit is, and what is left after they were installed, used, upgraded and purged in a bare system
 web       the tests of the page in a browser (tests/daytwo_web.py): how many things they checked
+apply     the longest gap in a stream of datagrams between members that an `apply` is not about, beside
+          the longest one without applies
+policy    what rules, VLANs and classes cost of the switch's own work, with 64 flows of 1500 bytes between
+          ports in memory: ports that cost time of their own make the part smaller
 
 A part is a function that gives fields of the last line; a part that fails is an error, not a zero. Needs
 root (namespaces).
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
+import apply_gap  # noqa: E402
 import package  # noqa: E402
 import package_debian  # noqa: E402
 import package_install  # noqa: E402
@@ -56,21 +63,45 @@ def web():
     return {"web_tests": daytwo_web.Checks.count}
 
 
+def apply():
+    return apply_gap.measure(note)
+
+
+def policy():
+    """In nanoseconds and percent of a whole turn, the median of nine repeats and their extremes."""
+    program = Path(os.environ.get("TOMBOLO_BUILT", ROOT / "target/release")) / "examples/decide"
+    done = subprocess.run([program, "cost"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(f"{program} ended with {done.returncode}: {done.stderr.strip()}")
+    note(done.stdout)
+    rows = {name: [float(word) for word in words] for name, *words in map(str.split, done.stdout.splitlines()[1:])}
+    ns, percent, least, most = rows["all"]
+    return {
+        "policy_cost_pct": percent,
+        "policy_cost_least_pct": least,
+        "policy_cost_most_pct": most,
+        "policy_cost_ns": round(ns - rows["none"][0], 1),
+    }
+
+
 # In the order of the fields of the last line.
-PARTS = (install, web)
+PARTS = (install, web, apply, policy)
 
 
 def main():
     fields = {"bench": "daytwo"}
-    for part in PARTS:
+    names = [part.__name__ for part in PARTS]
+    if unknown := [word for word in sys.argv[1:] if word not in names]:
+        sys.exit(f"daytwo: expected parts among {', '.join(names)}, found {unknown[0]!r}")
+    for part in [part for part in PARTS if part.__name__ in (sys.argv[1:] or names)]:
         note(f"\n== {part.__name__}")
         try:
             fields |= part()
         except (AssertionError, OSError) as error:
             sys.exit(f"daytwo: {part.__name__}: {error}")
-    print(f"\n{'':16} {'value':>12}")
+    print(f"\n{'':30} {'value':>12}")
     for name, value in list(fields.items())[1:]:
-        print(f"{name:16} {value:>12}")
+        print(f"{name:30} {value:>12}")
     print(json.dumps(fields))
 
 

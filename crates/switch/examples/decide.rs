@@ -4,7 +4,8 @@
 //!
 //! `cargo run --release -p tombolo-switch --example decide [PART OF A CASE'S NAME]` prints one line per case:
 //! nanoseconds per frame, best and median of the rounds. Nothing is asserted; it is a tool for the eye, and the bench of
-//! the repo measures the real thing.
+//! the repo measures the real thing. With the argument `cost` it prints what rules, VLANs and classes add with 64 flows, for
+//! `./x bench daytwo`.
 
 #[path = "../tests/support/memory.rs"]
 mod memory;
@@ -14,7 +15,8 @@ use std::hint::black_box;
 use std::time::Instant;
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
-use tombolo_switch::control::{PortSettings, WorkerSettings};
+use tombolo_switch::class::Marking;
+use tombolo_switch::control::{PortSettings, WorkerHandle, WorkerSettings};
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::guard::Guard;
@@ -32,9 +34,12 @@ const ROUNDS: usize = 300;
 const BATCH: usize = 64;
 
 fn main() {
-    println!("{:<44} {:>8} {:>8}", "case", "ns best", "ns med.");
     // With an argument, only the cases whose name has it.
     let wanted = std::env::args().nth(1).unwrap_or_default();
+    if wanted == "cost" {
+        return cost();
+    }
+    println!("{:<44} {:>8} {:>8}", "case", "ns best", "ns med.");
     for (name, flows) in [("one flow", 1), ("64 flows", 64), ("10,000 flows", 10_000)] {
         for (policy, settings) in [("", Settings::default()), (", rules for others", others()), (", rules", rules())] {
             let name = format!("decision, {name}{policy}");
@@ -192,40 +197,97 @@ impl Waiter for Restless {
     }
 }
 
-fn turn(name: &str, bytes: usize, policy: Settings, vlans: [Option<Membership>; 2]) {
-    let mut waiter = Restless { start: Instant::now(), sleeps: 0 };
-    let (mut worker, handle) = Worker::new(WorkerSettings::default(), 7, || {});
-    let asked = std::thread::spawn(move || {
-        let network = handle.add_network("net", MacSettings::default()).expect("a worker that runs");
-        handle.set_policy(network, policy).expect("a network that is there");
-        for ((from, to), vlans) in [(1, 2), (2, 1)].into_iter().zip(vlans) {
-            let mut bytes = frame(to, from, bytes);
-            if vlans.as_ref().is_some_and(|vlans| vlans.trunk.is_some()) {
-                bytes.splice(12..12, [0x81, 0, 0, 10]);
+/// A worker with two ports in memory that send to each other.
+struct Pair {
+    worker: Worker,
+    waiter: Restless,
+    _handle: WorkerHandle,
+}
+
+impl Pair {
+    fn new(flows: usize, bytes: usize, policy: Settings, vlans: [Option<Membership>; 2], marking: Marking) -> Pair {
+        let mut waiter = Restless { start: Instant::now(), sleeps: 0 };
+        let (mut worker, handle) = Worker::new(WorkerSettings::default(), 7, || {});
+        let asked = std::thread::spawn(move || {
+            let network = handle.add_network("net", MacSettings::default()).expect("a worker that runs");
+            handle.set_policy(network, policy).expect("a network that is there");
+            // The flows of the second port are the answers.
+            let ends = |n: usize, second: bool| if second { (1 + n, 100_000 + n) } else { (100_000 + n, 1 + n) };
+            for (second, vlans) in [false, true].into_iter().zip(vlans) {
+                let tagged = vlans.as_ref().is_some_and(|vlans| vlans.trunk.is_some());
+                let one = |n: usize| {
+                    let (to, from) = ends(n, second);
+                    let mut bytes = frame(to, from, bytes);
+                    if tagged {
+                        bytes.splice(12..12, [0x81, 0, 0, 10]);
+                    }
+                    (bytes, Offload::NONE)
+                };
+                let port = Memory::new((0..flows).map(one).collect(), Refill::Wake(TURN_FRAMES / 2), Caps::full(1500));
+                let reserved = handle.reserve().expect("a free token");
+                let settings =
+                    PortSettings { storm: Storm::OFF, labels: labels(), vlans, marking, ..PortSettings::default() };
+                handle.add_port(reserved, network, "memory", Box::new(port), settings).expect("a port that is added");
             }
-            let frames = vec![(bytes, Offload::NONE)];
-            let port = Memory::new(frames, Refill::Wake(TURN_FRAMES / 2), Caps::full(1500));
-            let reserved = handle.reserve().expect("a free token");
             handle
-                .add_port(
-                    reserved,
-                    network,
-                    "memory",
-                    Box::new(port),
-                    PortSettings { storm: Storm::OFF, labels: labels(), vlans, ..PortSettings::default() },
-                )
-                .expect("a port that is added");
-        }
-        handle
-    });
-    while !asked.is_finished() {
-        worker.step(&mut waiter);
-    }
-    let _handle = asked.join().expect("the asking thread");
-    measure(name, TURN_FRAMES, || {
-        let before = waiter.sleeps;
-        while waiter.sleeps <= before + 1 {
+        });
+        while !asked.is_finished() {
             worker.step(&mut waiter);
         }
-    });
+        Pair { worker, waiter, _handle: asked.join().expect("the asking thread") }
+    }
+
+    /// Both ports send [`TURN_FRAMES`] frames between them.
+    fn round(&mut self) {
+        let before = self.waiter.sleeps;
+        while self.waiter.sleeps <= before + 1 {
+            self.worker.step(&mut self.waiter);
+        }
+    }
+}
+
+fn turn(name: &str, bytes: usize, policy: Settings, vlans: [Option<Membership>; 2]) {
+    let mut pair = Pair::new(1, bytes, policy, vlans, Marking::default());
+    measure(name, TURN_FRAMES, || pair.round());
+}
+
+/// What rules, VLANs and classes add to a whole turn with 64 flows of 1500 bytes, each alone and all together. The settings take turns
+/// round by round, so that what else the machine does meets all of them.
+fn cost() {
+    const REPEATS: usize = 9;
+    let vlans = || [Some(Membership::access(10)), Some(Membership::access(10))];
+    let settings = [
+        ("none", Settings::default(), [None, None], Marking::default()),
+        ("rules", rules(), [None, None], Marking::default()),
+        ("VLANs", Settings::default(), vlans(), Marking::default()),
+        ("classes", Settings::default(), [None, None], Marking::Marks),
+        ("all", rules(), vlans(), Marking::Marks),
+    ];
+    let mut pairs = settings.map(|(name, policy, vlans, marking)| (name, Pair::new(64, 1500, policy, vlans, marking)));
+    // Of each repeat the median of its rounds.
+    let mut medians = vec![Vec::new(); pairs.len()];
+    for _ in 0..REPEATS {
+        let mut rounds = vec![Vec::new(); pairs.len()];
+        for _ in 0..ROUNDS / 3 {
+            for ((_, pair), rounds) in pairs.iter_mut().zip(&mut rounds) {
+                let start = Instant::now();
+                pair.round();
+                rounds.push(start.elapsed().as_nanos() as f64 / TURN_FRAMES as f64);
+            }
+        }
+        for (rounds, medians) in rounds.iter_mut().zip(&mut medians) {
+            rounds.sort_by(f64::total_cmp);
+            medians.push(rounds[rounds.len() / 2]);
+        }
+    }
+    let plain = medians[0].clone();
+    println!("{:<44} {:>8} {:>8} {:>8} {:>8}", "turn, 64 flows, 1500 bytes, with", "ns", "% more", "least", "most");
+    for ((name, _), medians) in pairs.iter().zip(&mut medians) {
+        let mut percent: Vec<f64> =
+            medians.iter().zip(&plain).map(|(with, without)| (with / without - 1.0) * 100.0).collect();
+        percent.sort_by(f64::total_cmp);
+        medians.sort_by(f64::total_cmp);
+        let [ns, percent, least, most] = [medians[REPEATS / 2], percent[REPEATS / 2], percent[0], percent[REPEATS - 1]];
+        println!("{name:<44} {ns:>8.2} {percent:>8.1} {least:>8.1} {most:>8.1}");
+    }
 }

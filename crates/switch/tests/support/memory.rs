@@ -55,8 +55,8 @@ impl Port for Memory {
         let n = budget.min(self.left);
         self.left -= n;
         for index in self.left..self.left + n {
-            // One frame represents as many as are left.
-            let (bytes, offload) = &self.frames[index.min(self.frames.len() - 1)];
+            // The frames represent as many as are left, in turn.
+            let (bytes, offload) = &self.frames[index % self.frames.len()];
             batch.push(Foreign::from(&bytes[..]), *offload);
         }
         Ok(n)
