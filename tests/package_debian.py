@@ -154,7 +154,11 @@ def live(debs, main, say=print):
         after = bare.files()
         left = sorted(set(after) - set(before))
         changed = sorted(name for name, size in before.items() if after.get(name, "gone") != size)
-        running = bare.processes()
+        # What `down` has ended may still be on its way out.
+        running, patience = bare.processes(), time.monotonic() + 5
+        while running and time.monotonic() < patience:
+            time.sleep(0.1)
+            running = bare.processes()
         step(f"purged: {len(left)} files and {len(running)} processes left, {len(changed)} changed")
         links = [link["ifname"] for link in json.loads(bare.run("ip", "-j", "link").stdout) if link["ifname"] != "lo"]
         return left + changed + running + bare.runtime_files() + links
