@@ -387,6 +387,26 @@ def test_a_container_has_an_address_of_each_family():
 
 
 @timeout(120)
+def test_a_container_has_the_ways_out_of_the_user_uplink():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one:
+        way_out6(outside)
+        outside.run("sh", "-c", "echo 0 2147483647 >/proc/sys/net/ipv4/ping_group_range")
+        with Fabric(folder, FILE.format(name=f"out{os.getpid()}"), netns=outside, own_mounts=False) as f:
+            until("passt has IPv6", lambda: f.status()["networks"][0]["router6"])
+            router = f.status()["networks"][0]["router6"]
+            cni = Cni(f, "1.1.0")
+            result = cni("ADD", "c1", path(one))
+            assert router.startswith("fe80::") and [route["gw"] for route in result["routes"]] == ["10.236.0.2", router], result
+            assert f"default via {router} dev eth0" in one.ip("-6", "route")
+            assert one.answers("2001:db8:5::1") and one.answers("198.51.100.2")
+            cni("CHECK", "c1", path(one), prevResult=result)
+            cni("DEL", "c1", path(one))
+            assert not cni.ports()
+
+
+@timeout(120)
 def test_addresses_that_the_runtime_chooses_are_one_of_each_family():
     with fabric() as f, Namespace() as one, Namespace() as two:
         cni = Cni(f, "1.1.0")
@@ -398,7 +418,7 @@ def test_addresses_that_the_runtime_chooses_are_one_of_each_family():
 
         result = cni("ADD", "c1", path(one), **ips(f"{prefix}77/64", "10.236.1.77/22"))
         assert (of(result, 0), of(result, 1)) == ("10.236.1.77", f"{prefix}77") and addresses6(one) == [f"{prefix}77"]
-        assert len(result["routes"]) == 1, "this uplink carries no IPv6"
+        assert len(result["routes"]) == 1, "this host has no way out by IPv6"
         for wrong in ("fd00:bad::1", network["gateway6"], prefix, "::1"):
             assert wrong in refused(7, cni, "ADD", "c2", path(two), **ips(wrong)), wrong
         assert "each family" in refused(7, cni, "ADD", "c2", path(two), **ips(f"{prefix}78", f"{prefix}79"))

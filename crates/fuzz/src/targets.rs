@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::net::{Ipv4Addr, Ipv6Addr};
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use tombolo_port::reactor::Reactor;
@@ -20,7 +21,7 @@ use tombolo_switch::frame::{Batch, Checksum, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, Ipv6Config, LeaseStore, Member, Start};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::nat::{Config, Forward, Nat, Protocol, Verdict};
+use tombolo_switch::nat::{Address, Config, Forward, Nat, Protocol, Verdict};
 use tombolo_switch::network::{Network, Plan};
 use tombolo_switch::offload::{Transformer, Work};
 use tombolo_switch::policy;
@@ -317,7 +318,7 @@ pub fn gateway(input: &[u8], behaviour: &mut Behaviour) {
 /// time pass, 2 restarts the uplink.
 pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
     let guest = Ipv4Addr::new(10, 9, 0, 9);
-    let mut nat = Nat::new(Config {
+    let nat = Nat::new(Config {
         mac: ROUTER_MAC,
         router: Ipv4Addr::new(10, 9, 0, 2),
         subnet: Ipv4Addr::new(10, 9, 0, 0),
@@ -325,14 +326,98 @@ pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
         outside: OUTSIDE,
         peer: UPLINK,
         host: UPLINK,
-        forwards: vec![
-            Forward { protocol: Protocol::Tcp, port: 1, to: (guest, 80) },
-            Forward { protocol: Protocol::Udp, port: 2, to: (guest, 53) },
-        ],
+        forwards: forwards(guest),
     });
     let mut hello = [&ROUTER_MAC[..], &UPLINK_MAC, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2], &UPLINK_MAC].concat();
     hello.extend([&UPLINK.octets()[..], &ROUTER_MAC, &OUTSIDE.octets()].concat());
-    nat.inbound(Nanos(0), &mut hello.clone());
+    let family = Family {
+        ethertype: [8, 0],
+        hops_at: 22,
+        protocol_at: 23,
+        icmp: 1,
+        upper_at: 34,
+        source: 26..30,
+        target: 30..34,
+        outside: &OUTSIDE.octets(),
+        host: None,
+        inside: &[10, 9, 0],
+        question: [8, 6],
+        least_reply: 42,
+    };
+    translate(nat, &hello, &family, input, behaviour);
+}
+
+/// As [`nat`], for IPv6.
+pub fn nat6(input: &[u8], behaviour: &mut Behaviour) {
+    let prefix = Ipv6Addr::new(0xfd09, 0, 0, 0, 0, 0, 0, 0);
+    let router = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0xff, 0xfe00, 0xfe);
+    let outside = Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 2);
+    let peer = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 1);
+    let nat = Nat::new(Config {
+        mac: ROUTER_MAC,
+        router,
+        subnet: prefix,
+        prefix: 64,
+        outside,
+        peer,
+        host: Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 1),
+        forwards: forwards(Ipv6Addr::new(0xfd09, 0, 0, 0, 0, 0, 0, 9)),
+    });
+    // An advertisement of the uplink (RFC 4861 §4.4).
+    let mut body = [&[136, 0, 0, 0, 0x60, 0, 0, 0][..], &peer.octets(), &[2, 1], &UPLINK_MAC].concat();
+    let covered = [&peer.octets()[..], &router.octets(), &[0, 58, 0, body.len() as u8], &body].concat();
+    body[2..4].copy_from_slice(&(!tombolo_ring::checksum::sum(&covered)).to_be_bytes());
+    let header = [&[0x60, 0, 0, 0, 0, body.len() as u8, 58, 255][..], &peer.octets(), &router.octets()].concat();
+    let hello = [&ROUTER_MAC[..], &UPLINK_MAC, &[0x86, 0xdd], &header, &body].concat();
+    let family = Family {
+        ethertype: [0x86, 0xdd],
+        hops_at: 21,
+        protocol_at: 20,
+        icmp: 58,
+        upper_at: 54,
+        source: 22..38,
+        target: 38..54,
+        outside: &outside.octets(),
+        host: Some((&router.octets(), &peer.octets())),
+        inside: &prefix.octets()[..8],
+        question: [0x86, 0xdd],
+        least_reply: 62,
+    };
+    translate(nat, &hello, &family, input, behaviour);
+}
+
+fn forwards<A: Copy>(guest: A) -> Vec<Forward<A>> {
+    vec![
+        Forward { protocol: Protocol::Tcp, port: 1, to: (guest, 80) },
+        Forward { protocol: Protocol::Udp, port: 2, to: (guest, 53) },
+    ]
+}
+
+/// Where a family's packets have what is checked, from the beginning of the frame.
+struct Family<'a> {
+    ethertype: [u8; 2],
+    hops_at: usize,
+    protocol_at: usize,
+    /// Its number of ICMP.
+    icmp: u8,
+    upper_at: usize,
+    source: Range<usize>,
+    target: Range<usize>,
+    /// The source of what leaves.
+    outside: &'a [u8],
+    /// Source and target of what leaves for the uplink's own host, where that source is another.
+    host: Option<(&'a [u8], &'a [u8])>,
+    /// The beginning of the target of all that comes in.
+    inside: &'a [u8],
+    /// The ethertype of questions for the uplink.
+    question: [u8; 2],
+    /// Bytes of the shortest answer.
+    least_reply: usize,
+}
+
+fn translate<A: Address>(mut nat: Nat<A>, hello: &[u8], family: &Family<'_>, input: &[u8], behaviour: &mut Behaviour) {
+    nat.inbound(Nanos(0), &mut hello.to_vec());
+    assert!(nat.is_peer_known(), "the uplink has said where it is");
     let mut now = Nanos::SECOND;
     for (flags, bytes) in records(input).take(256) {
         now = match flags & 12 {
@@ -343,27 +428,32 @@ pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
         };
         if flags & 2 != 0 {
             nat.uplink_restarted();
-            nat.inbound(now, &mut hello.clone());
+            nat.inbound(now, &mut hello.to_vec());
         }
         let (mut frame, out) = (bytes.to_vec(), flags & 1 == 0);
         let verdict = match out {
             true => nat.outbound(now, Some(Token(u32::from(flags >> 6))), &mut frame),
             false => nat.inbound(now, &mut frame),
         };
-        let address = |at: usize| frame.get(at..at + 4).and_then(<[u8]>::first_chunk).map(|ip| Ipv4Addr::from(*ip));
         match verdict {
             Verdict::Pass => {
                 assert_eq!(frame.len(), bytes.len(), "headers change, lengths do not");
-                assert_eq!((&frame[6..12], &frame[12..14]), (&ROUTER_MAC[..], &[8, 0][..]));
-                assert_eq!(frame[22] + 1, bytes[22], "one hop less");
+                assert_eq!((&frame[6..12], &frame[12..14]), (&ROUTER_MAC[..], &family.ethertype[..]));
+                assert_eq!(frame[family.hops_at] + 1, bytes[family.hops_at], "one hop less");
                 match out {
-                    true => assert_eq!((&frame[..6], address(26)), (&UPLINK_MAC[..], Some(OUTSIDE))),
-                    false => assert_eq!(address(30).map(|ip| ip.octets()[..3].to_vec()), Some(vec![10, 9, 0])),
+                    true => {
+                        assert_eq!(frame[..6], UPLINK_MAC);
+                        // What answers the uplink's own host goes there, from where that knows the guest.
+                        let (from, to) = (&frame[family.source.clone()], &frame[family.target.clone()]);
+                        assert!(from == family.outside || Some((from, to)) == family.host, "from {from:x?} to {to:x?}");
+                    }
+                    false => assert!(frame[family.target.clone()].starts_with(family.inside), "{frame:x?}"),
                 }
                 // The protocol; of ICMP the type, too.
-                behaviour.note((frame[23], (frame[23] == 1).then(|| frame.get(34))));
+                let protocol = frame[family.protocol_at];
+                behaviour.note((protocol, (protocol == family.icmp).then(|| frame.get(family.upper_at))));
             }
-            Verdict::Reply => assert!(frame.len() >= 42, "an answer is ARP or an echo"),
+            Verdict::Reply => assert!(frame.len() >= family.least_reply, "an answer names who asked, or is an echo"),
             Verdict::Drop(reason) => behaviour.note(reason.name()),
             Verdict::Taken => {}
         }
@@ -374,7 +464,7 @@ pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
             behaviour.note((frame[13], frame.get(34)));
         }
         while let Some(frame) = nat.next_for_uplink() {
-            assert_eq!(frame[12..14], [8, 6], "it asks for the uplink, and says nothing else");
+            assert_eq!(frame[12..14], family.question, "it asks for the uplink, and says nothing else");
         }
         behaviour.note_size(nat.flows());
     }

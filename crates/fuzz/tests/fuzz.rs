@@ -15,6 +15,6 @@ macro_rules! fuzz {
     };
 }
 
-fuzz!(targets: ring ivshmem gateway nat offload stream typed vxlan);
+fuzz!(targets: ring ivshmem gateway nat nat6 offload stream typed vxlan);
 fuzz!(calls: calls_link calls_stream calls_hello);
 fuzz!(xen: xen_transmit xen_receive xen_store);

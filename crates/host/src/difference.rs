@@ -389,7 +389,7 @@ fn judge_network(old: &Model, a: &NetworkPart, b: &NetworkPart, keys: &[KeyChang
     }
     let mut told = Vec::new();
     if uplink_differs(a, b) && matches!((&a.spec.uplink, &b.spec.uplink), (Uplink::User, Uplink::User)) {
-        told.push("passt reads its forwards when it starts: connections through the uplink end");
+        told.push("passt is started again: connections through the uplink end");
     } else if a.spec.uplink6 != b.spec.uplink6 && a.spec.uplink == b.spec.uplink {
         told.push("connections through its uplink for IPv6 may end");
     } else if a.spec.uplink != b.spec.uplink {

@@ -223,11 +223,12 @@ fn passt() -> Finding {
         let uplink = crate::plan::UserUplink {
             mac: crate::file::Mac::derived(&["doctor"]),
             router: std::net::Ipv4Addr::new(10, 87, 0, 2),
+            ipv6: None,
             forwards: vec![],
         };
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|e| e.to_string())?;
         drop(ours);
-        let argv = crate::plan::passt_argv(&program, &uplink, 1500, 0);
+        let argv = crate::plan::passt_argv(&program, &uplink, (1500, 0), false);
         let mut child = Command::new(&argv[0])
             .args(&argv[1..])
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))

@@ -265,11 +265,10 @@ pub fn follows_routes6(network: &crate::file::Network) -> bool {
 
 /// Whether members of the uplink's network get anywhere with IPv6.
 pub fn leads_out6(network: &crate::file::Network) -> bool {
-    let routed = || std::fs::read_to_string("/proc/net/ipv6_route").is_ok_and(|table| routes::has_default6(&table));
     match network.uplink6 {
         Uplink6::Off => false,
         Uplink6::Routed => has_ipv6(),
-        Uplink6::Masquerade | Uplink6::Prefix(_) => routed(),
+        Uplink6::Masquerade | Uplink6::Prefix(_) => routes::host_has_default6(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a fabric file comes to on this machine: ports, processes and rules, with nothing done yet. Pure: the facts about
 //! the machine come in as [`Facts`].
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use tombolo_ring::ivshmem::protocol;
@@ -157,8 +157,24 @@ pub struct UserUplink {
     pub mac: Mac,
     /// IPv4 address of the NAT router inside the network.
     pub router: Ipv4Addr,
-    /// Forwards: transport, listener, port at passt's one address, guest.
-    pub forwards: Vec<(Proto, SocketAddr, u16, (Ipv4Addr, u16))>,
+    /// The network's IPv6 prefix, a /64, where that has a way out as well.
+    pub ipv6: Option<Ipv6Addr>,
+    /// What passt forwards to members.
+    pub forwards: Vec<UserForward>,
+}
+
+/// A forward of a user uplink. Both its ends are of one family.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UserForward {
+    /// Its transport.
+    pub proto: Proto,
+    /// Where passt listens.
+    pub listen: SocketAddr,
+    /// The port at passt's one guest that stands for it. passt has one for each transport and port, so the two that listen at
+    /// all addresses of either family share theirs.
+    pub number: u16,
+    /// The member.
+    pub to: SocketAddr,
 }
 
 /// The source addresses of a guarded port.
@@ -640,6 +656,19 @@ pub fn uplink_name(network: &str) -> String {
     format!("uplink-{network}")
 }
 
+/// Forwards of a user uplink with the ports that stand for them: those below 1024 of passt's guest; see `switch::nat`.
+fn numbered(forwards: &[file::Forward]) -> Vec<UserForward> {
+    let mut out: Vec<UserForward> = Vec::new();
+    let mut last = 0;
+    for f in forwards {
+        let known = out.iter().find(|o| (o.proto, o.listen.port()) == (f.proto, f.listen.port()));
+        let number = known.map_or(last + 1, |known| known.number);
+        last = last.max(number);
+        out.push(UserForward { proto: f.proto, listen: f.listen, number, to: SocketAddr::new(f.ip, f.port) });
+    }
+    out
+}
+
 /// The port of a network's uplink, and the kernel's part of it.
 pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<KernelUplink>) {
     let forwards: Vec<_> = fabric.forwards.iter().filter(|f| f.network == n.name).cloned().collect();
@@ -660,16 +689,8 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
     };
     match (&n.uplink, n.router) {
         (Uplink::User, Some(router)) => {
-            // Ports below 1024 of passt's address stand for forwards; see switch::nat.
-            let numbered = forwards.iter().zip(1..);
-            let four = numbered.filter_map(|(f, i)| match f.ip {
-                IpAddr::V4(ip) => Some((f.proto, f.listen, i, (ip, f.port))),
-                // Refused by the check.
-                IpAddr::V6(_) => None,
-            });
-            let forwards = four.collect();
-            let user = Attachment::User(UserUplink { mac, router, forwards });
-            (Some(PortPlan { guard, ..port(user) }), None)
+            let user = UserUplink { mac, router, ipv6: n.prefix_out(), forwards: numbered(&forwards) };
+            (Some(PortPlan { guard, ..port(Attachment::User(user)) }), None)
         }
         (Uplink::Kernel, Some(router)) => {
             let device = kernel_device(&fabric.name, &n.name);
@@ -715,29 +736,52 @@ pub fn plan(fabric: &Fabric, facts: &Facts) -> Result<Plan, PlanError> {
 }
 
 /// The arguments of the passt that serves a user uplink, the program first; it takes its end of the stream as
-/// descriptor `fd`. It leads the host's side: leases, names and router advertisements are the gateway's. It maps its own
+/// descriptor `fd`. With `ipv6` it serves IPv6 where the network has a way out for that, which only works where this machine
+/// has a default route for IPv6: without one passt ends at the first IPv6 listener. It leads the host's side: leases, names and router advertisements are the gateway's. It maps its own
 /// address to the host's loopback, without which it loses the answers of UDP forwards; the NAT before it lets nothing
 /// but such answers go there (`switch::nat`), so guests do not reach the host's loopback.
-pub fn passt_argv(program: &Path, uplink: &UserUplink, mtu: u16, fd: i32) -> Vec<String> {
+pub fn passt_argv(program: &Path, uplink: &UserUplink, (mtu, fd): (u16, i32), ipv6: bool) -> Vec<String> {
+    let ipv6 = ipv6 && uplink.ipv6.is_some();
     let mut out: Vec<String> = vec![program.display().to_string()];
     let mac = Mac::derived(&[&uplink.mac.to_string(), "passt"]).to_string();
-    let fixed =
-        ["-f", "-q", "-4", "-a", OUTSIDE, "-n", "29", "-g", PEER, "--no-dhcp", "--no-dhcp-dns", "--no-dhcp-search"];
-    out.extend(fixed.map(String::from));
-    out.extend(["--no-ndp", "--no-dhcpv6", "--no-ra", "-e"].map(String::from));
-    out.extend(["-F".into(), fd.to_string(), "-M".into(), mac, "-m".into(), mtu.to_string()]);
-    for (proto, listen, port, _) in &uplink.forwards {
-        let flag = if *proto == Proto::Tcp { "-t" } else { "-u" };
-        let address = if listen.ip().is_unspecified() { String::new() } else { format!("{}/", listen.ip()) };
-        out.extend([flag.into(), format!("{address}{}:{port}", listen.port())]);
+    let mut say = |words: &[&str]| out.extend(words.iter().map(ToString::to_string));
+    // Without IPv6 all is as earlier versions had it: a passt that they started goes on under this one.
+    say(&["-f", "-q"]);
+    say(if ipv6 { &[] } else { &["-4"] });
+    say(&["-a", &OUTSIDE.to_string(), "-n", "29", "-g", &PEER.to_string()]);
+    say(&["--no-dhcp", "--no-dhcp-dns", "--no-dhcp-search"]);
+    if ipv6 {
+        say(&["-a", &OUTSIDE6.to_string(), "-g", &PEER6.to_string()]);
+    } else {
+        say(&["--no-ndp"]);
+    }
+    say(&["--no-dhcpv6", "--no-ra", "-e"]);
+    say(&["-F", &fd.to_string(), "-M", &mac, "-m", &mtu.to_string()]);
+    let served: Vec<_> = uplink.forwards.iter().filter(|f| ipv6 || f.listen.is_ipv4()).collect();
+    for (i, forward) in served.iter().enumerate() {
+        // One argument for both that share a number.
+        if served[..i].iter().any(|before| before.number == forward.number) {
+            continue;
+        }
+        let is_shared = served.iter().filter(|other| other.number == forward.number).count() > 1;
+        let is_all = is_shared || !ipv6 && forward.listen.ip().is_unspecified();
+        let address = if is_all { String::new() } else { format!("{}/", forward.listen.ip()) };
+        let flag = if forward.proto == Proto::Tcp { "-t" } else { "-u" };
+        say(&[flag, &format!("{address}{}:{}", forward.listen.port(), forward.number)]);
     }
     out
 }
 
 /// The address that passt knows, and its own: of 192.0.0.0/29, which RFC 7335 sets aside for translation on one host.
-pub const OUTSIDE: &str = "192.0.0.2";
+pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 2);
 /// passt's own address on that link.
-pub const PEER: &str = "192.0.0.1";
+pub const PEER: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 1);
+/// The same for IPv6: of 64:ff9b:1::/48, which RFC 8215 sets aside for translation by whoever needs one.
+pub const OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 2);
+/// As whom members see this machine, where it connects to them through passt.
+pub const HOST6: Ipv6Addr = Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 1);
+/// passt's own address on that link.
+pub const PEER6: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 1);
 
 #[cfg(test)]
 mod tests {
@@ -821,14 +865,52 @@ network = "ops"
         assert_eq!(guard(5), Some((user.mac, None)), "the router's MAC is its own");
         assert!(plan.ports[6].guard.is_some() && plan.ports[7].guard.is_none());
         let ip = web.nics[0].ip.unwrap();
-        assert_eq!(user.forwards[0], (Proto::Tcp, "127.0.0.1:8080".parse().unwrap(), 1, (ip, 80)));
-        assert_eq!(user.forwards[1].3, (Ipv4Addr::new(10, 87, 0, 3), 53));
-        let argv = passt_argv(Path::new("passt"), user, 1500, 7);
+        let listen = "127.0.0.1:8080".parse().unwrap();
+        assert_eq!(user.forwards[0], UserForward { proto: Proto::Tcp, listen, number: 1, to: (ip, 80).into() });
+        assert_eq!(user.forwards[1].to, (Ipv4Addr::new(10, 87, 0, 3), 53).into());
+        assert_eq!(user.ipv6, fabric.networks[0].ipv6);
+        assert!(user.ipv6.is_some());
+        let argv = passt_argv(Path::new("passt"), user, (1500, 7), false);
         assert!(argv.windows(2).any(|w| w == ["-t", "127.0.0.1/8080:1"]), "{argv:?}");
         assert!(argv.windows(2).any(|w| w == ["-u", "5353:2"]), "{argv:?}");
+        let first = "-f -q -4 -a 192.0.0.2 -n 29 -g 192.0.0.1 --no-dhcp --no-dhcp-dns --no-dhcp-search --no-ndp";
+        assert_eq!(argv[1..14].join(" "), first, "as the daemons before had it");
         assert_eq!(plan.kernel.len(), 1);
         assert_eq!(plan.kernel[0].device, "tb-demo-ops");
         assert_eq!(plan.kernel[0].forwards[0].ip, web.nics[1].ip.unwrap());
+    }
+
+    #[test]
+    fn passt_listens_once_at_each_port_and_at_ipv6_only_where_it_can() {
+        let forward = |proto: &str, listen: &str, to: &str| {
+            format!("[[forward]]\nproto = \"{proto}\"\nlisten = \"{listen}\"\nto = \"{to}:80\"\n")
+        };
+        let net = "[network.lan]\nuplink = \"user\"\nipv6 = \"fd00:1:2:3::/64\"\n\
+            [tap.t]\nip = \"10.87.0.9\"\nguard = \"ip\"\nip6 = \"fd00:1:2:3::9\"\n";
+        let text = [
+            net.to_string(),
+            forward("tcp", "[::]:80", "t"),
+            forward("udp", "[::]:53", "t"),
+            forward("tcp", "[::1]:81", "[fd00:1:2:3::9]"),
+            forward("tcp", "0.0.0.0:80", "t"),
+            forward("tcp", "127.0.0.1:82", "t"),
+            forward("udp", "0.0.0.0:83", "t"),
+        ];
+        let fabric = fabric(&text.concat());
+        let (port, _) = uplink(&fabric, &fabric.networks[0]);
+        let Attachment::User(user) = port.unwrap().attachment else { panic!() };
+        let numbers: Vec<_> = user.forwards.iter().map(|f| (f.number, f.to.is_ipv6())).collect();
+        assert_eq!(numbers, [(1, true), (2, true), (3, true), (1, false), (4, false), (5, false)]);
+        let listeners = |ipv6| {
+            let argv = passt_argv(Path::new("passt"), &user, (1500, 7), ipv6);
+            assert_eq!(argv.iter().any(|w| w == "-4"), !ipv6);
+            assert_eq!(argv.iter().any(|w| w == "64:ff9b:1::2"), ipv6);
+            let at = argv.windows(2).filter(|w| ["-t", "-u"].contains(&&w[0][..]));
+            at.map(|w| w.join(" ")).collect::<Vec<_>>()
+        };
+        let all = ["-t 80:1", "-u ::/53:2", "-t ::1/81:3", "-t 127.0.0.1/82:4", "-u 0.0.0.0/83:5"];
+        assert_eq!(listeners(true), all);
+        assert_eq!(listeners(false), ["-t 80:1", "-t 127.0.0.1/82:4", "-u 83:5"]);
     }
 
     #[test]

@@ -401,7 +401,7 @@ impl Look<'_> {
             if !by_passt || self.standing.is_some_and(|s| s.listens(f.proto, f.listen)) {
                 continue;
             }
-            let Err((found, hint)) = free(f.proto, f.listen) else { continue };
+            let Err((found, hint)) = free_for_passt(f.proto, f.listen) else { continue };
             let expected = "an address and port at which this machine can listen";
             self.say((&format!("forward[{i}]"), "listen"), expected, found, Some(hint));
         }
@@ -440,9 +440,32 @@ pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), (String, Stri
         Proto::Tcp => TcpListener::bind(listen).map(drop),
         Proto::Udp => UdpSocket::bind(listen).map(drop),
     };
-    let Err(error) = bound else { return Ok(()) };
+    bound.map_err(|error| why_not(proto, listen, &error))
+}
+
+/// As [`free`], for passt, which listens at an IPv6 address for IPv6 alone.
+fn free_for_passt(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt};
+    if listen.is_ipv4() {
+        return free(proto, listen);
+    }
+    let kind = if proto == Proto::Tcp { SocketType::STREAM } else { SocketType::DGRAM };
+    let bound = || -> rustix::io::Result<()> {
+        let socket = socket_with(AddressFamily::INET6, kind, SocketFlags::CLOEXEC, None)?;
+        sockopt::set_ipv6_v6only(&socket, true)?;
+        if proto == Proto::Tcp {
+            sockopt::set_socket_reuseaddr(&socket, true)?;
+        }
+        bind(&socket, &listen)?;
+        if proto == Proto::Tcp { rustix::net::listen(&socket, 1) } else { Ok(()) }
+    };
+    bound().map_err(|error| why_not(proto, listen, &error.into()))
+}
+
+/// Why a listener cannot be had, and what to do.
+fn why_not(proto: Proto, listen: SocketAddr, error: &std::io::Error) -> (String, String) {
     let it = format!("{} {listen}", proto.word());
-    Err(match error.kind() {
+    match error.kind() {
         ErrorKind::AddrInUse => {
             let who = holder(proto, listen).map_or_else(String::new, |(pid, name)| format!(" (process {pid}, {name})"));
             (format!("{it}: another program listens there{who}"), "end it or choose another port".into())
@@ -452,7 +475,7 @@ pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), (String, Stri
             (format!("{it}, which is no address of this machine"), "choose one that `ip address` lists".into())
         }
         _ => (format!("{it}: {error}"), "choose another address or port".into()),
-    })
+    }
 }
 
 /// Why a port was refused: its number is below the first that every user may take, or something else forbids it.

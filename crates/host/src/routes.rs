@@ -79,6 +79,11 @@ pub fn has_default6(table: &str) -> bool {
     routes6(table).any(|r| r.bits == 0 && r.to.is_unspecified() && r.flags & RTF_REJECT == 0 && r.device != "lo")
 }
 
+/// Whether this process's network namespace has a default route for IPv6.
+pub fn host_has_default6() -> bool {
+    std::fs::read_to_string("/proc/net/ipv6_route").is_ok_and(|table| has_default6(&table))
+}
+
 /// An IPv6 address of this machine.
 pub struct Address6<'t> {
     /// The address.

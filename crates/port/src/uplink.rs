@@ -37,6 +37,11 @@ const CHUNK: usize = 64;
 /// In the length of IPv4's table in a stored state: IPv6's follows it. No table is nearly so long.
 const HAS_IPV6: u32 = 1 << 31;
 
+/// Whether a router that was handed over had a table of IPv6.
+pub fn had_ipv6(handed: &HandOver) -> bool {
+    handed.state.first_chunk().is_some_and(|length| u32::from_le_bytes(*length) & HAS_IPV6 != 0)
+}
+
 fn ends_early() -> String {
     "the stored state of the router ends early".to_string()
 }
@@ -880,6 +885,7 @@ mod tests {
                 assert_eq!(six.outbound(Nanos::SECOND, None, &mut datagram6(1)), Verdict::Pass);
             }
             let handed = port.hand_over().expect("a stream can be handed over");
+            assert_eq!(had_ipv6(&handed), before);
             let ipv6 = after.then(config6);
             let (mut next, _feed) = StreamPort::given(1500, reactor.registrar().registration(Token(2)));
             let attach = |rest| next.take_up(rest).map(|()| Box::new(next) as Box<dyn Port>);

@@ -34,6 +34,7 @@ impl Helper {
             }
             Helper::Adopted(process) => {
                 let _ = process.signal(rustix::process::Signal::KILL);
+                process.wait(KILLED);
             }
         }
     }

@@ -43,6 +43,7 @@ mod injected;
 mod leases;
 mod machine;
 mod network;
+mod passt;
 mod ports;
 mod rates;
 mod report;

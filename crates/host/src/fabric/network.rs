@@ -210,7 +210,7 @@ impl Running {
         let changed =
             |net: &Net| net.gateway.as_ref().and_then(|g| Some(g.config().ipv6.as_ref()?.prefix)) != spec.ipv6;
         // The gateway that comes speaks for itself, and cannot withdraw the router of before.
-        let routed = |net: &Net| matches!(net.router6, Some(Some(_))) && spec.router6().is_none();
+        let routed = |net: &Net| matches!(net.router6, Some(Some(_))) && spec.prefix_out().is_none();
         if let Some(net) = self.networks.get(&spec.name).filter(|net| changed(net) || routed(net)) {
             net.withdraw();
             net.finish_withdrawal();
@@ -248,11 +248,20 @@ impl Running {
         for spec in &self.spec.networks {
             let Some(net) = self.networks.get_mut(&spec.name) else { continue };
             let Some(gateway) = &net.gateway else { continue };
-            let uplink = self.ports.contains_key(&plan::uplink_name(&spec.name));
-            let leads_out = uplink && spec.uplink == Uplink::Kernel && kernel::leads_out6(spec);
-            let router = leads_out.then(|| Mac::derived(&[&self.spec.name, &spec.name, "router"]).0);
+            let uplink = self.ports.get(&plan::uplink_name(&spec.name));
+            let leads_out = uplink.is_some_and(|uplink| match spec.uplink {
+                Uplink::Kernel => kernel::leads_out6(spec),
+                Uplink::User => uplink.leads_out6(),
+                Uplink::None | Uplink::Bridge { .. } => false,
+            });
+            let own = Mac::derived(&[&self.spec.name, &spec.name, "router"]).0;
+            let router = leads_out.then_some(own);
             // A gateway that is made again is told again.
             if net.router6 != Some(router) {
+                if net.router6.is_none() && router.is_none() {
+                    // A daemon before this one may have advertised it and gone without a word: withdrawn in its name.
+                    gateway.set_router6(Some(own), 0);
+                }
                 gateway.set_router6(router, if leads_out { ROUTER_SECS } else { 0 });
                 net.router6 = Some(router);
             }

@@ -2,35 +2,25 @@
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tombolo_port::ivshmem::Handle;
 use tombolo_port::link::{Interface, Netns};
 use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
-use tombolo_port::stream::{Address, StreamFeed, StreamPort};
+use tombolo_port::stream::{Address, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
-use tombolo_port::uplink::{Away, Beat, NatPort};
 use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
 use tombolo_port::vxlan::{VxlanConfig, VxlanPort};
 use tombolo_port::xen::{XenConfig, XenPort};
 use tombolo_switch::control::PortSettings;
-use tombolo_switch::nat;
 use tombolo_switch::port::{HandOver, Port};
 use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Restart;
 
-use super::backoff::Backoff;
-use super::events::{Facts, Kind};
-use super::helper::Helper;
+use super::passt::Passt;
 use super::{FabricError, Running, RunningWorker, Say, describe};
-use crate::file::{self, Proto};
-use crate::plan::{self, Attachment, PortGuard, PortPlan, UserUplink};
-use crate::process::{self, Process, Recorded};
-use crate::qemu::probe::which;
+use crate::file;
+use crate::plan::{self, Attachment, PortGuard, PortPlan};
 
 /// A port that a worker runs.
 pub(crate) struct RunningPort {
@@ -38,7 +28,7 @@ pub(crate) struct RunningPort {
     pub(crate) worker: usize,
     pub(crate) token: Token,
     /// The passt behind a user uplink.
-    passt: Option<Passt>,
+    pub(super) passt: Option<Passt>,
 }
 
 impl RunningPort {
@@ -49,131 +39,41 @@ impl RunningPort {
 
     /// Counters of the passt behind it.
     pub(crate) fn passt_counters(&self) -> Vec<(String, u64)> {
-        let Some(passt) = &self.passt else { return vec![] };
-        let all = [("passt_restarts", passt.restarts), ("passt_hangs", passt.hangs), ("passt_storms", passt.storms)];
-        all.map(|(name, n)| (name.to_string(), n)).to_vec()
+        self.passt.iter().flat_map(Passt::counters).map(|(name, n)| (name.to_string(), n)).collect()
     }
 
     /// What is wrong with the passt behind it.
     pub(crate) fn fault(&self) -> Option<String> {
         self.passt.as_ref().and_then(|p| p.fault.clone())
     }
-}
 
-/// A running passt. It ends when its stream does, unless it hangs: then the next daemon finds and ends it
-/// ([`process::helpers`]).
-struct Passt {
-    process: Helper,
-    feed: StreamFeed,
-    /// Which guests its router need not wait for.
-    away: Away,
-    /// How often it was started again, ever.
-    restarts: u64,
-    /// When it was started, or taken over.
-    since: Instant,
-    backoff: Backoff,
-    /// How it ended, until it is started again.
-    fault: Option<String>,
-    /// Why the watchdog has ended it.
-    blame: Option<Blame>,
-    hangs: u64,
-    storms: u64,
-}
-
-/// What the watchdog finds wrong with a passt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Blame {
-    Stopped,
-    Silent,
-    Deaf,
-    Storm(u64),
-}
-
-impl std::fmt::Display for Blame {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Blame::Stopped => write!(f, "ended by the watchdog: it was stopped by a signal"),
-            Blame::Silent => write!(f, "ended by the watchdog: it hung, and did not answer {SILENT_LOOKS} checks"),
-            Blame::Deaf => {
-                write!(
-                    f,
-                    "ended by the watchdog: it sent, but read nothing from its full socket for {SILENT_LOOKS} checks"
-                )
-            }
-            Blame::Storm(times) => {
-                write!(f, "ended by the watchdog: it repeated one frame {times} times, and nothing provoked that")
-            }
-        }
+    /// What is wrong with the passt behind it, for a forward from `listen`.
+    pub(crate) fn fault_of(&self, listen: SocketAddr) -> Option<String> {
+        self.passt.as_ref().and_then(|p| p.fault_of(listen))
     }
-}
 
-/// How often a passt is looked at and asked whether it lives: one frame each way, which costs nothing that can be measured.
-const LOOK: Duration = Duration::from_secs(2);
-/// Looks in a row at which it was stopped, or had answered nothing; the latter before its first answer, when it starts.
-const STOPPED_LOOKS: u32 = 2;
-const SILENT_LOOKS: u32 = 4;
-const FIRST_LOOKS: u32 = 15;
-
-/// Watches over a passt: Debian's has been seen to repeat one segment 18.9 million times, and one
-/// that hangs takes the way out from all guests. It counts looks and not seconds, so that a paused
-/// machine causes no false alarm.
-#[derive(Debug, Default)]
-struct Watchdog {
-    last: Beat,
-    stopped: u32,
-    silent: u32,
-    deaf: u32,
-    has_answered: bool,
-}
-
-impl Watchdog {
-    fn look(&mut self, beat: Beat, is_stopped: bool) -> Option<Blame> {
-        self.stopped = if is_stopped { self.stopped + 1 } else { 0 };
-        let answered = beat.answers != self.last.answers;
-        // Without a question sent since, as where the port is down, silence says nothing.
-        let is_silent = !answered && beat.frames == self.last.frames && beat.asked != self.last.asked;
-        self.silent = if is_silent { self.silent + 1 } else { 0 };
-        // Frames from one that reads nothing are no life. The question alone finds its socket full at each look.
-        let is_deaf = !answered && beat.taken == self.last.taken && beat.refused != self.last.refused;
-        self.deaf = if is_deaf { self.deaf + 1 } else { 0 };
-        self.has_answered |= answered;
-        let storms = beat.repeats != self.last.repeats;
-        self.last = beat;
-        let limit = if self.has_answered { SILENT_LOOKS } else { FIRST_LOOKS };
-        match () {
-            () if storms => Some(Blame::Storm(beat.repeats)),
-            () if self.stopped >= STOPPED_LOOKS => Some(Blame::Stopped),
-            () if self.silent >= limit => Some(Blame::Silent),
-            () if self.deaf >= SILENT_LOOKS => Some(Blame::Deaf),
-            () => None,
-        }
-    }
-}
-
-impl Drop for Passt {
-    fn drop(&mut self) {
-        self.process.end();
+    /// Whether the passt behind it has said that it has IPv6.
+    pub(crate) fn leads_out6(&self) -> bool {
+        self.passt.as_ref().is_some_and(Passt::has_ipv6)
     }
 }
 
 /// What the daemon before left of a port, and of the passt behind it.
-struct Handed {
-    port: HandOver,
-    passt: Option<(Vec<u8>, Vec<OwnedFd>)>,
+pub(super) struct Handed {
+    pub(super) port: HandOver,
+    pub(super) passt: Option<(Vec<u8>, Vec<OwnedFd>)>,
 }
 
 /// A port that was opened for a worker.
-struct Opened {
-    port: Box<dyn Port>,
+pub(super) struct Opened {
+    pub(super) port: Box<dyn Port>,
     /// How it comes back after a panic in its code. The server of an ivshmem link has greeted the peer of a port that is gone, and
     /// does not greet it again.
-    restart: Option<Restart>,
-    passt: Option<Passt>,
+    pub(super) restart: Option<Restart>,
+    pub(super) passt: Option<Passt>,
     /// By what the port of a link hears of its peer.
-    handle: Option<Handle>,
+    pub(super) handle: Option<Handle>,
 }
-
-const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
 
 fn error(port: &PortPlan) -> impl Fn(&dyn std::fmt::Display) -> FabricError {
     let name = port.name.clone();
@@ -250,73 +150,14 @@ impl Running {
 
     fn open(&self, plan: &PortPlan, registration: Registration, handed: Option<Handed>) -> Result<Opened, FabricError> {
         let fail = error(plan);
-        let mtu = u32::from(plan.mtu);
         match &plan.attachment {
             Attachment::Ivshmem { link } => {
                 let (port, handle) = self.open_link(link, plan.mtu, registration)?;
                 Ok(Opened { port: Box::new(port), restart: None, passt: None, handle: Some(handle) })
             }
             Attachment::User(user) => {
-                let (mut stream, feed) = StreamPort::given(mtu, registration);
                 let network = self.spec.network(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
-                let forwards = user.forwards.iter().map(|(proto, _, port, to)| nat::Forward {
-                    protocol: if *proto == Proto::Tcp { nat::Protocol::Tcp } else { nat::Protocol::Udp },
-                    port: *port,
-                    to: *to,
-                });
-                let config = nat::Config {
-                    mac: user.mac.0,
-                    router: user.router,
-                    subnet: network.subnet.base,
-                    prefix: network.subnet.prefix,
-                    outside: plan::OUTSIDE.parse().expect("a literal address"),
-                    peer: plan::PEER.parse().expect("a literal address"),
-                    host: plan::PEER.parse().expect("a literal address"),
-                    forwards: forwards.collect(),
-                };
-                let running =
-                    handed.and_then(|handed| Some((handed.port, self.running_passt(user, plan.mtu, handed.passt)?)));
-                let (port, process) = match running {
-                    Some((handed, process)) => {
-                        let again = feed.clone();
-                        let attach = |handed| stream.take_up(handed).map(|()| Box::new(stream) as Box<dyn Port>);
-                        match NatPort::take_up(config.clone(), None, handed, mtu, attach) {
-                            Ok(port) => (port, Helper::Adopted(process)),
-                            Err(why) => {
-                                (self.say)(&format!("{}: starting another passt: {why}", plan.name));
-                                let _ = process.signal(rustix::process::Signal::KILL);
-                                let stream = again.restart(mtu);
-                                let port = NatPort::new(config.clone(), Box::new(stream), mtu);
-                                (port, Helper::Child(self.start_passt(plan, user, &feed)?))
-                            }
-                        }
-                    }
-                    None => {
-                        let process = Helper::Child(self.start_passt(plan, user, &feed)?);
-                        (NatPort::new(config.clone(), Box::new(stream), mtu), process)
-                    }
-                };
-                let port = Box::new(port);
-                let away = port.away();
-                let (again, of_old) = (feed.clone(), away.clone());
-                // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
-                let restart: Restart = Box::new(move |_| {
-                    let stream = Box::new(again.restart(mtu));
-                    Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
-                });
-                let passt = Passt {
-                    process,
-                    feed,
-                    away,
-                    restarts: 0,
-                    since: Instant::now(),
-                    backoff: Backoff::PASST,
-                    fault: None,
-                    blame: None,
-                    hangs: 0,
-                    storms: 0,
-                };
-                Ok(Opened { port, restart: Some(restart), passt: Some(passt), handle: None })
+                self.open_user(plan, user, network, registration, handed)
             }
             _ => {
                 let shelf = self.shelf(&plan.name);
@@ -332,78 +173,6 @@ impl Running {
         }
     }
 
-    /// The passt that the daemon before ran, if it is still there and runs as it would be started now. Any other is ended.
-    fn running_passt(&self, user: &UserUplink, mtu: u16, handed: Option<(Vec<u8>, Vec<OwnedFd>)>) -> Option<Process> {
-        let (pid, fds) = handed?;
-        let pid = u32::from_le_bytes(*pid.first_chunk()?);
-        let process = Process { pid, pidfd: fds.into_iter().next()? };
-        let expected = which("passt").map(|program| plan::passt_argv(&program, user, mtu, 0));
-        let same = expected.zip(process::arguments(pid)).is_some_and(|(expected, found)| expected[1..] == found[1..]);
-        if same && process.is_running() {
-            return Some(process);
-        }
-        let _ = process.signal(rustix::process::Signal::KILL);
-        None
-    }
-
-    fn start_passt(&self, plan: &PortPlan, user: &UserUplink, feed: &StreamFeed) -> Result<Child, FabricError> {
-        let spawn = |source| FabricError::Spawn { what: format!("passt for {}", plan.name), source, hint: PASST_HINT };
-        let program = which("passt").ok_or_else(|| spawn(std::io::ErrorKind::NotFound.into()))?;
-        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
-            .map_err(|e| spawn(e.into()))?;
-        let log = self.complaints(&plan.name).map_err(spawn)?;
-        // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
-        let argv = plan::passt_argv(&program, user, plan.mtu, 0);
-        let mut command = Command::new(&argv[0]);
-        let mark = process::helper_name(&self.facts.runtime, &plan.name);
-        command.arg0(&mark).env(process::HELPER_VARIABLE, &mark);
-        command.args(&argv[1..]).stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::from(log));
-        let child = process::spawn(&mut command).map_err(spawn)?;
-        feed.give(ours).map_err(|e| FabricError::Port { port: plan.name.clone(), why: e.to_string() })?;
-        Ok(child)
-    }
-
-    /// Writes a passt into the owner record, beside the marks that it carries.
-    fn record_passt(&mut self, port: &str, pid: u32) {
-        let Some(started_ticks) = process::start_ticks(pid) else { return };
-        self.note_member(pid);
-        let recorded = Recorded { name: port.into(), pid, started_ticks };
-        self.dir().record(|o| {
-            o.helpers.retain(|h| h.name != recorded.name);
-            o.helpers.push(recorded);
-        });
-    }
-
-    /// Adds the events of a passt that has ended by `cause`, or is there again.
-    fn note_uplink(&self, port: &str, pid: u32, cause: Option<&str>) {
-        let Some(network) = self.ports.get(port).map(|p| p.plan.network.clone()) else { return };
-        let facts = || {
-            let facts = Facts { pid: Some(pid), ..Facts::of(port).network(&network) };
-            cause.map_or(facts.clone(), |cause| facts.cause(cause))
-        };
-        if cause.is_some() {
-            self.events.add(Kind::Fault, facts(), &format!("the passt of {port} ended and is started again"));
-        }
-        let word = if cause.is_some() { "interrupted" } else { "open again" };
-        for forward in self.spec.forwards.iter().filter(|f| f.network == network) {
-            let text = format!("the forward {} {} is {word}", forward.proto.word(), forward.listen);
-            self.events.add(Kind::Forward, facts(), &text);
-        }
-    }
-
-    /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
-    /// one that boots are held for a while. Called after each change. One that this daemon has not come to yet may run.
-    pub(crate) fn tell_who_is_away(&mut self) {
-        for port in self.ports.values() {
-            let Some(passt) = &port.passt else { continue };
-            let ended = |m: &&file::Machine| self.machines.get(&m.name).is_some_and(|m| m.pid.is_none());
-            let nics = self.spec.machines.iter().filter(ended).flat_map(|m| &m.nics);
-            let ips = nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip);
-            passt.away.set(ips.map(Into::into).collect());
-        }
-        self.settle_away();
-    }
-
     pub(crate) fn log_path(&self, name: &str) -> std::path::PathBuf {
         self.facts.runtime.join(format!("{name}.log"))
     }
@@ -414,111 +183,6 @@ impl Running {
             (self.say)(&format!("{name}: its log is not kept: {error}"));
             std::fs::OpenOptions::new().write(true).open("/dev/null")
         })
-    }
-
-    /// Starts passt again when it ends, after a pause that grows to ten seconds.
-    fn watch_passt(&self, port: String, pid: u32) {
-        let (me, say) = (self.me.clone(), self.say.clone());
-        let Some(process) = Process::open(pid) else { return };
-        self.guard_passt(&port, pid);
-        tokio::spawn(async move {
-            let log = {
-                let Some(running) = me.upgrade() else { return };
-                running.lock().await.log_path(&port)
-            };
-            if !super::machine::ended_trimming(process, &[&log], &me).await {
-                return;
-            }
-            let pause = {
-                let Some(running) = me.upgrade() else { return };
-                let mut running = running.lock().await;
-                let log = running.log_path(&port);
-                let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) else { return };
-                if passt.process.id() != pid {
-                    return;
-                }
-                let status = passt.process.how();
-                let blame = passt.blame.take();
-                match blame {
-                    Some(Blame::Storm(_)) => passt.storms += 1,
-                    Some(_) => passt.hangs += 1,
-                    None => {}
-                }
-                let how = blame.map_or(status, |blame| blame.to_string());
-                let last = crate::console::tail(&log, 3).join(" / ");
-                say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
-                passt.fault = Some(format!("passt ended: {how}; {last}"));
-                let pause = passt.backoff.failed(passt.since, Instant::now());
-                running.note_uplink(&port, pid, Some(&format!("{how}; {last}")));
-                pause
-            };
-            start_again(&me, &say, port, pause).await;
-        });
-    }
-
-    /// Ends a passt that hangs or storms; [`Running::watch_passt`] starts the next one.
-    fn guard_passt(&self, port: &str, pid: u32) {
-        let Some(passt) = self.ports.get(port).and_then(|p| p.passt.as_ref()) else { return };
-        let (away, feed, me, port) = (passt.away.clone(), passt.feed.clone(), self.me.clone(), port.to_string());
-        let Some(process) = Process::open(pid) else { return };
-        let mut watchdog = Watchdog { last: away.beat(), ..Watchdog::default() };
-        tokio::spawn(async move {
-            loop {
-                tokio::time::sleep(LOOK).await;
-                let Some(running) = me.upgrade() else { return };
-                if !process.is_running() {
-                    return;
-                }
-                let blame = watchdog.look(away.beat(), process::is_stopped(pid));
-                away.ask();
-                feed.wake();
-                let Some(blame) = blame else { continue };
-                let mut running = running.lock().await;
-                if let Some(passt) =
-                    running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()).filter(|p| p.process.id() == pid)
-                {
-                    passt.blame = Some(blame);
-                    // One that has ended meanwhile is reported by its status.
-                    let _ = process.signal(rustix::process::Signal::KILL);
-                }
-                return;
-            }
-        });
-    }
-}
-
-/// Starts the passt of a port again after `pause`, and after longer ones as often as it does not start.
-async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Say, port: String, mut pause: Duration) {
-    loop {
-        tokio::time::sleep(pause).await;
-        let Some(running) = me.upgrade() else { return };
-        let mut running = running.lock().await;
-        let Some(RunningPort { plan, passt: Some(old), .. }) = running.ports.get(&port) else { return };
-        // The port may have been removed and added again, with a passt of its own.
-        if old.fault.is_none() {
-            return;
-        }
-        let (plan, feed) = (plan.clone(), old.feed.clone());
-        let Attachment::User(user) = &plan.attachment else { return };
-        let started = running.start_passt(&plan, user, &feed);
-        let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) else { return };
-        let since = std::mem::replace(&mut passt.since, Instant::now());
-        match started {
-            Ok(child) => {
-                let pid = child.id();
-                passt.restarts += 1;
-                passt.process = Helper::Child(child);
-                passt.fault = None;
-                running.record_passt(&port, pid);
-                running.note_uplink(&port, pid, None);
-                running.watch_passt(port, pid);
-                return;
-            }
-            Err(error) => {
-                pause = passt.backoff.failed(since, passt.since);
-                say(&format!("{port}: {error}; trying again in {:.1} s", pause.as_secs_f32()));
-            }
-        }
     }
 }
 
@@ -630,38 +294,6 @@ fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, say: 
 
 #[cfg(test)]
 mod tests {
-    #[test]
-    fn the_watchdog_blames_a_passt_that_is_stopped_silent_or_storms_and_no_other() {
-        let beat = |asked, answers, frames, repeats| Beat { asked, answers, frames, repeats, ..Beat::default() };
-        let mut dog = Watchdog::default();
-        assert_eq!(dog.look(beat(1, 1, 1, 0), false), None);
-        // Frames are life as well, and so is a port that could not ask.
-        assert!((2..50).all(|n| dog.look(beat(n, 1, n, 0), false).is_none()));
-        assert!((0..50).all(|_| dog.look(beat(49, 1, 49, 0), false).is_none()));
-        let blamed: Vec<_> = (50..54).map(|n| dog.look(beat(n, 1, 49, 0), false)).collect();
-        assert_eq!(blamed, [None, None, None, Some(Blame::Silent)]);
-        assert_eq!(dog.look(beat(60, 2, 60, 7000), false), Some(Blame::Storm(7000)));
-        // What a passt before it did is not blamed on this one.
-        let mut dog = Watchdog { last: beat(60, 2, 60, 7000), ..Watchdog::default() };
-        assert_eq!(dog.look(beat(61, 3, 61, 7000), false), None);
-        // One that sends and takes nothing, and one that takes little of what it should.
-        let sends = |n, taken| Beat { taken, refused: n * 10, ..beat(n, 1, n * 1000, 0) };
-        let mut dog = Watchdog { last: sends(0, 5), ..Watchdog::default() };
-        let blamed: Vec<_> = (1..5).map(|n| dog.look(sends(n, 5), false)).collect();
-        assert_eq!(blamed, [None, None, None, Some(Blame::Deaf)]);
-        let mut dog = Watchdog { last: sends(0, 5), ..Watchdog::default() };
-        assert!((1..50).all(|n| dog.look(sends(n, n / 2), false).is_none()));
-        let mut dog = Watchdog::default();
-        assert_eq!(
-            [true, false, true, true].map(|t| dog.look(beat(0, 0, 0, 0), t)),
-            [None, None, None, Some(Blame::Stopped)]
-        );
-        // One that starts has longer.
-        let mut dog = Watchdog::default();
-        assert!((1..15).all(|n| dog.look(beat(n, 0, 0, 0), false).is_none()));
-        assert_eq!(dog.look(beat(15, 0, 0, 0), false), Some(Blame::Silent));
-    }
-
     use super::super::injected::{Planted, PlantedPort};
     use super::*;
     use std::os::unix::net::UnixStream;

@@ -9,7 +9,7 @@ use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::gateway::Ipv6Config;
-use tombolo_switch::guard::Guard;
+use tombolo_switch::guard::{Guard, link_local};
 use tombolo_switch::limit::{Limit, Storm};
 use tombolo_switch::port::{Caps, Link};
 
@@ -170,7 +170,7 @@ impl Running {
                 listen: f.listen,
                 to: f.target.with_port(f.port),
                 address: f.ip,
-                fault: uplink.and_then(super::ports::RunningPort::fault).or_else(|| self.relay_fault(f)),
+                fault: uplink.and_then(|uplink| uplink.fault_of(f.listen)).or_else(|| self.relay_fault(f)),
                 open: used.map(|used| used.open),
                 refused: used.map(|used| used.refused),
             }
@@ -253,7 +253,10 @@ impl Running {
             router: spec.router,
             prefix6: spec.ipv6.map(|prefix| format!("{prefix}/64")),
             gateway6: spec.ipv6.map(|prefix| Ipv6Config::new(prefix).address()),
-            router6: spec.router6().filter(|_| kernel::has_ipv6()),
+            router6: spec.router6().filter(|_| kernel::has_ipv6()).or_else(|| {
+                let leads_out = self.ports.get(&plan::uplink_name(&spec.name)).is_some_and(|port| port.leads_out6());
+                leads_out.then(|| link_local(&file::Mac::derived(&[&self.spec.name, &spec.name, "router"]).0))
+            }),
             uplink,
             uplink_fault: self.ports.get(&plan::uplink_name(&spec.name)).and_then(super::ports::RunningPort::fault),
             domain: spec.domain.clone(),

@@ -64,7 +64,7 @@ fn listeners(plan: &PortPlan) -> impl Iterator<Item = (Proto, SocketAddr)> {
         Attachment::Vxlan(tunnel) => (None, Some((Proto::Udp, SocketAddr::new(tunnel.local, tunnel.udp_port)))),
         _ => (None, None),
     };
-    let forwards = user.into_iter().flat_map(|user| user.forwards.iter().map(|(proto, listen, ..)| (*proto, *listen)));
+    let forwards = user.into_iter().flat_map(|user| user.forwards.iter().map(|f| (f.proto, f.listen)));
     forwards.chain(tunnel)
 }
 

@@ -156,7 +156,7 @@ impl Check<'_, '_, '_> {
     /// Complains about a way out for IPv6 that the rest of the network contradicts.
     fn way_out6(&mut self, at: &str, n: &Network) {
         let spot = (at, "uplink6");
-        if self.spots.has(at, "uplink6") && n.uplink == Uplink::Kernel && n.ipv6.is_none() {
+        if self.spots.has(at, "uplink6") && n.uplink.forwards() && n.ipv6.is_none() {
             let reason = "it has no IPv6 prefix then: leave ipv6 = \"off\" out, or";
             self.idle(spot, &[(at, "ipv6"), (at, "uplink"), (at, "gateway")], "with ipv6 = \"off\"", reason);
         }
@@ -165,6 +165,12 @@ impl Check<'_, '_, '_> {
             let hint = Some("set `mtu` to 1280 or more, or leave `uplink6` out".to_string());
             let expected = "\"off\" with an `mtu` below 1280, which IPv6 cannot use";
             self.fault(spot, &[(at, "mtu")], expected, n.uplink6.text(), hint);
+        }
+        if n.uplink == Uplink::User && n.uplink6 != Uplink6::Masquerade {
+            let hint = Some("set uplink = \"kernel\", which needs root".to_string());
+            let expected = "\"masquerade\" or \"off\" with uplink = \"user\"";
+            self.fault(spot, &[(at, "uplink")], expected, n.uplink6.text(), hint);
+            return;
         }
         if n.uplink6 == Uplink6::Routed && !self.spots.has(at, "ipv6") {
             let hint = "give the prefix that is routed to this host: ipv6 = \"2001:db8:1:2::/64\"".to_string();
@@ -821,6 +827,15 @@ fn addresses_of<'f>(fabric: &'f Fabric, name: &str) -> Vec<(&'f Network, IpAddr)
     out
 }
 
+/// Whether two forwards ask one passt for the same port at different addresses, which it refuses. All addresses of both families
+/// are one listener to it.
+fn share_a_port(fabric: &Fabric, a: &Forward, b: &Forward) -> bool {
+    let by_passt = fabric.network(&a.network).is_some_and(|n| n.uplink == Uplink::User);
+    let is_same = a.network == b.network && (a.proto, a.listen.port()) == (b.proto, b.listen.port());
+    let everywhere = a.listen.ip().is_unspecified() && b.listen.ip().is_unspecified();
+    by_passt && is_same && !everywhere
+}
+
 /// Fills in where each forward goes.
 fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     let mut forwards = std::mem::take(&mut fabric.forwards);
@@ -838,6 +853,14 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
             let that = &format!("forward[{j}]")[..];
             let leans_on = [(at, "proto"), (that, "listen"), (that, "proto")];
             check.fault((at, "listen"), &leans_on, "a listener that no other forward has", found, None);
+        } else if let Some(j) = (0..i).find(|&j| share_a_port(check.fabric, &forwards[i], &forwards[j])) {
+            let found = format!("{}, beside {} of forward[{j}]", forwards[i].listen, forwards[j].listen);
+            let that = &format!("forward[{j}]")[..];
+            let leans_on = [(at, "proto"), (that, "listen"), (that, "proto")];
+            let hint =
+                Some("listen at another port, or once at 0.0.0.0 for all addresses (and once at [::])".to_string());
+            let expected = "a port that no other forward of the network has with uplink = \"user\"";
+            check.fault((at, "listen"), &leans_on, expected, found, hint);
         }
     }
     fabric.forwards = forwards;
@@ -866,7 +889,7 @@ impl Check<'_, '_, '_> {
             Target::Name(name) => {
                 // The first of a network that forwards to it, of the listener's family where there is one.
                 let rank = |(n, ip): &(&Network, IpAddr)| {
-                    let served = n.uplink.forwards() && (ip.is_ipv4() || n.router6().is_some());
+                    let served = n.uplink.forwards() && (ip.is_ipv4() || n.prefix_out().is_some());
                     (!served, ip.is_ipv4() != f.listen.is_ipv4())
                 };
                 match addresses_of(fabric, name).into_iter().filter(|(n, _)| on(&n.name)).min_by_key(rank) {
@@ -896,21 +919,22 @@ impl Check<'_, '_, '_> {
     fn family(&mut self, at: &str, f: &Forward, n: &Network, ip: IpAddr) {
         let net = &path_of(&n.name)[..];
         let leans_on = [(net, "uplink"), (at, "network"), (net, "uplink6"), (net, "ipv6")];
-        let kernel = || format!("the user uplink forwards IPv4 to IPv4: set uplink = \"kernel\" in [{net}]");
+        let is_out6 = n.prefix_out().is_some();
         match n.uplink {
-            Uplink::User if f.listen.is_ipv6() => {
-                let hint = Some(format!("{}, or listen at \"127.0.0.1:{}\"", kernel(), f.listen.port()));
-                let expected = "an IPv4 address and port with uplink = \"user\"";
-                self.fault((at, "listen"), &leans_on, expected, f.listen.to_string(), hint);
-            }
-            Uplink::User if ip.is_ipv6() => {
-                let expected = "a member's IPv4 address with uplink = \"user\"";
-                self.fault((at, "to"), &leans_on, expected, ip.to_string(), Some(kernel()));
-            }
-            Uplink::Kernel if ip.is_ipv6() && n.router6().is_none() => {
+            Uplink::User | Uplink::Kernel if ip.is_ipv6() && !is_out6 => {
                 let hint = format!("set uplink6 = \"masquerade\" in [{net}], with an `mtu` of at least 1280");
                 let expected = "a member's IPv4 address in a network without a way out for IPv6";
                 self.fault((at, "to"), &leans_on, expected, ip.to_string(), Some(hint));
+            }
+            Uplink::User if f.listen.is_ipv6() != ip.is_ipv6() => {
+                let (family, loopback) = if ip.is_ipv6() { ("IPv6", "[::1]") } else { ("IPv4", "127.0.0.1") };
+                let hint = format!(
+                    "passt does not change the family: listen at \"{loopback}:{}\", {}or set uplink = \"kernel\" in [{net}]",
+                    f.listen.port(),
+                    if ip.is_ipv6() { "" } else { "give the member an address by `ip6`, " },
+                );
+                let expected = format!("an {family} address and port, as the member has, with uplink = \"user\"");
+                self.fault((at, "listen"), &leans_on, expected, f.listen.to_string(), Some(hint));
             }
             _ => {}
         }

@@ -229,12 +229,12 @@ impl Uplink {
     }
 }
 
-/// How the kernel uplink carries IPv6.
+/// How an uplink carries IPv6. The user uplink only knows the first two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Uplink6 {
     /// Not at all.
     Off,
-    /// Members' addresses become the host's.
+    /// Members' addresses become the host's. The user uplink has passt do that.
     Masquerade,
     /// Members' addresses stay: their prefix is routed to the host.
     Routed,
@@ -314,9 +314,15 @@ pub struct Network {
 }
 
 impl Network {
-    /// The address that members route IPv6 through, where they can: ::2 of the prefix, beside the gateway's ::1.
+    /// Its IPv6 prefix, where that has a way out.
+    pub fn prefix_out(&self) -> Option<Ipv6Addr> {
+        self.ipv6.filter(|_| self.uplink6 != Uplink6::Off)
+    }
+
+    /// The address of the kernel uplink's router in the prefix: ::2, beside the gateway's ::1. That of the user uplink has a
+    /// link-local address only.
     pub fn router6(&self) -> Option<Ipv6Addr> {
-        let prefix = self.ipv6.filter(|_| self.uplink6 != Uplink6::Off)?;
+        let prefix = self.prefix_out().filter(|_| self.uplink == Uplink::Kernel)?;
         Some(Ipv6Addr::from_bits(prefix.to_bits() | 2))
     }
 

@@ -344,9 +344,9 @@ impl<'t> Reader<'_, 't> {
         };
         let ipv6 = ipv6.filter(|_| gateway.is_some());
         let uplink6 = uplink6(&mut s);
-        let by_default = if uplink == Uplink::Kernel && mtu >= IPV6_MTU { Uplink6::Masquerade } else { Uplink6::Off };
+        let by_default = if mtu >= IPV6_MTU { Uplink6::Masquerade } else { Uplink6::Off };
         let uplink6 = match ipv6 {
-            Some(_) if uplink == Uplink::Kernel => uplink6.unwrap_or(by_default),
+            Some(_) if uplink.forwards() => uplink6.unwrap_or(by_default),
             _ => Uplink6::Off,
         };
         self.fabric.networks.push(Network {
@@ -820,7 +820,7 @@ fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
 /// The smallest MTU with which Linux does IPv6 on a device (RFC 8200 §5).
 pub(super) const IPV6_MTU: u16 = 1280;
 
-/// How the kernel uplink carries IPv6, where the file says so.
+/// How the uplink carries IPv6, where the file says so.
 fn uplink6(s: &mut Section<'_, '_, '_, '_>) -> Option<Uplink6> {
     let (value, span) = s.raw("uplink6")?;
     let words = ["masquerade", "routed", "off"];

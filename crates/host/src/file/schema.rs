@@ -261,8 +261,9 @@ pub const SECTIONS: &[SectionSchema] = &[
             key(
                 "uplink6",
                 "\"masquerade\", \"routed\", \"off\" or { prefix = \"2001:db8:1:2::/64\" }",
-                "\"masquerade\" with uplink kernel, `ipv6` on and an `mtu` of at least 1280",
-                "uplink kernel: its way out for IPv6; the host's address, the members' own, or those of another prefix (docs/ipv6.md)",
+                "\"masquerade\" with uplink user or kernel, `ipv6` on and an `mtu` of at least 1280",
+                "its way out for IPv6: by the host's address; with uplink kernel also by the members' own, or those of another prefix \
+                 (docs/ipv6.md)",
             ),
             key(
                 "dns",
@@ -617,7 +618,7 @@ const QEMU: &[&str] = &["vhost-user", "stream", "ivshmem", "ivshmem-plain"];
 pub const CONDITIONS: &[Condition] = &[
     only("network", "router", "uplink", &["user", "kernel"]),
     only("network", "bypass", "uplink", &["kernel"]),
-    only("network", "uplink6", "uplink", &["kernel"]),
+    only("network", "uplink6", "uplink", &["user", "kernel"]),
     only("cell", "machine", "attach", QEMU),
     only("cell", "accel", "attach", QEMU),
     only("cell", "qemu", "attach", QEMU),

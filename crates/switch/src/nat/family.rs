@@ -5,9 +5,10 @@
 //! compiled in the crate that uses it, so what it calls for every frame outside of generic code is `#[inline]`.
 //!
 //! # Limits of IPv6
-//! Hop-by-hop and destination options are passed over and left as they are, up to [`MAX_EXTENSIONS`] headers. A packet
-//! with any other extension header (routing, authentication, ESP) has no transport that could be translated, and is
-//! dropped as `not_transformable`; so is every fragment, as with IPv4. Messages of neighbour discovery are believed only
+//! A packet with an extension header is dropped as `not_transformable`, as is every fragment with IPv4 too. passt of
+//! Debian 12 takes the first extension header for the transport (`ipv6_l4hdr`): behind options a guest could show this
+//! router other ports than passt uses. Packets whose IPv4 address stands in IPv6's form go nowhere, since passt's socket
+//! would connect by IPv4, to this machine's loopback too. Messages of neighbour discovery are believed only
 //! with a hop limit of 255, code 0, whole options and a right checksum (RFC 4861 §7.1).
 
 use std::fmt::Debug;
@@ -25,10 +26,8 @@ const ARP_BYTES: usize = IP_AT + 28;
 
 // RFC 8200 §3 and §4, RFC 4443, RFC 4861 §4.
 const IPV6_BYTES: usize = 40;
-const HOP_BY_HOP: u8 = 0;
 const FRAGMENT: u8 = 44;
 const ICMPV6: u8 = 58;
-const DESTINATION_OPTIONS: u8 = 60;
 const SOLICITATION: u8 = 135;
 const ADVERTISEMENT: u8 = 136;
 /// Router solicitation to redirect.
@@ -39,13 +38,10 @@ const ON_LINK_HOPS: u8 = 255;
 /// Router, solicited, override.
 const ADVERTISEMENT_FLAGS: u8 = 0xe0;
 
-/// Extension headers that are passed over before the transport.
-pub(super) const MAX_EXTENSIONS: usize = 4;
-
 /// An IP header as it stands at the start of some bytes, which may end before the packet does.
 #[derive(Debug)]
 pub struct Header<A> {
-    /// Bytes before the transport, extension headers included.
+    /// Bytes before the transport.
     pub(super) bytes: usize,
     /// Bytes of the whole packet, as the header says.
     pub(super) total: usize,
@@ -295,7 +291,8 @@ impl Address for Ipv6Addr {
     }
 
     fn is_host(self) -> bool {
-        !(self.is_unspecified() || self.is_multicast())
+        // An IPv4 address in IPv6's form (RFC 4291 §2.5.5.2) is on no wire.
+        !(self.is_unspecified() || self.is_multicast() || self.to_ipv4_mapped().is_some())
     }
 
     fn is_loopback(self) -> bool {
@@ -317,17 +314,12 @@ impl Address for Ipv6Addr {
         }
         let total = IPV6_BYTES + usize::from(u16::from_be_bytes([header[4], header[5]]));
         let (mut protocol, mut bytes) = (header[6], IPV6_BYTES);
-        let (mut fragment, mut later_fragment) = (false, false);
-        for _ in 0..MAX_EXTENSIONS {
-            if !matches!(protocol, HOP_BY_HOP | DESTINATION_OPTIONS | FRAGMENT) || later_fragment {
-                break;
-            }
-            let [next, units, high, low] = *packet.get(bytes..)?.first_chunk::<4>()?;
-            let units = if protocol == FRAGMENT { 0 } else { usize::from(units) };
-            if protocol == FRAGMENT {
-                (fragment, later_fragment) = (true, u16::from_be_bytes([high, low]) & 0xfff8 != 0);
-            }
-            (protocol, bytes) = (next, bytes + 8 * (units + 1));
+        let fragment = protocol == FRAGMENT;
+        let mut later_fragment = false;
+        if fragment {
+            let [next, _, high, low] = *packet.get(bytes..)?.first_chunk::<4>()?;
+            later_fragment = u16::from_be_bytes([high, low]) & 0xfff8 != 0;
+            (protocol, bytes) = (next, bytes + 8);
         }
         let (from, to) = (Self::read(&header[8..]), Self::read(&header[24..]));
         Some(Header { bytes, total, protocol, from, to, fragment, later_fragment })

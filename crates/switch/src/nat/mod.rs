@@ -310,10 +310,10 @@ impl<A: Address> Nat<A> {
     }
 
     /// As what guests see an address behind the uplink; `None` for one that they could not answer, since it means
-    /// something on the uplink's link only.
+    /// something on the uplink's link or machine only.
     fn seen(&self, outside: A) -> Option<A> {
         let seen = if A::HAS_SCOPES && outside == self.config.peer { self.config.host } else { outside };
-        (!seen.is_scoped()).then_some(seen)
+        (!seen.is_scoped() && !seen.is_loopback()).then_some(seen)
     }
 
     /// `mac` sent something as `ip`, which counts only where a forward leads there.
