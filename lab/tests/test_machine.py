@@ -156,6 +156,17 @@ class Cpu(unittest.TestCase):
             self.assertTrue(tasks[2].is_kernel)
 
 
+class Age(unittest.TestCase):
+    def test_a_process_grows_older_from_its_start_on(self):
+        with subprocess.Popen(["sleep", "30"]) as process:
+            self.assertLess(machine.process_age_s(process.pid), 5)
+            time.sleep(0.1)
+            self.assertGreater(machine.process_age_s(process.pid), 0.08)
+            process.kill()
+        with self.assertRaises(ProcessLookupError):
+            machine.process_age_s(process.pid)
+
+
 class Disturbance(unittest.TestCase):
     def test_below_the_limits_there_is_none(self):
         self.assertIsNone(usage(others_cpus=0.3, stolen_cpus=0.1).disturbance(0.3, 0.1))

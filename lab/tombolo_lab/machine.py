@@ -170,6 +170,15 @@ def process_ticks(pid: int) -> int:
     return int(words[11]) + int(words[12])
 
 
+def process_age_s(pid: int) -> float:
+    """Seconds since a process was started, to a tick; ProcessLookupError when it is gone."""
+    try:
+        words = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        raise ProcessLookupError(f"no process {pid}") from None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / HERTZ
+
+
 def wakeups(pid: int) -> int:
     """How often threads of a process slept and were woken: its voluntary context switches."""
     total = 0

@@ -171,12 +171,16 @@ def guest(cell: Mapping, app: str = "iperf", serve: str = "iperf") -> Iterator[E
             yield stack.enter_context(_linux_in_fabric(cell, space, folder, serve))
 
 
-def _ready(space: object, alive: Callable[[], bool], seconds: float) -> None:
+def _ready(
+    space: object, alive: Callable[[], bool], seconds: float, mac: str | None = MAC
+) -> None:
     """Waits until the guest answers a ping, of which it is sent one every 20 ms: what is measured
-    from its start does not wait for the next second, nor for an answer to ARP."""
+    from its start does not wait for the next second, nor for an answer to ARP where its MAC address
+    is known."""
     space.ip("link", "set", TAP, "up")
-    neighbour = (GUEST, "lladdr", MAC, "dev", TAP)
-    space.ip("neighbour", "replace", *neighbour, "nud", "permanent")
+    neighbour = (GUEST, "lladdr", mac, "dev", TAP)
+    if mac:
+        space.ip("neighbour", "replace", *neighbour, "nud", "permanent")
 
     def answers() -> bool:
         if not alive():
@@ -186,7 +190,8 @@ def _ready(space: object, alive: Callable[[], bool], seconds: float) -> None:
         return space.run(*words, check=False).returncode == 0
 
     harness.until("the guest's answer to a ping", answers, seconds)
-    space.ip("neighbour", "del", *neighbour)
+    if mac:
+        space.ip("neighbour", "del", *neighbour)
 
 
 def _counters(fabric: object) -> Callable[[], dict]:
@@ -377,7 +382,7 @@ def namespace(cell: Mapping, servers: Sequence[Sequence[object]]) -> Iterator[En
         ]
         watched = [fabric.process, *processes] if fabric else processes
 
-        _ready(near, lambda: all(process.alive() for process in watched), 20)
+        _ready(near, lambda: all(process.alive() for process in watched), 20, mac=None)
         pids = {f"server {index}": process.pid for index, process in enumerate(processes)}
         if fabric:
             pids["switch"] = fabric.process.pid

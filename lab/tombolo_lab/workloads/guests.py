@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tombolo_lab import harness
+from tombolo_lab import harness, machine
 from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, domains, endpoints, tools
 
 HTTP_PORT = 80
@@ -194,14 +194,14 @@ def check_content(tool: str, http: tools.Http, size: int, unfinished: int = 0) -
 
 
 def first_reply(end: endpoints.End, seconds: float = 60) -> float:
-    """Seconds from the start of the guest's process (of the fabric, where that starts the guest) to
-    the first reply to GET /. The guest answers pings by now, so this finds a reply soon or none."""
+    """Seconds from the start of the guest's QEMU to the first reply to GET /. The guest answers pings
+    by now, so this finds a reply soon or none."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             reply = harness.http_get(end.address, netns=str(end.space), seconds=5)
             if reply.status == 200:
-                return time.monotonic() - end.process.started
+                return machine.process_age_s(end.pids["guest"])
             raise tools.ToolError(f"GET /: expected status 200, found {reply.status}")
         except OSError:
             if time.monotonic() > deadline:
