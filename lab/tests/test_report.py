@@ -354,6 +354,26 @@ class Published(Case):
             '<g transform="translate(7.78 8) scale(0.015625 -0.015625)"/></svg>',
         )
 
+    def test_figures_are_short_and_those_that_do_not_apply_are_left_out(self):
+        text = (
+            "size,measure,unit,n,mean,median,deviation,cv,low,high,boot_low,boot_high,p50\n"
+            "64,mbit_s,Mbit/s,3,1.2345678,2.0,0.1,0.2,1e-05,12345.678901,1.0,2.0,\n"
+            "64,loss,,0,,,,,,,,,\n"
+        )
+        self.assertEqual(
+            publish.figures(text),
+            "size,measure,unit,n,mean,median,low,high,p50\n"
+            "64,mbit_s,Mbit/s,3,1.2346,2.0,1e-05,12346,\n",
+        )
+
+    def test_a_drawing_of_what_never_differs_is_left_out(self):
+        run = self.run_of(ALL, lambda *_: 3.0)
+        target = self.folder / "pages"
+        self.assertEqual(publish.main([str(target), str(run.folder)]), 0)
+        # A histogram is of the values within the points.
+        names = [path.name.split("-", 2)[2] for path in target.glob("*.svg")]
+        self.assertEqual(names, ["histogram-rtt-us.svg"])
+
     def test_a_page_keeps_the_sections_of_other_experiments(self):
         target = self.folder / "pages"
         target.mkdir()

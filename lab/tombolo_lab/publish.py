@@ -10,14 +10,16 @@ not. Sections of other experiments that the page has already stay as they are.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tombolo_lab import LabError, report, summary
+from tombolo_lab.report import plots
 from tombolo_lab.results import Run
 
 # More cells than this are in the CSV only.
@@ -92,6 +94,8 @@ def others(found: dict) -> list[str]:
     return ["", *lines] if lines else []
 
 
+# Columns of summary.csv that follow from others or from the raw points.
+_LEFT_OUT = ("deviation", "cv", "boot_low", "boot_high")
 # Numbers with more decimals than a hundredth of a point, and the attributes that hold positions. A
 # scale keeps its decimals.
 _LONG = re.compile(r"-?\d+\.\d{3,}")
@@ -106,8 +110,37 @@ def compact(svg: str) -> str:
     def short(found: re.Match) -> str:
         return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
 
+    # Of one width with the font by which the places of texts were computed.
+    svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
     svg = _POSITIONS.sub(lambda found: _LONG.sub(short, found[0]), _UNSEEN.sub("", svg))
     return re.sub(r"\s*\n\s*", "\n", svg)
+
+
+def figures(text: str) -> str:
+    """A summary.csv with five digits, and without what nobody looks up: columns that follow from
+    others, and measures that do not apply."""
+
+    def short(word: str) -> str:
+        return f"{float(word):.5g}" if re.fullmatch(r"-?\d+\.\d{3,}(e[-+]\d+)?", word) else word
+
+    rows = csv.DictReader(io.StringIO(text))
+    kept = [name for name in rows.fieldnames or () if name not in _LEFT_OUT]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, kept, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: short(v) for k, v in row.items()} for row in rows if row["mean"])
+    return out.getvalue()
+
+
+def is_flat(run: Run, path: Path) -> bool:
+    """Whether a drawing of an experiment's plots has nothing to show: its measure is the same, such
+    as no loss, in all points."""
+    if not (number := re.match(r"(\d+)-", path.name)):
+        return False
+    plot = run.experiment.plots[int(number[1]) - 1]
+    measure = plot.z or plot.y
+    values = [point["measures"].get(measure) for point in run.counted()]
+    return measure in run.experiment.measures and len(set(values)) == 1
 
 
 def command_of(run: Run) -> str:
@@ -128,12 +161,15 @@ def section(run: Run, folder: Path) -> str:
     """The part of the page for one run; copies its CSV and plots."""
     experiment = run.experiment
     found = summary.write(run, run.folder)
-    report.write(run, run.folder)
+    with plots.text_in_drawings():
+        report.write(run, run.folder)
     name = experiment.name
-    shutil.copyfile(run.folder / "summary.csv", folder / f"{name}.csv")
+    (folder / f"{name}.csv").write_text(figures((run.folder / "summary.csv").read_text()))
     images = []
     drawn = (run.folder / "plots").glob("[0-9]*.svg"), (run.folder / "plots").glob("*.flame.svg")
     for path in [path for paths in drawn for path in sorted(paths)]:
+        if is_flat(run, path):
+            continue
         target = f"{name}-{path.stem}.svg"
         (folder / target).write_text(compact(path.read_text()))
         images.append(f"![{experiment.title}]({target})")

@@ -9,6 +9,7 @@ A plot with more than MOST_CURVES series is split into several figures.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import math
@@ -60,6 +61,18 @@ STYLE = {
     "figure.dpi": 100,
     "savefig.dpi": 150,
 }
+
+
+@contextlib.contextmanager
+def text_in_drawings() -> Iterator[None]:
+    """Drawings within the `with` keep text as text: half as long as with the outlines of all letters,
+    which look the same everywhere."""
+    before = STYLE["svg.fonttype"]
+    STYLE["svg.fonttype"] = "none"
+    try:
+        yield
+    finally:
+        STYLE["svg.fonttype"] = before
 
 
 @dataclass(frozen=True)
