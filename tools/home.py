@@ -47,7 +47,10 @@ class Bridge:
     """Calls the reference plugins as `Cni` calls ours."""
 
     def __init__(self, outside, folder):
-        self.outside, self.program = outside, debian("bridge", "containernetworking-plugins")
+        # `bridge` alone is iproute2's.
+        installed = Path("/usr/lib/cni")
+        folder_of = installed if (installed / "host-local").exists() else debian("host-local", "containernetworking-plugins").parent
+        self.outside, self.program = outside, folder_of / "bridge"
         self.config = {
             "cniVersion": "1.0.0", "name": "bridged", "type": "bridge", "bridge": "cnibr0", "isGateway": True, "ipMasq": False,
             "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.240.0.0/22"}]], "routes": [{"dst": "0.0.0.0/0"}],
