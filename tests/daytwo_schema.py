@@ -24,11 +24,12 @@ json.dump([[error.message for error in validator.iter_errors(document)] for docu
 BEYOND_IT = {
     "bad-subnet", "container-ip6", "derived-doubled-name", "derived-no-lease", "derived-unknown-network", "derived-wrong-subnet", "dhcp-backwards",
     "doubled-device", "doubled-ip", "doubled-mac", "doubled-name", "forward-doubled-listener", "forward-ipv6-listener",
+    "forward-ipv6-without-a-way", "forward-one-port-of-passt",
     "forward-to-a-member-of-another-network", "forward-to-address-outside", "forward-to-unknown-address", "forward-unknown-member",
     "forward-without-uplink", "gateway-outside", "guard-ip-without-address", "iommu-on-microvm", "ip-of-the-gateway", "ip-outside",
     "ip6-wrong", "link-one-end", "link-region-too-small", "link-twice", "link-unknown-machine", "microvm-from-disk", "missing-guest",
     "missing-image", "more-macs-than-networks", "network-not-given-among-two", "no-network", "overlapping-subnets",
-    "region-no-power-of-two", "reserved-name", "reserved-port-name", "router-is-gateway", "tap-address-beside-kernel-uplink", "unknown-app",
+    "region-no-power-of-two", "reserved-name", "reserved-port-name", "router-is-gateway", "tap-address-beside-kernel-uplink", "unknown-app", "uplink6-user",
     "unknown-network", "unknown-worker", "vm-missing-kernel-file", "vxlan-ends",
 }
 
