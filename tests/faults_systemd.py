@@ -115,7 +115,7 @@ class ServiceFabric(Fabric):
         assert int(said["MainPID"]) == self.status()["pid"] > 0, said
         return int(said["MainPID"])
 
-    def own_mounts(self):
+    def left_mounts(self):
         """Mount points that are new in the namespace of its systemd; what other tests mount on this machine shows there as well."""
         here = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
         return sorted(set(self.manager.mounts()) - set(self.mounts_before) - here)
@@ -123,7 +123,7 @@ class ServiceFabric(Fabric):
     def nothing_left(self):
         super().nothing_left()
         until("all processes to go", lambda: not self.manager.processes(), 20)
-        until("its mounts to go", lambda: not self.own_mounts(), 20)
+        until("its mounts to go", lambda: not self.left_mounts(), 20)
         until("its cgroup to go", lambda: not self.manager.cgroups(), 20)
 
     def down(self):
