@@ -136,18 +136,23 @@ def settled(space):
     return space.run("nft", "list", "ruleset").stdout, {line for line in keys.splitlines() if "stable_secret" not in line}
 
 
+def way_to(home, far):
+    """Joins the namespace of a host and that of the world outside, which has another address behind that."""
+    home.ip("link", "add", "out", "type", "veth", "peer", "name", "eth0", "netns", str(far))
+    for space, device, own, own4 in ((home, "out", HOME, "192.0.2.1"), (far, "eth0", WORLD, "192.0.2.2")):
+        space.ip("address", "add", f"{own}/64", "dev", device, "nodad")
+        space.ip("address", "add", f"{own4}/24", "dev", device)
+        space.ip("link", "set", device, "up")
+    far.ip("address", "add", f"{FAR}/128", "dev", "lo")
+
+
 @contextlib.contextmanager
 def world(name, way="", more=""):
     need_root()
     need_program("nft")
     with contextlib.ExitStack() as stack:
         auto, six, home, far = (stack.enter_context(Namespace()) for _ in range(4))
-        home.ip("link", "add", "out", "type", "veth", "peer", "name", "eth0", "netns", str(far))
-        for space, device, own, own4 in ((home, "out", HOME, "192.0.2.1"), (far, "eth0", WORLD, "192.0.2.2")):
-            space.ip("address", "add", f"{own}/64", "dev", device, "nodad")
-            space.ip("address", "add", f"{own4}/24", "dev", device)
-            space.ip("link", "set", device, "up")
-        far.ip("address", "add", f"{FAR}/128", "dev", "lo")
+        way_to(home, far)
         for prefix in (PREFIX, OTHER):
             far.ip("route", "add", f"{prefix}/64", "via", HOME)
         home.ip("route", "add", "default", "via", WORLD)

@@ -10,13 +10,13 @@ import struct
 import threading
 
 from daytwo_ipv6 import addresses, automatic
-from guests_uplink6 import Echo, apply, ask, default, refused
+from guests_uplink6 import FAR, HOME, WORLD, Echo, apply, ask, default, refused, way_to
 from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
 from lib.frames import mac_bytes
 from lib.process import children
 from lib.tap import Inside, checksum
 
-PREFIX, HOME, WORLD, FAR = "fd12:3456:789a:7::", "2001:db8:ff::1", "2001:db8:ff::2", "2001:db8:77::1"
+PREFIX = "fd12:3456:789a:7::"
 FIXED = f"{PREFIX}66"
 # As whom members see the host: crates/host/src/plan.rs, HOST6 and PEER.
 HOST6, HOST4 = "64:ff9b:1::1", "192.0.0.1"
@@ -112,12 +112,7 @@ def world(name, is_routed=True):
     need_program("passt")
     with contextlib.ExitStack() as stack:
         auto, six, home, far = (stack.enter_context(Namespace()) for _ in range(4))
-        home.ip("link", "add", "out", "type", "veth", "peer", "name", "eth0", "netns", str(far))
-        for space, device, own, own4 in ((home, "out", HOME, "192.0.2.1"), (far, "eth0", WORLD, "192.0.2.2")):
-            space.ip("address", "add", f"{own}/64", "dev", device, "nodad")
-            space.ip("address", "add", f"{own4}/24", "dev", device)
-            space.ip("link", "set", device, "up")
-        far.ip("address", "add", f"{FAR}/128", "dev", "lo")
+        way_to(home, far)
         home.ip("route", "add", "default", "via", "192.0.2.2")
         if is_routed:
             home.ip("route", "add", "default", "via", WORLD)

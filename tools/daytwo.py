@@ -15,7 +15,6 @@ A part is a function that gives fields of the last line; a part that fails is an
 root (namespaces).
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -27,11 +26,8 @@ import apply_gap  # noqa: E402
 import package  # noqa: E402
 import package_debian  # noqa: E402
 import package_install  # noqa: E402
-
-
-def note(text):
-    """Says how far the bench is; the last line of its output is for programs."""
-    print(text, file=sys.stderr, flush=True)
+import parts  # noqa: E402
+from parts import note  # noqa: E402
 
 
 def install():
@@ -88,22 +84,5 @@ def policy():
 PARTS = (install, web, apply, policy)
 
 
-def main():
-    fields = {"bench": "daytwo"}
-    names = [part.__name__ for part in PARTS]
-    if unknown := [word for word in sys.argv[1:] if word not in names]:
-        sys.exit(f"daytwo: expected parts among {', '.join(names)}, found {unknown[0]!r}")
-    for part in [part for part in PARTS if part.__name__ in (sys.argv[1:] or names)]:
-        note(f"\n== {part.__name__}")
-        try:
-            fields |= part()
-        except (AssertionError, OSError) as error:
-            sys.exit(f"daytwo: {part.__name__}: {error}")
-    print(f"\n{'':30} {'value':>12}")
-    for name, value in list(fields.items())[1:]:
-        print(f"{name:30} {value:>12}")
-    print(json.dumps(fields))
-
-
 if __name__ == "__main__":
-    main()
+    parts.run("daytwo", PARTS)

@@ -23,10 +23,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
+import parts  # noqa: E402
 from lib import Fabric, Namespace, Process, need_program, need_root, scratch, until  # noqa: E402
 from lib.containers import Cni, debian, leftovers, plugin  # noqa: E402
 from lib.netns import inside  # noqa: E402
+from parts import note  # noqa: E402
 
 ADDS, SLICES, CONTAINERS, AT_ONCE = 40, 9, 200, 8
 SLICE_S = 1
@@ -36,11 +38,6 @@ name = "{name}"
 subnet = "10.236.0.0/22"
 ipv6 = "fd12:3456:789a:d::/64"
 """
-
-
-def note(text):
-    """Says how far the bench is; the last line of its output is for programs."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class Bridge:
@@ -162,21 +159,7 @@ def link():
 PARTS = (add, life, link)
 
 
-def main():
-    names = [part.__name__ for part in PARTS]
-    if unknown := [word for word in sys.argv[1:] if word not in names]:
-        sys.exit(f"home: expected parts among {', '.join(names)}, found {unknown[0]!r}")
+if __name__ == "__main__":
     need_root()
     plugin()
-    fields = {"bench": "home"}
-    for part in [part for part in PARTS if part.__name__ in (sys.argv[1:] or names)]:
-        note(f"\n== {part.__name__}")
-        try:
-            fields |= part()
-        except (AssertionError, OSError) as error:
-            sys.exit(f"home: {part.__name__}: {error}")
-    print(json.dumps(fields))
-
-
-if __name__ == "__main__":
-    main()
+    parts.run("home", PARTS)

@@ -266,7 +266,7 @@ impl Running {
                     Ok(port) => (port, Helper::Adopted(process), ipv6),
                     Err(why) => {
                         (self.say)(&format!("{}: starting another passt: {why}", plan.name));
-                        let _ = process.signal(rustix::process::Signal::KILL);
+                        Helper::Adopted(process).end();
                         start(again.restart(router.mtu))?
                     }
                 }
@@ -306,9 +306,8 @@ impl Running {
             return Some((process, serves_ipv6));
         }
         (self.say)(&format!("{}: the passt that ran is not as the file has it: starting another one", plan.name));
-        let _ = process.signal(rustix::process::Signal::KILL);
         // The next one listens where this one did.
-        process.wait(Duration::from_secs(2));
+        Helper::Adopted(process).end();
         None
     }
 
