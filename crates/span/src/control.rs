@@ -1,0 +1,717 @@
+//! The state of one machine's control plane. See the head of the crate for how it works.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::IpAddr;
+use std::time::Duration;
+
+use crate::claims::{Claims, Machine};
+use crate::member::{Address, MAX_MEMBERS, MAX_NETWORKS, Mac, Member};
+use crate::message::{Change, Claim, Known, MAX_CHANGE_BYTES, MAX_CHANGES, MessageError, Network, Number, State};
+
+/// Machines of one site.
+pub const MAX_MACHINES: usize = 256;
+/// Changes by one machine that are looked at in a second, on average; as many may come at once. Those
+/// beyond are left out, and asked for later.
+pub const MAX_CHANGES_PER_S: u32 = 200;
+/// How far a version may lie above the highest that is known for the same MAC address.
+pub const MAX_JUMP: u64 = 1000;
+/// How long the frames of a member that moves may be under way: a member that sent nothing later than
+/// this after a rival's claim came has moved away.
+const SLACK: Duration = Duration::from_millis(500);
+/// A member that another machine claims has moved here if it came and sent within this time. An older
+/// entry of the switch's table may be from before it moved away.
+const FRESH: Duration = Duration::from_secs(10);
+/// How often a member is won back within [`CALM`]. One that two machines still both have then is two
+/// members with one address.
+const MAX_WINS: u32 = 5;
+const CALM: Duration = Duration::from_secs(60);
+
+/// How a machine takes part.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// This machine's name.
+    pub machine: String,
+    /// How often each machine is asked.
+    pub beat: Duration,
+    /// A machine that was not heard for so long is forgotten.
+    pub lease: Duration,
+    /// As `lease`, where no machine is heard at all.
+    pub alone: Duration,
+}
+
+impl Settings {
+    /// A beat each 3 s, a lease of 15 s, and an hour alone.
+    pub fn new(machine: &str) -> Settings {
+        let [beat, lease, alone] = [3, 15, 3600].map(Duration::from_secs);
+        Settings { machine: machine.into(), beat, lease, alone }
+    }
+}
+
+/// A member that this machine has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Local {
+    /// The member.
+    pub member: Member,
+    /// How long ago it sent its last frame; `None` if that is not known.
+    pub silent_for: Option<Duration>,
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Send these bytes to all machines, for [`Control::heard`].
+    Tell(Vec<u8>),
+    /// Ask a machine [`Control::question`], and give its answer to [`Control::answered`].
+    Ask(String),
+    /// What a machine has in a network, in place of what it had.
+    Table {
+        /// The network.
+        network: String,
+        /// The machine.
+        machine: String,
+        /// Where the machine receives the network's tunnel; `None` where it has none.
+        end: Option<IpAddr>,
+        /// Its members that no other machine has, without addresses and names that others have.
+        members: Vec<Member>,
+    },
+    /// A machine has left a network.
+    Forget {
+        /// The network.
+        network: String,
+        /// The machine.
+        machine: String,
+    },
+    /// All addresses of this machine's leases that belong to members of other machines.
+    Lost {
+        /// The network.
+        network: String,
+        /// The addresses, in order.
+        addresses: Vec<IpAddr>,
+    },
+    /// Something that an operator may want to know.
+    Event(String),
+}
+
+/// What is known of the connection to a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PeerState {
+    /// Never heard.
+    Unheard,
+    /// Heard within two beats.
+    Up,
+    /// Not heard for longer; what it has is kept.
+    Stale,
+    /// Forgotten.
+    Gone,
+}
+
+impl PeerState {
+    /// One word.
+    pub const fn name(self) -> &'static str {
+        match self {
+            PeerState::Unheard => "unheard",
+            PeerState::Up => "up",
+            PeerState::Stale => "stale",
+            PeerState::Gone => "gone",
+        }
+    }
+}
+
+/// Another machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Its name.
+    pub name: String,
+    /// Whether it is heard.
+    pub state: PeerState,
+    /// When it was last heard.
+    pub heard: Option<Duration>,
+    /// Members that it claims in all networks.
+    pub members: usize,
+    /// Its networks, each with the end of its tunnel.
+    pub networks: Vec<(String, Option<IpAddr>)>,
+    /// Messages of its that were refused, since they were wrong or too many.
+    pub refused: u64,
+}
+
+/// Something that members of several machines claim.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Conflict {
+    /// The network.
+    pub network: String,
+    /// An IP address, a name, or a MAC address.
+    pub what: String,
+    /// The machines, in order.
+    pub machines: Vec<String>,
+    /// The one whose member has it.
+    pub winner: String,
+}
+
+#[derive(Debug, Default)]
+struct Joined {
+    end: Option<IpAddr>,
+    macs: BTreeSet<Mac>,
+}
+
+#[derive(Debug, Default)]
+struct Other {
+    number: Option<Number>,
+    heard: Option<Duration>,
+    asked: Option<Duration>,
+    /// Something was missed: it is asked as soon as it may be.
+    behind: bool,
+    is_gone: bool,
+    networks: BTreeMap<String, Joined>,
+    /// Changes that may still come now, and since when.
+    tokens: f64,
+    filled: Duration,
+    refused: u64,
+    warned: Option<Duration>,
+}
+
+impl Other {
+    fn members(&self) -> usize {
+        self.networks.values().map(|joined| joined.macs.len()).sum()
+    }
+}
+
+/// When a claim of another machine to a member of this one came, and how often the member was won back.
+#[derive(Clone, Copy, Debug, Default)]
+struct Rivalry {
+    version: u64,
+    since: Duration,
+    wins: u32,
+    first_win: Duration,
+}
+
+/// The control plane of one machine.
+#[derive(Debug)]
+pub struct Control {
+    settings: Settings,
+    /// All machines that were ever named, this one among them, in order. A new one in the middle
+    /// renumbers them; that happens once for each machine.
+    names: Vec<String>,
+    me: Machine,
+    number: Number,
+    own: BTreeMap<String, Joined>,
+    others: BTreeMap<Machine, Other>,
+    claims: BTreeMap<String, Claims>,
+    rivalries: HashMap<(String, Mac), Rivalry>,
+    /// Tables to be made again.
+    dirty: BTreeSet<(String, Machine)>,
+    lost: BTreeMap<String, Vec<IpAddr>>,
+    actions: Vec<Action>,
+    sent: u64,
+}
+
+fn text(mac: Mac) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
+}
+
+impl Control {
+    /// Without any other machine yet. `epoch` must be higher at each start of the machine's program,
+    /// such as the time of its clock; if it is not, the others notice one beat later.
+    pub fn new(settings: Settings, epoch: u64) -> Control {
+        Control {
+            names: vec![settings.machine.clone()],
+            settings,
+            me: 0,
+            number: Number { epoch, count: 0 },
+            own: BTreeMap::new(),
+            others: BTreeMap::new(),
+            claims: BTreeMap::new(),
+            rivalries: HashMap::new(),
+            dirty: BTreeSet::new(),
+            lost: BTreeMap::new(),
+            actions: Vec::new(),
+            sent: 0,
+        }
+    }
+
+    /// The number of a machine that is known, or becomes known now.
+    fn machine(&mut self, name: &str) -> Option<Machine> {
+        let at = match self.names.binary_search_by(|known| known.as_str().cmp(name)) {
+            Ok(at) => return Some(at as Machine),
+            Err(at) => at,
+        };
+        if self.names.len() >= MAX_MACHINES {
+            return None;
+        }
+        self.names.insert(at, name.into());
+        let at = at as Machine;
+        let shift = |machine: Machine| if machine >= at { machine + 1 } else { machine };
+        self.me = shift(self.me);
+        self.others = std::mem::take(&mut self.others).into_iter().map(|(m, other)| (shift(m), other)).collect();
+        self.dirty = std::mem::take(&mut self.dirty).into_iter().map(|(net, m)| (net, shift(m))).collect();
+        for claims in self.claims.values_mut() {
+            claims.renumber(shift);
+        }
+        self.others.insert(at, Other { tokens: f64::from(MAX_CHANGES_PER_S), ..Other::default() });
+        Some(at)
+    }
+
+    fn known(&self, name: &str) -> Option<Machine> {
+        self.names.binary_search_by(|known| known.as_str().cmp(name)).ok().map(|at| at as Machine)
+    }
+
+    /// Replaces what this machine claims of a MAC address.
+    fn claim(&mut self, network: &str, machine: Machine, mac: Mac, claim: Option<Claim>) {
+        let mut touched = Vec::new();
+        let claims = self.claims.entry(network.into()).or_default();
+        claims.set(machine, mac, claim, &mut touched);
+        if claims.is_empty() {
+            self.claims.remove(network);
+        }
+        self.dirty.extend(touched.into_iter().map(|machine| (network.to_string(), machine)));
+    }
+
+    /// What this machine has in a network now, in place of what it had, and where it receives the
+    /// network's tunnel. Members beyond [`MAX_MEMBERS`], and wrong ones, are left out, which an event says.
+    /// An empty list without an end leaves the network.
+    pub fn local(&mut self, network: &str, end: Option<IpAddr>, members: Vec<Local>, now: Duration) {
+        let others: usize = self.own.iter().filter(|(name, _)| *name != network).map(|(_, j)| j.macs.len()).sum();
+        let room = MAX_MEMBERS.saturating_sub(others);
+        let mut wanted: BTreeMap<Mac, Local> = BTreeMap::new();
+        let mut left_out = 0;
+        for local in members {
+            if local.member.check().is_err() || wanted.len() >= room {
+                left_out += 1;
+            } else {
+                wanted.insert(local.member.mac, local);
+            }
+        }
+        let before = self.own.remove(network).unwrap_or_default();
+        let is_new_end = before.end != end;
+        let mut came = Vec::new();
+        for (mac, local) in &wanted {
+            let old = self.claims.get(network).and_then(|claims| claims.of(self.me, *mac)).cloned();
+            let version = self.version(network, *mac, old.as_ref(), local.silent_for, now);
+            let claim = Claim { member: local.member.clone(), version };
+            if old.as_ref() != Some(&claim) {
+                self.claim(network, self.me, *mac, Some(claim.clone()));
+                came.push(claim);
+            }
+        }
+        let went: Vec<Mac> = before.macs.iter().filter(|mac| !wanted.contains_key(*mac)).copied().collect();
+        for mac in &went {
+            self.claim(network, self.me, *mac, None);
+            self.rivalries.remove(&(network.to_string(), *mac));
+        }
+        if left_out > 0 && wanted.len() + left_out != before.macs.len() {
+            self.actions.push(Action::Event(format!(
+                "{left_out} members of {network} are not announced: too many, or not valid"
+            )));
+        }
+        let joined = Joined { end, macs: wanted.into_keys().collect() };
+        if end.is_some() || !joined.macs.is_empty() {
+            self.own.insert(network.into(), joined);
+        }
+        if is_new_end || !came.is_empty() || !went.is_empty() {
+            self.tell(network, end, came, went);
+        }
+    }
+
+    /// The version of this machine's claim to a member that it has.
+    fn version(
+        &mut self,
+        network: &str,
+        mac: Mac,
+        old: Option<&Claim>,
+        silent: Option<Duration>,
+        now: Duration,
+    ) -> u64 {
+        let mine = old.map_or(1, |claim| claim.version);
+        let Some(rival) = self.claims.get(network).and_then(|claims| claims.rival(self.me, mac)) else { return mine };
+        if rival < mine {
+            return mine;
+        }
+        let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
+        if rivalry.version != rival {
+            // The claim came since this was last looked at, at the latest now.
+            (rivalry.version, rivalry.since) = (rival, now);
+            // A member that just came and sends has moved here; one that was here must first send again.
+            if old.is_some() {
+                return mine;
+            }
+        }
+        let is_here = silent.is_some_and(|silent| match old {
+            None => silent < FRESH,
+            Some(_) => now.saturating_sub(silent) > rivalry.since + SLACK,
+        });
+        if !is_here {
+            return mine;
+        }
+        if now.saturating_sub(rivalry.first_win) > CALM {
+            (rivalry.wins, rivalry.first_win) = (0, now);
+        }
+        rivalry.wins += 1;
+        if rivalry.wins > MAX_WINS {
+            if rivalry.wins == MAX_WINS + 1 {
+                let what = format!("{}: two machines have a member with this MAC address in {network}", text(mac));
+                self.actions.push(Action::Event(what));
+            }
+            return mine;
+        }
+        rival + 1
+    }
+
+    /// Tells all machines, in as many messages as it takes.
+    fn tell(&mut self, network: &str, end: Option<IpAddr>, mut came: Vec<Claim>, mut went: Vec<Mac>) {
+        loop {
+            let now_went: Vec<Mac> = went.drain(..went.len().min(MAX_CHANGES)).collect();
+            let room = MAX_CHANGES - now_went.len();
+            let now_came: Vec<Claim> = came.drain(..came.len().min(room)).collect();
+            self.number.count += 1;
+            let networks = vec![Network { name: network.into(), end, came: now_came, went: now_went }];
+            let bytes = Change { number: self.number, networks }.encode();
+            debug_assert!(bytes.len() <= MAX_CHANGE_BYTES, "128 members are at most 53 KB");
+            self.sent += 1;
+            self.actions.push(Action::Tell(bytes));
+            if came.is_empty() && went.is_empty() {
+                return;
+            }
+        }
+    }
+
+    /// The question for a machine.
+    pub fn question(&self, machine: &str) -> Vec<u8> {
+        let number = self.known(machine).and_then(|m| self.others.get(&m)).and_then(|other| other.number);
+        Known { number }.encode()
+    }
+
+    /// The answer to another machine's question.
+    ///
+    /// # Errors
+    /// [`MessageError`]: what came is no question.
+    pub fn answer(&self, question: &[u8]) -> Result<Vec<u8>, MessageError> {
+        if Known::decode(question)?.number == Some(self.number) {
+            return Ok(State::Same.encode());
+        }
+        let networks = self.own.iter().map(|(name, joined)| {
+            let of = |mac: &Mac| self.claims.get(name).and_then(|claims| claims.of(self.me, *mac)).cloned();
+            let came = joined.macs.iter().filter_map(of).collect();
+            Network { name: name.clone(), end: joined.end, came, went: Vec::new() }
+        });
+        Ok(State::All(Change { number: self.number, networks: networks.collect() }).encode())
+    }
+
+    /// A machine may be there: it is asked from now on.
+    pub fn expect(&mut self, machine: &str) {
+        self.machine(machine);
+    }
+
+    /// A machine is there, whatever it says.
+    pub fn seen(&mut self, machine: &str, now: Duration) {
+        let Some(machine) = self.machine(machine).filter(|machine| *machine != self.me) else { return };
+        self.alive(machine, now);
+    }
+
+    fn alive(&mut self, machine: Machine, now: Duration) {
+        let Some(other) = self.others.get_mut(&machine) else { return };
+        let is_new = other.heard.is_none() || other.is_gone;
+        (other.heard, other.is_gone) = (Some(now), false);
+        if is_new {
+            other.behind = true;
+            let name = &self.names[machine as usize];
+            self.actions.push(Action::Event(format!("machine {name} is there")));
+        }
+    }
+
+    fn refuse(&mut self, machine: Machine, why: &str, now: Duration) {
+        let Some(other) = self.others.get_mut(&machine) else { return };
+        other.refused += 1;
+        if other.warned.is_none_or(|warned| now.saturating_sub(warned) > CALM) {
+            other.warned = Some(now);
+            let name = &self.names[machine as usize];
+            self.actions.push(Action::Event(format!("machine {name}: {why}")));
+        }
+    }
+
+    /// Takes a [`Action::Tell`] of another machine.
+    ///
+    /// # Errors
+    /// [`MessageError`]: the message was ignored. It is counted.
+    pub fn heard(&mut self, machine: &str, message: &[u8], now: Duration) -> Result<(), MessageError> {
+        let Some(from) = self.machine(machine).filter(|machine| *machine != self.me) else { return Ok(()) };
+        self.alive(from, now);
+        let Some(other) = self.others.get_mut(&from) else { return Ok(()) };
+        let rate = f64::from(MAX_CHANGES_PER_S);
+        let filled = other.tokens + now.saturating_sub(other.filled).as_secs_f64() * rate;
+        (other.tokens, other.filled) = (filled.min(rate), now);
+        if other.tokens < 1.0 {
+            other.behind = true;
+            self.refuse(from, "it sends more changes than are looked at", now);
+            return Ok(());
+        }
+        other.tokens -= 1.0;
+        let change = match Change::decode(message) {
+            Ok(change) => change,
+            Err(error) => {
+                self.refuse(from, &error.to_string(), now);
+                return Err(error);
+            }
+        };
+        let follows = Number { epoch: change.number.epoch, count: change.number.count.wrapping_sub(1) };
+        match other.number {
+            Some(number) if number == follows => {}
+            // Of before the answer that is known already.
+            Some(number) if number.epoch == follows.epoch && change.number.count <= number.count => return Ok(()),
+            _ => {
+                other.behind = true;
+                return Ok(());
+            }
+        }
+        let extra: usize = change.networks.iter().map(|network| network.came.len()).sum();
+        if other.members() + extra > MAX_MEMBERS + MAX_CHANGES {
+            self.refuse(from, "it claims more members than it may", now);
+            return Ok(());
+        }
+        for network in change.networks {
+            self.joined(from, &network.name, network.end, now);
+            for claim in network.came {
+                self.came(from, &network.name, claim, now);
+            }
+            for mac in network.went {
+                self.went(from, &network.name, mac);
+            }
+            self.maybe_leaves(from, &network.name);
+        }
+        if let Some(other) = self.others.get_mut(&from) {
+            other.number = Some(change.number);
+        }
+        Ok(())
+    }
+
+    /// Takes a machine's answer to [`Control::question`].
+    ///
+    /// # Errors
+    /// [`MessageError`]: the answer was ignored. It is counted.
+    pub fn answered(&mut self, machine: &str, answer: &[u8], now: Duration) -> Result<(), MessageError> {
+        let Some(from) = self.machine(machine).filter(|machine| *machine != self.me) else { return Ok(()) };
+        self.alive(from, now);
+        let state = match State::decode(answer) {
+            Ok(state) => state,
+            Err(error) => {
+                self.refuse(from, &error.to_string(), now);
+                return Err(error);
+            }
+        };
+        let Some(other) = self.others.get_mut(&from) else { return Ok(()) };
+        other.behind = false;
+        let State::All(all) = state else { return Ok(()) };
+        if other.number.is_some_and(|n| n.epoch == all.number.epoch && n.count > all.number.count) {
+            // A change that was told after the answer came before it.
+            return Ok(());
+        }
+        other.number = Some(all.number);
+        let mut before: BTreeMap<String, BTreeSet<Mac>> =
+            other.networks.iter().map(|(name, joined)| (name.clone(), joined.macs.clone())).collect();
+        for network in all.networks {
+            let mut gone = before.remove(&network.name).unwrap_or_default();
+            self.joined(from, &network.name, network.end, now);
+            for claim in network.came {
+                gone.remove(&claim.member.mac);
+                self.came(from, &network.name, claim, now);
+            }
+            for mac in gone {
+                self.went(from, &network.name, mac);
+            }
+            self.maybe_leaves(from, &network.name);
+        }
+        for name in before.into_keys() {
+            self.leaves(from, &name);
+        }
+        Ok(())
+    }
+
+    fn joined(&mut self, machine: Machine, network: &str, end: Option<IpAddr>, now: Duration) {
+        let Some(other) = self.others.get_mut(&machine) else { return };
+        if !other.networks.contains_key(network) && other.networks.len() >= MAX_NETWORKS {
+            self.refuse(machine, "it is in more networks than it may", now);
+            return;
+        }
+        let joined = other.networks.entry(network.into()).or_default();
+        if joined.end != end {
+            joined.end = end;
+            self.dirty.insert((network.into(), machine));
+        }
+    }
+
+    fn came(&mut self, machine: Machine, network: &str, claim: Claim, now: Duration) {
+        let mac = claim.member.mac;
+        let rival = self.claims.get(network).and_then(|claims| claims.rival(machine, mac));
+        if let Some(rival) = rival.filter(|rival| claim.version > rival.saturating_add(MAX_JUMP)) {
+            let why = format!("its claim to {} has version {} after {rival}", text(mac), claim.version);
+            return self.refuse(machine, &why, now);
+        }
+        let Some(other) = self.others.get_mut(&machine) else { return };
+        let is_full = other.members() >= MAX_MEMBERS;
+        let Some(joined) = other.networks.get_mut(network) else { return };
+        if is_full && !joined.macs.contains(&mac) {
+            return self.refuse(machine, "it claims more members than it may", now);
+        }
+        joined.macs.insert(mac);
+        if self.own.get(network).is_some_and(|own| own.macs.contains(&mac)) {
+            let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
+            if rivalry.version < claim.version {
+                (rivalry.version, rivalry.since) = (claim.version, now);
+            }
+        }
+        self.claim(network, machine, mac, Some(claim));
+    }
+
+    fn went(&mut self, machine: Machine, network: &str, mac: Mac) {
+        let joined = self.others.get_mut(&machine).and_then(|other| other.networks.get_mut(network));
+        if joined.is_some_and(|joined| joined.macs.remove(&mac)) {
+            self.claim(network, machine, mac, None);
+        }
+    }
+
+    /// Removes a network in which a machine has neither members nor an end.
+    fn maybe_leaves(&mut self, machine: Machine, network: &str) {
+        let joined = self.others.get(&machine).and_then(|other| other.networks.get(network));
+        if joined.is_some_and(|joined| joined.end.is_none() && joined.macs.is_empty()) {
+            self.leaves(machine, network);
+        }
+    }
+
+    fn leaves(&mut self, machine: Machine, network: &str) {
+        let joined = self.others.get_mut(&machine).and_then(|other| other.networks.remove(network));
+        let Some(joined) = joined else { return };
+        for mac in joined.macs {
+            self.claim(network, machine, mac, None);
+        }
+        self.dirty.remove(&(network.to_string(), machine));
+        let machine = self.names[machine as usize].clone();
+        self.actions.push(Action::Forget { network: network.into(), machine });
+    }
+
+    /// Does what time demands: forgets machines, and asks those that are to be asked. To be called
+    /// several times in a beat.
+    pub fn tick(&mut self, now: Duration) {
+        let silent = |other: &Other| other.heard.map(|heard| now.saturating_sub(heard));
+        let is_alone = !self.others.values().filter_map(silent).any(|silent| silent < self.settings.lease);
+        let lease = if is_alone { self.settings.alone } else { self.settings.lease };
+        let dead = |other: &Other| !other.is_gone && silent(other).is_some_and(|silent| silent >= lease);
+        let gone: Vec<Machine> = self.others.iter().filter(|(_, other)| dead(other)).map(|(m, _)| *m).collect();
+        for machine in gone {
+            let networks = match self.others.get_mut(&machine) {
+                Some(other) => {
+                    (other.is_gone, other.number) = (true, None);
+                    other.networks.keys().cloned().collect()
+                }
+                None => Vec::new(),
+            };
+            for network in networks {
+                self.leaves(machine, &network);
+            }
+            let name = &self.names[machine as usize];
+            self.actions
+                .push(Action::Event(format!("machine {name} was not heard for {} s: forgotten", lease.as_secs())));
+        }
+        for (machine, other) in &mut self.others {
+            let wait = if other.behind { self.settings.beat / 8 } else { self.settings.beat };
+            if other.asked.is_none_or(|asked| now.saturating_sub(asked) >= wait) {
+                other.asked = Some(now);
+                self.sent += 1;
+                self.actions.push(Action::Ask(self.names[*machine as usize].clone()));
+            }
+        }
+    }
+
+    /// What is to be done since the last call, in order.
+    pub fn actions(&mut self) -> Vec<Action> {
+        for (network, machine) in std::mem::take(&mut self.dirty) {
+            if machine == self.me {
+                self.find_lost(&network);
+                continue;
+            }
+            let Some(joined) = self.others.get(&machine).and_then(|other| other.networks.get(&network)) else {
+                continue;
+            };
+            let members = joined.macs.iter().filter_map(|mac| self.won(&network, machine, *mac)).collect();
+            let (end, machine) = (joined.end, self.names[machine as usize].clone());
+            self.actions.push(Action::Table { network, machine, end, members });
+        }
+        std::mem::take(&mut self.actions)
+    }
+
+    /// The member with this MAC address, if this machine has it, with what no other member has.
+    fn won(&self, network: &str, machine: Machine, mac: Mac) -> Option<Member> {
+        let claims = self.claims.get(network)?;
+        let Member { name, addresses, .. } =
+            &claims.of(machine, mac).filter(|_| claims.winner(mac) == Some(machine))?.member;
+        let here = Some((machine, mac));
+        let name = name.clone().filter(|name| claims.named(name) == here);
+        let addresses = addresses.iter().filter(|address| claims.holder(address.ip) == here).cloned().collect();
+        Some(Member { mac, name, addresses })
+    }
+
+    fn find_lost(&mut self, network: &str) {
+        let mut lost = BTreeSet::new();
+        if let (Some(claims), Some(own)) = (self.claims.get(network), self.own.get(network)) {
+            for claim in own.macs.iter().filter_map(|mac| claims.of(self.me, *mac)) {
+                let leases = claim.member.addresses.iter().filter(|Address { fixed, .. }| !fixed);
+                let is_other = |ip: &IpAddr| claims.holder(*ip).is_some_and(|(machine, _)| machine != self.me);
+                lost.extend(leases.map(|address| address.ip).filter(is_other));
+            }
+        }
+        let lost: Vec<IpAddr> = lost.into_iter().collect();
+        if self.lost.get(network).map_or(&[][..], Vec::as_slice) != lost {
+            self.actions.push(Action::Lost { network: network.into(), addresses: lost.clone() });
+            self.lost.insert(network.into(), lost);
+        }
+    }
+
+    /// The other machines, in the order of their names.
+    pub fn peers(&self, now: Duration) -> Vec<Peer> {
+        let of = |(machine, other): (&Machine, &Other)| Peer {
+            name: self.names[*machine as usize].clone(),
+            state: match other.heard {
+                None => PeerState::Unheard,
+                Some(_) if other.is_gone => PeerState::Gone,
+                Some(heard) if now.saturating_sub(heard) <= 2 * self.settings.beat => PeerState::Up,
+                Some(_) => PeerState::Stale,
+            },
+            heard: other.heard,
+            members: other.members(),
+            networks: other.networks.iter().map(|(name, joined)| (name.clone(), joined.end)).collect(),
+            refused: other.refused,
+        };
+        self.others.iter().map(of).collect()
+    }
+
+    /// This machine's networks: name, its members, and those of all others.
+    pub fn networks(&self) -> Vec<(String, usize, usize)> {
+        let of = |(name, joined): (&String, &Joined)| {
+            let others = self.others.values().filter_map(|other| other.networks.get(name));
+            (name.clone(), joined.macs.len(), others.map(|joined| joined.macs.len()).sum())
+        };
+        self.own.iter().map(of).collect()
+    }
+
+    /// What members of several machines claim, in order. O(all claims).
+    pub fn conflicts(&self) -> Vec<Conflict> {
+        let name = |machine: &Machine| self.names[*machine as usize].clone();
+        let mut all = Vec::new();
+        for (network, claims) in &self.claims {
+            for (what, machines, winner) in claims.conflicts() {
+                let machines = machines.iter().map(name).collect();
+                all.push(Conflict { network: network.clone(), what, machines, winner: name(&winner) });
+            }
+        }
+        for ((network, mac), _) in self.rivalries.iter().filter(|(_, rivalry)| rivalry.wins > MAX_WINS) {
+            let Some(claims) = self.claims.get(network) else { continue };
+            let Some(winner) = claims.winner(*mac) else { continue };
+            let machines = claims.claimants(*mac).iter().map(name).collect();
+            all.push(Conflict { network: network.clone(), what: text(*mac), machines, winner: name(&winner) });
+        }
+        all.sort();
+        all
+    }
+
+    /// Messages and questions that were sent.
+    pub fn sent(&self) -> u64 {
+        self.sent
+    }
+}

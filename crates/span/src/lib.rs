@@ -1,0 +1,68 @@
+//! The control plane of networks across machines: which member is on which machine.
+//!
+//! Each machine tells all others what it has: MAC addresses, with names and IP addresses. From what
+//! the others tell, it makes tables for its own daemon: where to send frames, and what to answer to
+//! ARP, neighbour discovery and DNS. This crate decides; it neither reads clocks nor sends anything.
+//! The program `tombolo-span` gives it messages and instants, and carries out its [`Action`]s.
+//!
+//! # Messages
+//! - A [`Change`](message::Change) goes to all: what came and what went, with a number. A receiver
+//!   that missed a number asks for the whole.
+//! - A [`Known`](message::Known) asks one machine: "I know you up to this number". The answer, a
+//!   [`State`](message::State), is "that is all" or everything. Each machine is asked every
+//!   [`Settings::beat`], so a lost change is repaired then at the latest, and the answer shows that
+//!   the machine lives.
+//!
+//! So a change costs one small message to each machine, and the steady state one question and one
+//! answer between each two machines per beat. Nothing grows with the square of the members.
+//!
+//! # Who wins
+//! Two machines can claim the same thing: a member moves, or a network was cut in two and each part
+//! gave the same address to a member of its own. Each machine decides alone, and all decide the same:
+//! - A MAC address belongs to the claim with the highest version, and among equal ones to the machine
+//!   whose name sorts first. A machine raises the version when the member sends frames there although
+//!   another machine claims it. So the version follows a member that moves.
+//! - An IP address belongs to the member whose file fixes it, else to the machine whose name sorts
+//!   first. The others are told to end their lease ([`Action::Lost`]).
+//! - A name belongs to the machine whose name sorts first.
+//!
+//! # Death
+//! A machine that was not heard for [`Settings::lease`] is forgotten, with all that it claimed. If no
+//! other machine was heard either, then this one is probably cut off, or the messages' carrier has
+//! ended. What is known is then kept for [`Settings::alone`].
+//!
+//! # A hostile machine
+//! A machine can claim what it likes, since any member may move there. It cannot claim more than
+//! [`MAX_MEMBERS`](member::MAX_MEMBERS), speak for another machine (the carrier authenticates), keep
+//! the others busy ([`MAX_CHANGES_PER_S`](control::MAX_CHANGES_PER_S)), or make a version jump by
+//! more than [`MAX_JUMP`](control::MAX_JUMP). What it tried is counted by machine.
+//!
+//! ```
+//! use std::time::Duration;
+//! use tombolo_span::{Action, Control, Local, Member, Settings};
+//!
+//! let mut a = Control::new(Settings::new("a"), 1);
+//! let mut b = Control::new(Settings::new("b"), 1);
+//! let web = Member { mac: [2, 0, 0, 0, 0, 1], name: Some("web".into()), addresses: vec![] };
+//! let here = vec![Local { member: web.clone(), silent_for: None }];
+//! a.local("lan", Some("192.0.2.1".parse()?), here, Duration::ZERO);
+//!
+//! // b asks a for all that it has, and gets a table for its daemon.
+//! let answer = a.answer(&b.question("a"))?;
+//! b.answered("a", &answer, Duration::ZERO)?;
+//! let table = b.actions().into_iter().find_map(|action| match action {
+//!     Action::Table { machine, members, .. } => Some((machine, members)),
+//!     _ => None,
+//! });
+//! assert_eq!(table, Some(("a".to_string(), vec![web])));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+pub mod claims;
+pub mod control;
+pub mod member;
+pub mod message;
+pub mod simulation;
+
+pub use control::{Action, Conflict, Control, Local, Peer, PeerState, Settings};
+pub use member::{Address, Mac, Member};

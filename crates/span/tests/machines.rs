@@ -1,0 +1,318 @@
+//! Several machines on a virtual clock: joins, moves, losses, partitions, deaths, conflicts, floods.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use tombolo_span::control::{MAX_CHANGES_PER_S, MAX_JUMP};
+use tombolo_span::member::MAX_MEMBERS;
+use tombolo_span::message::{Change, Claim, Network as Joined, Number};
+use tombolo_span::simulation::{NETWORK, Network, World, mac};
+use tombolo_span::{Action, Address, Control, Local, Member, PeerState, Settings};
+
+const S: Duration = Duration::from_secs(1);
+
+fn quick() -> Network {
+    Network { delay: (Duration::from_micros(200), Duration::from_millis(2)), loss: 0.0 }
+}
+
+fn ip(number: u32) -> IpAddr {
+    let [_, b, c, d] = number.to_be_bytes();
+    [10, b, c, d].into()
+}
+
+fn member(number: u32) -> Member {
+    let addresses = vec![Address { ip: ip(number), fixed: true }];
+    Member { mac: mac(number), name: Some(format!("m-{number}")), addresses }
+}
+
+fn leased(number: u32, address: u32) -> Member {
+    Member { addresses: vec![Address { ip: ip(address), fixed: false }], ..member(number) }
+}
+
+/// `machines` machines that run, with `members` members each.
+fn world(machines: usize, members: u32, network: Network) -> World {
+    let mut world = World::new(machines, network, Settings::new("-"), 1);
+    for at in 0..machines {
+        for number in 0..members {
+            world.add(at, member(at as u32 * 1000 + number));
+        }
+        world.start(at);
+    }
+    let end = 60 * S;
+    assert!(world.until(end, World::is_settled), "all machines know all members");
+    world
+}
+
+#[test]
+fn a_member_that_comes_or_goes_is_known_everywhere_after_one_message() {
+    let mut world = world(5, 3, quick());
+    // Between two questions: one message to each of the others, and nothing else.
+    world.pass(10 * S);
+    let before = world.messages;
+    world.add(2, member(77));
+    assert_eq!(world.messages - before, 4);
+    let begin = world.now;
+    assert!(world.until(begin + S, |world| world.all_know(2, mac(77))));
+    assert!(world.now - begin <= Duration::from_millis(2), "{:?}", world.now - begin);
+    world.remove(2, mac(77));
+    assert!(world.until(begin + S, World::is_settled));
+    assert_eq!(world.place(0, mac(77)), None);
+}
+
+#[test]
+fn a_member_that_moves_is_followed_although_its_old_machine_still_lists_it() {
+    let mut world = world(4, 2, quick());
+    // The old switch's table keeps the entry, but no frame comes any more.
+    world.machines[0].here.get_mut(&mac(0)).unwrap().sends = false;
+    let moved = world.machines[0].here[&mac(0)].member.clone();
+    for to in [1, 2, 3, 1] {
+        world.pass(3 * S);
+        for other in 1..4 {
+            world.machines[other].here.remove(&mac(0));
+        }
+        let begin = world.now;
+        world.add(to, moved.clone());
+        assert!(world.until(begin + S, |world| {
+            (0..4).all(|at| at == to || world.place(at, mac(0)) == Some(&format!("node-{to:03}")))
+        }));
+    }
+    // Back to where it was: it sends there again.
+    world.machines[1].here.remove(&mac(0));
+    world.machines[0].here.get_mut(&mac(0)).unwrap().sends = true;
+    let end = world.now + 5 * S;
+    assert!(world.until(end, |world| (1..4).all(|at| world.place(at, mac(0)) == Some("node-000"))));
+    assert!(world.machines.iter().all(|machine| machine.control.as_ref().unwrap().conflicts().is_empty()));
+}
+
+#[test]
+fn a_machine_that_starts_again_does_not_take_back_what_moved_away() {
+    let mut world = world(3, 2, quick());
+    world.machines[0].here.get_mut(&mac(0)).unwrap().sends = false;
+    world.pass(30 * S);
+    let moved = world.machines[0].here[&mac(0)].member.clone();
+    world.add(1, moved);
+    world.pass(S);
+    world.kill(0);
+    world.machines[0].tables.clear();
+    world.start(0);
+    world.pass(30 * S);
+    assert_eq!(world.place(0, mac(0)), Some("node-001"));
+    assert_eq!(world.place(2, mac(0)), Some("node-001"));
+}
+
+#[test]
+fn two_members_with_one_mac_address_do_not_make_the_machines_fight() {
+    let mut world = world(3, 1, quick());
+    world.add(0, member(500));
+    world.add(1, member(500));
+    world.pass(60 * S);
+    let before = world.messages;
+    world.pass(30 * S);
+    // Questions and answers of 30 s between three machines are 120; a fight would be more.
+    assert!(world.messages - before < 160, "{}", world.messages - before);
+    let conflicts = world.machines[0].control.as_ref().unwrap().conflicts();
+    assert!(conflicts.iter().any(|c| c.what == "02:00:00:00:01:f4" && c.machines.len() == 2), "{conflicts:?}");
+    assert!(world.machines.iter().any(|m| m.events.iter().any(|e| e.contains("two machines have a member"))));
+    let places = [world.place(2, mac(500)), world.place(2, mac(500))];
+    assert!(places[0].is_some());
+}
+
+#[test]
+fn a_dead_machine_is_forgotten_after_its_lease_and_one_that_is_cut_off_keeps_what_it_knows() {
+    let mut world = world(4, 2, quick());
+    world.kill(3);
+    world.pass(14 * S);
+    assert_eq!(world.place(0, mac(3000)), Some("node-003"), "not before its lease has ended");
+    world.pass(3 * S);
+    assert_eq!(world.place(0, mac(3000)), None);
+    let now = world.now;
+    let peers = world.machines[0].control.as_ref().unwrap().peers(now);
+    assert_eq!(
+        peers.iter().map(|peer| peer.state).collect::<Vec<_>>(),
+        [PeerState::Up, PeerState::Up, PeerState::Gone]
+    );
+    // Machine 0 hears nothing of anyone: the carrier, and not all machines at once.
+    world.machines[0].part = 9;
+    world.pass(300 * S);
+    assert_eq!(world.place(0, mac(1000)), Some("node-001"));
+    assert_eq!(world.place(1, mac(0)), None, "the others hear each other");
+    // And for an hour only.
+    world.pass(3600 * S);
+    assert_eq!(world.place(0, mac(1000)), None);
+    world.machines[0].part = 0;
+    world.start(3);
+    let end = world.now + 10 * S;
+    assert!(world.until(end, World::is_settled));
+}
+
+#[test]
+fn an_address_that_both_sides_of_a_partition_gave_away_is_lost_by_one_of_them() {
+    let mut world = world(6, 1, quick());
+    for at in 3..6 {
+        world.machines[at].part = 1;
+    }
+    world.pass(20 * S);
+    world.add(1, leased(101, 7));
+    world.add(4, leased(104, 7));
+    world.add(2, leased(102, 8));
+    world.add(5, Member { addresses: member(8).addresses, ..member(105) });
+    world.pass(S);
+    assert!(world.until(world.now, World::is_settled), "each side by itself");
+    for machine in &mut world.machines {
+        machine.part = 0;
+    }
+    let begin = world.now;
+    world.pass(10 * S);
+    println!("healed from {begin:?}");
+    assert_eq!(world.machines[4].lost, [ip(7)], "a lease of the machine that sorts later");
+    assert_eq!(world.machines[2].lost, [ip(8)], "a lease, where another machine's file fixes the address");
+    assert!([0, 1, 3, 5].iter().all(|at| world.machines[*at].lost.is_empty()));
+    // Everywhere, and on the losing side too, the address is that of one member.
+    for at in 0..6 {
+        let of = |address| {
+            let mut all: Vec<_> = world.machines[at].tables.values().flatten().collect();
+            all.retain(|member| member.addresses.iter().any(|a| a.ip == address));
+            all.iter().map(|member| member.mac).collect::<Vec<_>>()
+        };
+        assert_eq!(of(ip(7)), if at == 1 { vec![] } else { vec![mac(101)] }, "machine {at}");
+        assert_eq!(of(ip(8)), if at == 5 { vec![] } else { vec![mac(105)] }, "machine {at}");
+        // The member itself is still reached.
+        assert_eq!(world.place(at, mac(104)), if at == 4 { None } else { Some("node-004") });
+    }
+    let conflicts = world.machines[0].control.as_ref().unwrap().conflicts();
+    let found: Vec<_> = conflicts.iter().map(|c| (c.what.as_str(), c.winner.as_str())).collect();
+    assert_eq!(found, [("10.0.0.7", "node-001"), ("10.0.0.8", "node-005")]);
+    // The daemon ended the leases: the members have other addresses.
+    world.add(4, leased(104, 9));
+    world.add(2, leased(102, 10));
+    world.pass(S);
+    assert!(world.machines.iter().all(|machine| machine.lost.is_empty()));
+    assert!(world.is_settled());
+}
+
+#[test]
+fn a_name_is_that_of_the_first_machine_and_passes_on_when_it_goes() {
+    let mut world = world(3, 0, quick());
+    for at in [1, 2] {
+        world.add(at, Member { name: Some("web".into()), ..member(at as u32) });
+    }
+    world.pass(S);
+    let named = |world: &World| {
+        let all = world.machines[0].tables.values().flatten();
+        all.filter(|member| member.name.is_some()).map(|member| member.mac).collect::<Vec<_>>()
+    };
+    assert_eq!(named(&world), [mac(1)]);
+    world.remove(1, mac(1));
+    world.pass(S);
+    assert_eq!(named(&world), [mac(2)]);
+}
+
+#[test]
+fn a_flood_of_changes_is_limited_named_and_made_up_for() {
+    let mut a = Control::new(Settings::new("a"), 1);
+    let mut flood = Control::new(Settings::new("b"), 1);
+    let mut refused = 0;
+    for n in 0..3 * MAX_CHANGES_PER_S {
+        let here = vec![Local { member: member(n), silent_for: None }];
+        flood.local(NETWORK, None, here, Duration::ZERO);
+        for action in flood.actions() {
+            if let Action::Tell(bytes) = action {
+                a.heard("b", &bytes, S).unwrap();
+            }
+        }
+        refused = a.peers(S)[0].refused;
+    }
+    assert!(refused > 0);
+    let events: Vec<_> =
+        a.actions().into_iter().filter(|a| matches!(a, Action::Event(text) if text.contains("more changes"))).collect();
+    assert_eq!(events.len(), 1, "named once, and not by message");
+    a.answered("b", &flood.answer(&a.question("b")).unwrap(), S).unwrap();
+    let members = a.actions().into_iter().find_map(|action| match action {
+        Action::Table { members, .. } => Some(members),
+        _ => None,
+    });
+    assert_eq!(members.unwrap(), [member(3 * MAX_CHANGES_PER_S - 1)]);
+}
+
+#[test]
+fn a_machine_claims_no_more_than_it_may_and_jumps_no_versions() {
+    let mut a = Control::new(Settings::new("a"), 1);
+    let mut count = 0;
+    let mut tell = |a: &mut Control, came: Vec<Claim>| {
+        count += 1;
+        let networks = vec![Joined { name: NETWORK.into(), end: None, came, went: vec![] }];
+        let change = Change { number: Number { epoch: 1, count }, networks };
+        if count == 1 {
+            a.answered("b", &tombolo_span::message::State::All(change).encode(), S).unwrap();
+        } else {
+            a.heard("b", &change.encode(), S).unwrap();
+        }
+    };
+    let here = vec![Local { member: member(1), silent_for: Some(Duration::ZERO) }];
+    a.local(NETWORK, None, here, S);
+    tell(&mut a, vec![Claim { member: member(1), version: 2 + MAX_JUMP }]);
+    assert_eq!((a.peers(S)[0].members, a.peers(S)[0].refused), (0, 1), "a jump of the version");
+    for n in 0..MAX_MEMBERS as u32 / 100 + 2 {
+        tell(&mut a, (0..100).map(|i| Claim { member: member(10_000 + n * 100 + i), version: 1 }).collect());
+    }
+    let peer = &a.peers(S)[0];
+    assert!(peer.members <= MAX_MEMBERS && peer.refused > 1, "{peer:?}");
+}
+
+/// What the machines know, and what is, for the message of a failed property.
+fn difference(world: &World) -> String {
+    let all = world.machines.iter().map(|machine| {
+        let here: Vec<_> = machine.here.keys().map(|mac| mac[5]).collect();
+        let of = |members: &Vec<Member>| members.iter().map(|m| (m.mac[5], m.addresses.len())).collect::<Vec<_>>();
+        let tables: Vec<_> = machine.tables.iter().map(|(name, members)| (name, of(members))).collect();
+        format!("{} has {here:?}, knows {tables:?}", machine.name)
+    });
+    all.collect::<Vec<_>>().join("\n")
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    /// Whatever happens, and whatever is lost: some time after it has ended, all machines know the truth.
+    #[test]
+    fn after_any_history_all_machines_agree(
+        seed in any::<u64>(),
+        loss in 0.0..0.2f64,
+        steps in proptest::collection::vec((0..7u8, 0..5usize, 0..5usize, 0..12u32, 0..4000u64), 1..40),
+    ) {
+        let network = Network { loss, ..quick() };
+        let mut world = World::new(5, network, Settings::new("-"), seed);
+        (0..5).for_each(|at| world.start(at));
+        for (what, at, to, number, time) in steps {
+            match what {
+                0 | 1 if !world.machines.iter().any(|m| m.here.contains_key(&mac(number))) => world.add(at, member(number)),
+                2 => drop(world.remove(at, mac(number))),
+                3 => {
+                    let first = world.machines[at].here.keys().next().copied();
+                    if let Some(member) = first.and_then(|mac| world.remove(at, mac)) {
+                        world.add(to, member);
+                    }
+                }
+                4 => world.machines[at].part = 1 - world.machines[at].part,
+                5 => world.kill(at),
+                6 if world.machines[at].control.is_none() => {
+                    world.machines[at].tables.clear();
+                    world.start(at);
+                }
+                _ => {}
+            }
+            world.pass(Duration::from_millis(time));
+        }
+        for at in 0..5 {
+            world.machines[at].part = 0;
+            if world.machines[at].control.is_none() {
+                world.machines[at].tables.clear();
+                world.start(at);
+            }
+        }
+        let end = world.now + 120 * S;
+        let is_settled = world.until(end, World::is_settled);
+        prop_assert!(is_settled, "{}", difference(&world));
+    }
+}
