@@ -57,7 +57,7 @@ STAGES = {
     "lab-quick": 30,
     "daytwo": 15,
     "cni": 15,
-    "span": 15,
+    "span": 30,
     "faults": 60,
 }
 

@@ -17,7 +17,9 @@ fn own() -> Vec<Local> {
         name: Some(format!("m-{last}")),
         addresses: vec![address(last, fixed)],
     };
-    [member(1, true), member(2, false)].map(|member| Local { member, silent_for: Some(Duration::ZERO) }).into()
+    [member(1, true), member(2, false)]
+        .map(|member| Local { member, placed: true, silent_for: Some(Duration::ZERO) })
+        .into()
 }
 
 /// Records are messages of two machines, "b" and "z": changes, answers, questions. Time passes with each, and this

@@ -51,8 +51,11 @@ fn settles(world: &mut World, what: &str, step: Duration) -> Duration {
 /// Real time of one look of a machine with all members at rest, in µs.
 fn look_us() -> f64 {
     let mut control = Control::new(Settings::new("a"), 1);
-    let here =
-        || (0..MEMBERS).map(|n| Local { member: member(n), silent_for: Some(Duration::ZERO) }).collect::<Vec<_>>();
+    let here = || {
+        (0..MEMBERS)
+            .map(|n| Local { member: member(n), placed: true, silent_for: Some(Duration::ZERO) })
+            .collect::<Vec<_>>()
+    };
     control.local(NETWORK, None, here(), Duration::ZERO);
     let mut times: Vec<f64> = (0..101)
         .map(|_| {

@@ -1,7 +1,7 @@
 //! Who claims what in one network, and who wins. A look-up costs as much as there are claims to the
 //! same thing, which is one unless members move or addresses conflict.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
 use std::net::IpAddr;
 
@@ -11,6 +11,12 @@ use crate::message::Claim;
 /// A machine by its place among all names in their order. So the lower of two is the one whose name
 /// sorts first.
 pub type Machine = u16;
+
+/// Members of one machine that may claim the same address or name. More are not looked at, so that a
+/// machine cannot make work for all others.
+const MAX_EQUAL: usize = 4;
+/// Conflicts that are listed.
+pub const MAX_CONFLICTS: usize = 1000;
 
 /// One claim to an address or a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +28,7 @@ struct To {
 }
 
 /// The claims of all machines in one network.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Claims {
     macs: HashMap<Mac, Vec<(Machine, Claim)>>,
     addresses: HashMap<IpAddr, Vec<To>>,
@@ -55,15 +61,24 @@ impl Claims {
         others.map(|(_, claim)| claim.version).max()
     }
 
-    /// The machine that has a MAC address.
+    /// The machine where a MAC address is.
     pub fn winner(&self, mac: Mac) -> Option<Machine> {
-        let claims = self.macs.get(&mac)?.iter();
+        let claims = self.macs.get(&mac)?.iter().filter(|(_, claim)| claim.placed);
         claims.min_by_key(|(machine, claim)| (std::cmp::Reverse(claim.version), *machine)).map(|(machine, _)| *machine)
     }
 
+    /// All claims to a MAC address: one member, whichever machine has a lease of its.
+    pub fn all_of(&self, mac: Mac) -> impl Iterator<Item = &Claim> {
+        self.macs.get(&mac).into_iter().flatten().map(|(_, claim)| claim)
+    }
+
+    /// A claim to an address or name is that of the machine where its member is, or of the machine that keeps it for the member.
+    fn valid<'a>(&'a self, list: &'a [To]) -> impl Iterator<Item = To> + 'a {
+        list.iter().map(|to| To { machine: self.winner(to.mac).unwrap_or(to.machine), ..*to })
+    }
+
     fn best(&self, list: Option<&Vec<To>>) -> Option<To> {
-        let valid = list?.iter().filter(|to| self.winner(to.mac) == Some(to.machine));
-        valid.min_by_key(|to| (!to.fixed, to.machine, to.mac)).copied()
+        self.valid(list?).min_by_key(|to| (!to.fixed, to.machine, to.mac))
     }
 
     /// The machine and member that have an IP address.
@@ -78,7 +93,7 @@ impl Claims {
 
     /// Replaces what a machine claims of a MAC address, and adds to `touched` all machines for which
     /// something may have changed by that.
-    pub fn set(&mut self, machine: Machine, mac: Mac, claim: Option<Claim>, touched: &mut Vec<Machine>) {
+    pub fn set(&mut self, machine: Machine, mac: Mac, claim: Option<Claim>, touched: &mut BTreeSet<Machine>) {
         if self.of(machine, mac) == claim.as_ref() {
             return;
         }
@@ -97,28 +112,34 @@ impl Claims {
                 self.macs.remove(&mac);
             }
         }
-        touched.push(machine);
+        touched.insert(machine);
         let Some(claim) = claim else { return };
+        let add = |list: &mut Vec<To>, fixed| {
+            if list.iter().filter(|to| to.machine == machine).count() < MAX_EQUAL {
+                list.push(To { mac, machine, fixed });
+            }
+        };
         for address in &claim.member.addresses {
-            let to = To { mac, machine, fixed: address.fixed };
-            self.addresses.entry(address.ip).or_default().push(to);
+            add(self.addresses.entry(address.ip).or_default(), address.fixed);
         }
         if let Some(name) = &claim.member.name {
-            self.names.entry(name.clone()).or_default().push(To { mac, machine, fixed: false });
+            add(self.names.entry(name.clone()).or_default(), false);
         }
         self.macs.entry(mac).or_default().push((machine, claim));
         self.touch(mac, touched);
     }
 
     /// All that claim a MAC address, or an address or name of its members.
-    fn touch(&self, mac: Mac, touched: &mut Vec<Machine>) {
+    fn touch(&self, mac: Mac, touched: &mut BTreeSet<Machine>) {
         for (machine, claim) in self.macs.get(&mac).into_iter().flatten() {
-            touched.push(*machine);
+            touched.insert(*machine);
             for address in &claim.member.addresses {
-                touched.extend(self.addresses.get(&address.ip).into_iter().flatten().map(|to| to.machine));
+                let list = self.addresses.get(&address.ip).map(Vec::as_slice).unwrap_or_default();
+                touched.extend(list.iter().map(|to| to.machine).chain(self.valid(list).map(|to| to.machine)));
             }
             if let Some(name) = &claim.member.name {
-                touched.extend(self.names.get(name).into_iter().flatten().map(|to| to.machine));
+                let list = self.names.get(name).map(Vec::as_slice).unwrap_or_default();
+                touched.extend(list.iter().map(|to| to.machine).chain(self.valid(list).map(|to| to.machine)));
             }
         }
     }
@@ -140,16 +161,16 @@ impl Claims {
         }
     }
 
-    /// Things that several winning members claim: what, the machines in their order, and the one that has it.
+    /// Things that several members claim, at most [`MAX_CONFLICTS`]: what, the machines in their order, and the one that has it.
     pub fn conflicts(&self) -> Vec<(String, Vec<Machine>, Machine)> {
         let mut found = Vec::new();
         let mut look = |what: String, list: &Vec<To>| {
-            let valid: Vec<&To> = list.iter().filter(|to| self.winner(to.mac) == Some(to.machine)).collect();
-            if let (2.., Some(best)) = (valid.len(), self.best(Some(list))) {
-                let mut machines: Vec<Machine> = valid.iter().map(|to| to.machine).collect();
-                machines.sort_unstable();
-                machines.dedup();
-                found.push((what, machines, best.machine));
+            let members: BTreeSet<Mac> = list.iter().map(|to| to.mac).collect();
+            if let (2.., Some(best)) = (members.len(), self.best(Some(list)))
+                && found.len() < MAX_CONFLICTS
+            {
+                let machines: BTreeSet<Machine> = self.valid(list).map(|to| to.machine).collect();
+                found.push((what, machines.into_iter().collect(), best.machine));
             }
         };
         for (ip, list) in self.addresses.iter().filter(|(_, list)| list.len() > 1) {

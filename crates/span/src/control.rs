@@ -5,11 +5,11 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::claims::{Claims, Machine};
-use crate::member::{Address, MAX_MEMBERS, MAX_NETWORKS, Mac, Member};
+use crate::member::{Address, MAX_ADDRESSES, MAX_MEMBERS, MAX_NETWORKS, Mac, Member};
 use crate::message::{Change, Claim, Known, MAX_CHANGE_BYTES, MAX_CHANGES, MessageError, Network, Number, State};
 
-/// Machines of one site.
-pub const MAX_MACHINES: usize = 256;
+/// Machines of one site: this one, and as many as a tunnel has remotes.
+pub const MAX_MACHINES: usize = 129;
 /// Changes by one machine that are looked at in a second, on average; as many may come at once. Those
 /// beyond are left out, and asked for later.
 pub const MAX_CHANGES_PER_S: u32 = 200;
@@ -52,6 +52,8 @@ impl Settings {
 pub struct Local {
     /// The member.
     pub member: Member,
+    /// Whether it is behind a port of this machine. Otherwise this machine only keeps addresses for it.
+    pub placed: bool,
     /// How long ago it sent its last frame; `None` if that is not known.
     pub silent_for: Option<Duration>,
 }
@@ -147,13 +149,13 @@ pub struct Conflict {
     pub winner: String,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Joined {
     end: Option<IpAddr>,
     macs: BTreeSet<Mac>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Other {
     number: Option<Number>,
     heard: Option<Duration>,
@@ -185,7 +187,7 @@ struct Rivalry {
 }
 
 /// The control plane of one machine.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Control {
     settings: Settings,
     /// All machines that were ever named, this one among them, in order. A new one in the middle
@@ -197,6 +199,8 @@ pub struct Control {
     others: BTreeMap<Machine, Other>,
     claims: BTreeMap<String, Claims>,
     rivalries: HashMap<(String, Mac), Rivalry>,
+    /// How many members of a network were not announced.
+    left_out: BTreeMap<String, usize>,
     /// Tables to be made again.
     dirty: BTreeSet<(String, Machine)>,
     lost: BTreeMap<String, Vec<IpAddr>>,
@@ -221,6 +225,7 @@ impl Control {
             others: BTreeMap::new(),
             claims: BTreeMap::new(),
             rivalries: HashMap::new(),
+            left_out: BTreeMap::new(),
             dirty: BTreeSet::new(),
             lost: BTreeMap::new(),
             actions: Vec::new(),
@@ -256,7 +261,7 @@ impl Control {
 
     /// Replaces what this machine claims of a MAC address.
     fn claim(&mut self, network: &str, machine: Machine, mac: Mac, claim: Option<Claim>) {
-        let mut touched = Vec::new();
+        let mut touched = BTreeSet::new();
         let claims = self.claims.entry(network.into()).or_default();
         claims.set(machine, mac, claim, &mut touched);
         if claims.is_empty() {
@@ -285,24 +290,35 @@ impl Control {
         let mut came = Vec::new();
         for (mac, local) in &wanted {
             let old = self.claims.get(network).and_then(|claims| claims.of(self.me, *mac)).cloned();
-            let version = self.version(network, *mac, old.as_ref(), local.silent_for, now);
-            let claim = Claim { member: local.member.clone(), version };
+            let rival = self.claims.get(network).and_then(|claims| claims.rival(self.me, *mac));
+            // One that was here, and that no other machine has, is only silent.
+            let placed = local.placed || (rival.is_none() && old.as_ref().is_some_and(|old| old.placed));
+            let silent_for = local.silent_for.filter(|_| local.placed);
+            let version = self.version(network, *mac, (old.as_ref(), rival), silent_for, now);
+            let claim = Claim { member: local.member.clone(), version, placed };
             if old.as_ref() != Some(&claim) {
                 self.claim(network, self.me, *mac, Some(claim.clone()));
                 came.push(claim);
             }
         }
-        let went: Vec<Mac> = before.macs.iter().filter(|mac| !wanted.contains_key(*mac)).copied().collect();
+        // One that came here, while another machine keeps addresses for it, is only silent too: the
+        // switch forgets it sooner than that machine its lease.
+        let claims = self.claims.get(network);
+        let is_kept = |mac: &Mac| {
+            let kept = |claims: &Claims| claims.winner(*mac) == Some(self.me) && claims.claimants(*mac).len() > 1;
+            end.is_some() && claims.is_some_and(kept)
+        };
+        let missing = before.macs.iter().filter(|mac| !wanted.contains_key(*mac));
+        let (kept, went): (Vec<Mac>, Vec<Mac>) = missing.copied().partition(is_kept);
         for mac in &went {
             self.claim(network, self.me, *mac, None);
             self.rivalries.remove(&(network.to_string(), *mac));
         }
-        if left_out > 0 && wanted.len() + left_out != before.macs.len() {
-            self.actions.push(Action::Event(format!(
-                "{left_out} members of {network} are not announced: too many, or not valid"
-            )));
+        if self.left_out.insert(network.into(), left_out).unwrap_or_default() != left_out && left_out > 0 {
+            let why = format!("{left_out} members of {network} are not announced: too many, or not valid");
+            self.actions.push(Action::Event(why));
         }
-        let joined = Joined { end, macs: wanted.into_keys().collect() };
+        let joined = Joined { end, macs: wanted.into_keys().chain(kept).collect() };
         if end.is_some() || !joined.macs.is_empty() {
             self.own.insert(network.into(), joined);
         }
@@ -316,15 +332,16 @@ impl Control {
         &mut self,
         network: &str,
         mac: Mac,
-        old: Option<&Claim>,
+        (old, rival): (Option<&Claim>, Option<u64>),
         silent: Option<Duration>,
         now: Duration,
     ) -> u64 {
         let mine = old.map_or(1, |claim| claim.version);
-        let Some(rival) = self.claims.get(network).and_then(|claims| claims.rival(self.me, mac)) else { return mine };
-        if rival < mine {
-            return mine;
-        }
+        let Some(rival) = rival.filter(|rival| *rival >= mine) else {
+            // With no other claim at all, versions begin again. So they stay small.
+            let is_alone = self.claims.get(network).is_none_or(|claims| claims.claimants(mac).len() < 2);
+            return if is_alone { 1 } else { mine };
+        };
         let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
         if rivalry.version != rival {
             // The claim came since this was last looked at, at the latest now.
@@ -352,7 +369,7 @@ impl Control {
             }
             return mine;
         }
-        rival + 1
+        rival.saturating_add(1)
     }
 
     /// Tells all machines, in as many messages as it takes.
@@ -417,6 +434,22 @@ impl Control {
         }
     }
 
+    /// Whether so much of a machine may be looked at now.
+    fn has_tokens(&mut self, machine: Machine, tokens: f64, now: Duration) -> bool {
+        let Some(other) = self.others.get_mut(&machine) else { return false };
+        let rate = f64::from(MAX_CHANGES_PER_S);
+        let filled = other.tokens + now.saturating_sub(other.filled).as_secs_f64() * rate;
+        (other.tokens, other.filled) = (filled.min(rate), now);
+        let has = other.tokens >= tokens;
+        if has {
+            other.tokens -= tokens;
+        } else {
+            other.behind = true;
+            self.refuse(machine, "it sends more changes than are looked at", now);
+        }
+        has
+    }
+
     fn refuse(&mut self, machine: Machine, why: &str, now: Duration) {
         let Some(other) = self.others.get_mut(&machine) else { return };
         other.refused += 1;
@@ -434,16 +467,9 @@ impl Control {
     pub fn heard(&mut self, machine: &str, message: &[u8], now: Duration) -> Result<(), MessageError> {
         let Some(from) = self.machine(machine).filter(|machine| *machine != self.me) else { return Ok(()) };
         self.alive(from, now);
-        let Some(other) = self.others.get_mut(&from) else { return Ok(()) };
-        let rate = f64::from(MAX_CHANGES_PER_S);
-        let filled = other.tokens + now.saturating_sub(other.filled).as_secs_f64() * rate;
-        (other.tokens, other.filled) = (filled.min(rate), now);
-        if other.tokens < 1.0 {
-            other.behind = true;
-            self.refuse(from, "it sends more changes than are looked at", now);
+        if !self.has_tokens(from, 1.0, now) {
             return Ok(());
         }
-        other.tokens -= 1.0;
         let change = match Change::decode(message) {
             Ok(change) => change,
             Err(error) => {
@@ -452,6 +478,7 @@ impl Control {
             }
         };
         let follows = Number { epoch: change.number.epoch, count: change.number.count.wrapping_sub(1) };
+        let Some(other) = self.others.get_mut(&from) else { return Ok(()) };
         match other.number {
             Some(number) if number == follows => {}
             // Of before the answer that is known already.
@@ -466,20 +493,33 @@ impl Control {
             self.refuse(from, "it claims more members than it may", now);
             return Ok(());
         }
+        // What went makes room for what comes.
+        for network in &change.networks {
+            network.went.iter().for_each(|mac| self.went(from, &network.name, *mac));
+        }
+        let mut all_taken = true;
         for network in change.networks {
-            self.joined(from, &network.name, network.end, now);
-            for claim in network.came {
-                self.came(from, &network.name, claim, now);
+            if network.end.is_some() || !network.came.is_empty() || self.is_in(from, &network.name) {
+                all_taken &= self.joined(from, &network.name, network.end, now);
             }
-            for mac in network.went {
-                self.went(from, &network.name, mac);
+            for claim in network.came {
+                all_taken &= self.came(from, &network.name, claim, now);
             }
             self.maybe_leaves(from, &network.name);
         }
-        if let Some(other) = self.others.get_mut(&from) {
-            other.number = Some(change.number);
-        }
+        self.took(from, change.number, all_taken);
         Ok(())
+    }
+
+    fn is_in(&self, machine: Machine, network: &str) -> bool {
+        self.others.get(&machine).is_some_and(|other| other.networks.contains_key(network))
+    }
+
+    /// Notes what is known of a machine. Where something was refused, all is asked for again, at the next beat.
+    fn took(&mut self, machine: Machine, number: Number, all_taken: bool) {
+        if let Some(other) = self.others.get_mut(&machine) {
+            other.number = all_taken.then_some(number);
+        }
     }
 
     /// Takes a machine's answer to [`Control::question`].
@@ -503,52 +543,67 @@ impl Control {
             // A change that was told after the answer came before it.
             return Ok(());
         }
-        other.number = Some(all.number);
-        let mut before: BTreeMap<String, BTreeSet<Mac>> =
+        let before: BTreeMap<String, BTreeSet<Mac>> =
             other.networks.iter().map(|(name, joined)| (name.clone(), joined.macs.clone())).collect();
-        for network in all.networks {
-            let mut gone = before.remove(&network.name).unwrap_or_default();
-            self.joined(from, &network.name, network.end, now);
-            for claim in network.came {
-                gone.remove(&claim.member.mac);
-                self.came(from, &network.name, claim, now);
+        // A whole answer is as much as so many changes.
+        let members: usize = all.networks.iter().map(|network| network.came.len()).sum();
+        if !self.has_tokens(from, 1.0 + (members / MAX_CHANGES) as f64, now) {
+            return Ok(());
+        }
+        // What went makes room for what comes.
+        let stays: BTreeMap<&str, BTreeSet<Mac>> =
+            all.networks.iter().map(|n| (n.name.as_str(), n.came.iter().map(|c| c.member.mac).collect())).collect();
+        for (name, macs) in &before {
+            match stays.get(name.as_str()) {
+                Some(stay) => macs.difference(stay).for_each(|mac| self.went(from, name, *mac)),
+                None => self.leaves(from, name),
             }
-            for mac in gone {
-                self.went(from, &network.name, mac);
+        }
+        let mut all_taken = true;
+        for network in all.networks {
+            if network.end.is_some() || !network.came.is_empty() || self.is_in(from, &network.name) {
+                all_taken &= self.joined(from, &network.name, network.end, now);
+            }
+            for claim in network.came {
+                all_taken &= self.came(from, &network.name, claim, now);
             }
             self.maybe_leaves(from, &network.name);
         }
-        for name in before.into_keys() {
-            self.leaves(from, &name);
-        }
+        self.took(from, all.number, all_taken);
         Ok(())
     }
 
-    fn joined(&mut self, machine: Machine, network: &str, end: Option<IpAddr>, now: Duration) {
-        let Some(other) = self.others.get_mut(&machine) else { return };
+    /// Returns whether it may be in the network.
+    fn joined(&mut self, machine: Machine, network: &str, end: Option<IpAddr>, now: Duration) -> bool {
+        let Some(other) = self.others.get_mut(&machine) else { return false };
         if !other.networks.contains_key(network) && other.networks.len() >= MAX_NETWORKS {
             self.refuse(machine, "it is in more networks than it may", now);
-            return;
+            return false;
         }
         let joined = other.networks.entry(network.into()).or_default();
         if joined.end != end {
             joined.end = end;
             self.dirty.insert((network.into(), machine));
         }
+        true
     }
 
-    fn came(&mut self, machine: Machine, network: &str, claim: Claim, now: Duration) {
+    /// Returns whether the claim is taken.
+    fn came(&mut self, machine: Machine, network: &str, claim: Claim, now: Duration) -> bool {
         let mac = claim.member.mac;
         let rival = self.claims.get(network).and_then(|claims| claims.rival(machine, mac));
-        if let Some(rival) = rival.filter(|rival| claim.version > rival.saturating_add(MAX_JUMP)) {
+        let rival = rival.unwrap_or_default();
+        if claim.version > rival.saturating_add(MAX_JUMP) {
             let why = format!("its claim to {} has version {} after {rival}", text(mac), claim.version);
-            return self.refuse(machine, &why, now);
+            self.refuse(machine, &why, now);
+            return false;
         }
-        let Some(other) = self.others.get_mut(&machine) else { return };
+        let Some(other) = self.others.get_mut(&machine) else { return false };
         let is_full = other.members() >= MAX_MEMBERS;
-        let Some(joined) = other.networks.get_mut(network) else { return };
+        let Some(joined) = other.networks.get_mut(network) else { return false };
         if is_full && !joined.macs.contains(&mac) {
-            return self.refuse(machine, "it claims more members than it may", now);
+            self.refuse(machine, "it claims more members than it may", now);
+            return false;
         }
         joined.macs.insert(mac);
         if self.own.get(network).is_some_and(|own| own.macs.contains(&mac)) {
@@ -558,6 +613,7 @@ impl Control {
             }
         }
         self.claim(network, machine, mac, Some(claim));
+        true
     }
 
     fn went(&mut self, machine: Machine, network: &str, mac: Mac) {
@@ -589,12 +645,19 @@ impl Control {
     /// Does what time demands: forgets machines, and asks those that are to be asked. To be called
     /// several times in a beat.
     pub fn tick(&mut self, now: Duration) {
-        let silent = |other: &Other| other.heard.map(|heard| now.saturating_sub(heard));
-        let is_alone = !self.others.values().filter_map(silent).any(|silent| silent < self.settings.lease);
-        let lease = if is_alone { self.settings.alone } else { self.settings.lease };
-        let dead = |other: &Other| !other.is_gone && silent(other).is_some_and(|silent| silent >= lease);
+        // That another machine was heard well after this one shows that it is not this end that is cut off.
+        let latest = self.others.values().filter_map(|other| other.heard).max().unwrap_or_default();
+        let lease = |heard: Duration| match latest.saturating_sub(heard) >= 2 * self.settings.beat {
+            true => self.settings.lease,
+            false => self.settings.alone,
+        };
+        let dead = |other: &Other| match other.heard {
+            Some(heard) if !other.is_gone => now.saturating_sub(heard) >= lease(heard),
+            _ => false,
+        };
         let gone: Vec<Machine> = self.others.iter().filter(|(_, other)| dead(other)).map(|(m, _)| *m).collect();
         for machine in gone {
+            let silent = self.others[&machine].heard.map_or(0, |heard| now.saturating_sub(heard).as_secs());
             let networks = match self.others.get_mut(&machine) {
                 Some(other) => {
                     (other.is_gone, other.number) = (true, None);
@@ -606,8 +669,7 @@ impl Control {
                 self.leaves(machine, &network);
             }
             let name = &self.names[machine as usize];
-            self.actions
-                .push(Action::Event(format!("machine {name} was not heard for {} s: forgotten", lease.as_secs())));
+            self.actions.push(Action::Event(format!("machine {name} was not heard for {silent} s: forgotten")));
         }
         for (machine, other) in &mut self.others {
             let wait = if other.behind { self.settings.beat / 8 } else { self.settings.beat };
@@ -639,11 +701,16 @@ impl Control {
     /// The member with this MAC address, if this machine has it, with what no other member has.
     fn won(&self, network: &str, machine: Machine, mac: Mac) -> Option<Member> {
         let claims = self.claims.get(network)?;
-        let Member { name, addresses, .. } =
-            &claims.of(machine, mac).filter(|_| claims.winner(mac) == Some(machine))?.member;
+        let own = claims.of(machine, mac).filter(|_| claims.winner(mac) == Some(machine))?;
         let here = Some((machine, mac));
-        let name = name.clone().filter(|name| claims.named(name) == here);
-        let addresses = addresses.iter().filter(|address| claims.holder(address.ip) == here).cloned().collect();
+        // Where it is now, and where it has its lease.
+        let all = || std::iter::once(own).chain(claims.all_of(mac));
+        let name = all().filter_map(|claim| claim.member.name.clone()).find(|name| claims.named(name) == here);
+        let mut addresses: Vec<Address> = all().flat_map(|claim| claim.member.addresses.iter().cloned()).collect();
+        addresses.retain(|address| claims.holder(address.ip) == here);
+        addresses.sort();
+        addresses.dedup_by_key(|address| address.ip);
+        addresses.truncate(MAX_ADDRESSES);
         Some(Member { mac, name, addresses })
     }
 
@@ -652,7 +719,9 @@ impl Control {
         if let (Some(claims), Some(own)) = (self.claims.get(network), self.own.get(network)) {
             for claim in own.macs.iter().filter_map(|mac| claims.of(self.me, *mac)) {
                 let leases = claim.member.addresses.iter().filter(|Address { fixed, .. }| !fixed);
-                let is_other = |ip: &IpAddr| claims.holder(*ip).is_some_and(|(machine, _)| machine != self.me);
+                // To another member; one that moved takes its lease along.
+                let mac = claim.member.mac;
+                let is_other = |ip: &IpAddr| claims.holder(*ip).is_some_and(|(_, holder)| holder != mac);
                 lost.extend(leases.map(|address| address.ip).filter(is_other));
             }
         }
@@ -701,7 +770,9 @@ impl Control {
             }
         }
         for ((network, mac), _) in self.rivalries.iter().filter(|(_, rivalry)| rivalry.wins > MAX_WINS) {
-            let Some(claims) = self.claims.get(network) else { continue };
+            let Some(claims) = self.claims.get(network).filter(|claims| claims.claimants(*mac).len() > 1) else {
+                continue;
+            };
             let Some(winner) = claims.winner(*mac) else { continue };
             let machines = claims.claimants(*mac).iter().map(name).collect();
             all.push(Conflict { network: network.clone(), what: text(*mac), machines, winner: name(&winner) });

@@ -27,9 +27,9 @@
 //! - A name belongs to the machine whose name sorts first.
 //!
 //! # Death
-//! A machine that was not heard for [`Settings::lease`] is forgotten, with all that it claimed. If no
-//! other machine was heard either, then this one is probably cut off, or the messages' carrier has
-//! ended. What is known is then kept for [`Settings::alone`].
+//! A machine that was not heard for [`Settings::lease`] is forgotten, with all that it claimed, if
+//! another one was heard at least two beats later. If none was, then this machine is probably cut
+//! off, or the messages' carrier has ended. What is known is then kept for [`Settings::alone`].
 //!
 //! # A hostile machine
 //! A machine can claim what it likes, since any member may move there. It cannot claim more than
@@ -44,7 +44,7 @@
 //! let mut a = Control::new(Settings::new("a"), 1);
 //! let mut b = Control::new(Settings::new("b"), 1);
 //! let web = Member { mac: [2, 0, 0, 0, 0, 1], name: Some("web".into()), addresses: vec![] };
-//! let here = vec![Local { member: web.clone(), silent_for: None }];
+//! let here = vec![Local { member: web.clone(), placed: true, silent_for: None }];
 //! a.local("lan", Some("192.0.2.1".parse()?), here, Duration::ZERO);
 //!
 //! // b asks a for all that it has, and gets a table for its daemon.

@@ -67,8 +67,12 @@ pub fn is_name(name: &str) -> bool {
 
 /// Whether an interface can have this address.
 pub fn is_unicast(ip: IpAddr) -> bool {
-    let is_broadcast = matches!(ip, IpAddr::V4(ip) if ip.is_broadcast());
-    !(ip.is_unspecified() || ip.is_multicast() || ip.is_loopback() || is_broadcast)
+    let is_odd = match ip {
+        // 0.0.0.0/8 and 240.0.0.0/4.
+        IpAddr::V4(ip) => ip.octets()[0] == 0 || ip.octets()[0] >= 240,
+        IpAddr::V6(ip) => ip.to_ipv4_mapped().is_some(),
+    };
+    !(ip.is_unspecified() || ip.is_multicast() || ip.is_loopback() || is_odd)
 }
 
 impl Member {

@@ -13,6 +13,8 @@ use crate::member::{MAX_MEMBERS, MAX_NETWORKS, Mac, Member, MemberError, is_name
 
 /// The first byte of each message.
 pub const VERSION: u8 = 1;
+/// Bytes of the longest [`Known`].
+pub const MAX_QUESTION_BYTES: usize = 64;
 /// Bytes of the longest [`Change`]. [`Control`](crate::Control) divides longer ones.
 pub const MAX_CHANGE_BYTES: usize = 64 << 10;
 /// Bytes of the longest [`State`].
@@ -36,6 +38,8 @@ pub struct Claim {
     pub member: Member,
     /// Higher than that of the machine where the member was before.
     pub version: u64,
+    /// Whether the member is there. Otherwise its addresses are only kept for it, such as by a lease.
+    pub placed: bool,
 }
 
 /// A network of a machine.
@@ -198,7 +202,7 @@ impl Known {
     /// # Errors
     /// [`MessageError`].
     pub fn decode(bytes: &[u8]) -> Result<Known, MessageError> {
-        decode(bytes, 64)
+        decode(bytes, MAX_QUESTION_BYTES)
     }
 }
 
@@ -232,7 +236,7 @@ mod tests {
     }
 
     fn change() -> Change {
-        let came = vec![Claim { member: member(1), version: 300 }];
+        let came = vec![Claim { member: member(1), version: 300, placed: true }];
         let end = Some("192.0.2.1".parse().unwrap());
         let network = Network { name: "lan".into(), end, came, went: vec![[2, 0, 0, 0, 0, 9]] };
         Change { number: Number { epoch: 7, count: 1 }, networks: vec![network] }
@@ -245,7 +249,7 @@ mod tests {
             b"lan",
             &[1, 0, 192, 0, 2, 1, 1, 2, 0, 0, 0, 0, 1, 1, 5],
             b"web-1",
-            &[1, 0, 10, 87, 0, 1, 0, 0xac, 2, 1, 2, 0, 0, 0, 0, 9],
+            &[1, 0, 10, 87, 0, 1, 0, 0xac, 2, 1, 1, 2, 0, 0, 0, 0, 9],
         ]
         .concat();
         assert_eq!(change().encode(), expected);

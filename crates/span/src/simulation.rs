@@ -182,7 +182,7 @@ impl World {
         let Some(control) = &mut machine.control else { return };
         let local = machine.here.values_mut().map(|here| {
             here.sent = if here.sends { now } else { here.sent };
-            Local { member: here.member.clone(), silent_for: Some(now - here.sent) }
+            Local { member: here.member.clone(), placed: true, silent_for: Some(now - here.sent) }
         });
         let end = [192, 0, (at / 250) as u8 + 2, (at % 250) as u8 + 1].into();
         control.local(NETWORK, Some(IpAddr::V4(end)), local.collect(), now);

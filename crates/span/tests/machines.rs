@@ -1,12 +1,13 @@
 //! Several machines on a virtual clock: joins, moves, losses, partitions, deaths, conflicts, floods.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use tombolo_span::control::{MAX_CHANGES_PER_S, MAX_JUMP};
 use tombolo_span::member::MAX_MEMBERS;
-use tombolo_span::message::{Change, Claim, Network as Joined, Number};
+use tombolo_span::message::{Change, Claim, Known, Network as Joined, Number};
 use tombolo_span::simulation::{NETWORK, Network, World, mac};
 use tombolo_span::{Action, Address, Control, Local, Member, PeerState, Settings};
 
@@ -132,10 +133,13 @@ fn a_dead_machine_is_forgotten_after_its_lease_and_one_that_is_cut_off_keeps_wha
         peers.iter().map(|peer| peer.state).collect::<Vec<_>>(),
         [PeerState::Up, PeerState::Up, PeerState::Gone]
     );
-    // Machine 0 hears nothing of anyone: the carrier, and not all machines at once.
+    // Machine 0 hears nothing of anyone: the carrier, and not all machines at once. The others' last words came at different
+    // times within a beat.
+    world.pass(Duration::from_millis(1300));
     world.machines[0].part = 9;
     world.pass(300 * S);
     assert_eq!(world.place(0, mac(1000)), Some("node-001"));
+    assert_eq!(world.place(0, mac(2000)), Some("node-002"));
     assert_eq!(world.place(1, mac(0)), None, "the others hear each other");
     // And for an hour only.
     world.pass(3600 * S);
@@ -214,7 +218,7 @@ fn a_flood_of_changes_is_limited_named_and_made_up_for() {
     let mut flood = Control::new(Settings::new("b"), 1);
     let mut refused = 0;
     for n in 0..3 * MAX_CHANGES_PER_S {
-        let here = vec![Local { member: member(n), silent_for: None }];
+        let here = vec![Local { member: member(n), placed: true, silent_for: None }];
         flood.local(NETWORK, None, here, Duration::ZERO);
         for action in flood.actions() {
             if let Action::Tell(bytes) = action {
@@ -227,7 +231,8 @@ fn a_flood_of_changes_is_limited_named_and_made_up_for() {
     let events: Vec<_> =
         a.actions().into_iter().filter(|a| matches!(a, Action::Event(text) if text.contains("more changes"))).collect();
     assert_eq!(events.len(), 1, "named once, and not by message");
-    a.answered("b", &flood.answer(&a.question("b")).unwrap(), S).unwrap();
+    // A second later there is room for all of it.
+    a.answered("b", &flood.answer(&a.question("b")).unwrap(), 2 * S).unwrap();
     let members = a.actions().into_iter().find_map(|action| match action {
         Action::Table { members, .. } => Some(members),
         _ => None,
@@ -237,27 +242,112 @@ fn a_flood_of_changes_is_limited_named_and_made_up_for() {
 
 #[test]
 fn a_machine_claims_no_more_than_it_may_and_jumps_no_versions() {
-    let mut a = Control::new(Settings::new("a"), 1);
-    let mut count = 0;
-    let mut tell = |a: &mut Control, came: Vec<Claim>| {
-        count += 1;
-        let networks = vec![Joined { name: NETWORK.into(), end: None, came, went: vec![] }];
-        let change = Change { number: Number { epoch: 1, count }, networks };
-        if count == 1 {
-            a.answered("b", &tombolo_span::message::State::All(change).encode(), S).unwrap();
-        } else {
-            a.heard("b", &change.encode(), S).unwrap();
-        }
+    let network = |came: Vec<Claim>, went| vec![Joined { name: NETWORK.into(), end: None, came, went }];
+    let claim = |number, version| Claim { member: member(number), version, placed: true };
+    let new = || {
+        let mut a = Control::new(Settings::new("a"), 1);
+        let here = vec![Local { member: member(1), placed: true, silent_for: Some(Duration::ZERO) }];
+        a.local(NETWORK, None, here, S);
+        let nothing = Change { number: Number { epoch: 1, count: 0 }, networks: vec![] };
+        a.answered("b", &tombolo_span::message::State::All(nothing).encode(), S).unwrap();
+        a
     };
-    let here = vec![Local { member: member(1), silent_for: Some(Duration::ZERO) }];
-    a.local(NETWORK, None, here, S);
-    tell(&mut a, vec![Claim { member: member(1), version: 2 + MAX_JUMP }]);
-    assert_eq!((a.peers(S)[0].members, a.peers(S)[0].refused), (0, 1), "a jump of the version");
-    for n in 0..MAX_MEMBERS as u32 / 100 + 2 {
-        tell(&mut a, (0..100).map(|i| Claim { member: member(10_000 + n * 100 + i), version: 1 }).collect());
+    // A jump beyond the highest that is known, also where none is.
+    for (number, version) in [(1, 2 + MAX_JUMP), (2, u64::MAX)] {
+        let mut a = new();
+        let change =
+            Change { number: Number { epoch: 1, count: 1 }, networks: network(vec![claim(number, version)], vec![]) };
+        a.heard("b", &change.encode(), S).unwrap();
+        let peer = &a.peers(S)[0];
+        assert_eq!((peer.members, peer.refused), (0, 1));
+        // What was refused is asked for again.
+        assert_eq!(a.question("b"), Known { number: None }.encode());
+    }
+    let mut a = new();
+    let full = MAX_MEMBERS as u64 / 128;
+    for count in 1..=full + 2 {
+        let came = (0..128).map(|i| claim(10_000 + count as u32 * 128 + i, 1)).collect();
+        let change = Change { number: Number { epoch: 1, count }, networks: network(came, vec![]) };
+        a.heard("b", &change.encode(), S).unwrap();
+        if count == full {
+            // One that goes makes room for one that comes.
+            assert_eq!((a.peers(S)[0].members, a.peers(S)[0].refused), (MAX_MEMBERS, 0));
+            let mut all = a.clone();
+            let number = Number { epoch: 1, count: count + 1 };
+            let networks = network(vec![claim(1_000_000, 1)], vec![mac(10_000 + 128)]);
+            all.heard("b", &Change { number, networks }.encode(), S).unwrap();
+            assert_eq!((all.peers(S)[0].members, all.peers(S)[0].refused), (MAX_MEMBERS, 0));
+        }
     }
     let peer = &a.peers(S)[0];
-    assert!(peer.members <= MAX_MEMBERS && peer.refused > 1, "{peer:?}");
+    assert!(peer.members == MAX_MEMBERS && peer.refused >= 1, "{peer:?}");
+}
+
+/// All machines ask all others.
+fn exchange(all: &mut [(&str, Control)], now: Duration) {
+    for from in 0..all.len() {
+        for to in 0..all.len() {
+            if from != to {
+                let question = all[to].1.question(all[from].0);
+                let answer = all[from].1.answer(&question).unwrap();
+                let name = all[from].0;
+                all[to].1.answered(name, &answer, now).unwrap();
+            }
+        }
+    }
+}
+
+/// The members that the last tables of a machine have, with their machines.
+fn tables(control: &mut Control, known: &mut BTreeMap<String, Vec<Member>>) {
+    for action in control.actions() {
+        if let Action::Table { machine, members, .. } = action {
+            known.insert(machine, members);
+        }
+    }
+}
+
+#[test]
+fn a_member_that_moved_and_is_silent_stays_where_it_is_and_keeps_its_lease() {
+    let mut all = ["a", "b", "c"].map(|name| (name, Control::new(Settings::new(name), 1)));
+    let end = |n: u8| Some(IpAddr::from([192, 0, 2, n]));
+    let moved = leased(1, 50);
+    let here = |placed, silent| vec![Local { member: moved.clone(), placed, silent_for: silent }];
+    let without_lease = Member { name: None, addresses: vec![], ..moved.clone() };
+    let mut known = BTreeMap::new();
+    // It has its lease at a, is silent there, and still there for all.
+    all[0].1.local(NETWORK, end(1), here(true, Some(Duration::ZERO)), S);
+    all[0].1.local(NETWORK, end(1), here(false, None), 2 * S);
+    exchange(&mut all, 2 * S);
+    tables(&mut all[2].1, &mut known);
+    assert_eq!(known["a"], vec![moved.clone()]);
+    // It moves to b, which has no lease of its.
+    let at_b = vec![Local { member: without_lease, placed: true, silent_for: Some(Duration::ZERO) }];
+    all[1].1.local(NETWORK, end(2), at_b, 3 * S);
+    exchange(&mut all, 3 * S);
+    all[0].1.local(NETWORK, end(1), here(false, None), 4 * S);
+    exchange(&mut all, 4 * S);
+    tables(&mut all[2].1, &mut known);
+    assert_eq!((known["a"].len(), known["b"].clone()), (0, vec![moved.clone()]), "its place is b, its lease is kept");
+    // It is silent for so long that b's switch forgets it.
+    all[1].1.local(NETWORK, end(2), vec![], 400 * S);
+    all[0].1.local(NETWORK, end(1), here(false, None), 400 * S);
+    exchange(&mut all, 400 * S);
+    tables(&mut all[2].1, &mut known);
+    assert_eq!((known["a"].len(), known["b"].clone()), (0, vec![moved.clone()]));
+    // b starts again and knows nothing: then no machine has it, and frames for it go to all.
+    all[1].1 = Control::new(Settings::new("b"), 2);
+    all[1].1.local(NETWORK, end(2), vec![], 401 * S);
+    exchange(&mut all, 401 * S);
+    all[0].1.local(NETWORK, end(1), here(false, None), 402 * S);
+    exchange(&mut all, 402 * S);
+    tables(&mut all[2].1, &mut known);
+    assert_eq!((known["a"].len(), known["b"].len()), (0, 0));
+    // It is back at a.
+    all[0].1.local(NETWORK, end(1), here(true, Some(Duration::ZERO)), 403 * S);
+    exchange(&mut all, 403 * S);
+    tables(&mut all[2].1, &mut known);
+    assert_eq!(known["a"], [moved]);
+    assert!(all.iter().all(|(_, control)| control.conflicts().is_empty()));
 }
 
 /// What the machines know, and what is, for the message of a failed property.

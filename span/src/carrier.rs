@@ -1,0 +1,402 @@
+//! Messages between machines, over zenoh.
+//!
+//! # Keys
+//! Machine `M` of site `S` publishes its changes at `tombolo/S/M/change`, answers questions at
+//! `tombolo/S/M/state`, and shows by the liveliness token `tombolo/S/M/here` that it is there. So one
+//! rule for each machine, "writes only below `tombolo/S/M`", keeps machines from speaking for others.
+//! With TLS, zenoh's access control enforces it by the common name of the certificate of a
+//! connection; machines that are not peers may do nothing at all.
+//!
+//! # Threads
+//! zenoh has runtimes of its own, and cannot be used from a single-threaded one. So the session is
+//! on a thread that takes [`Order`]s. What comes is put into a bounded channel by zenoh's threads;
+//! if that is full, it is dropped. A lost change is repaired by the next question. Answers are sent by
+//! a second thread, since zenoh lets the one that asks decide whether they wait for room.
+//!
+//! # Loss
+//! Changes are sent with `CongestionControl::Drop`, so that a machine that takes nothing does not
+//! hold up the others.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc as orders;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+use tombolo_span::message::{MAX_CHANGE_BYTES, MAX_QUESTION_BYTES, MAX_STATE_BYTES};
+use zenoh::Wait;
+use zenoh::config::Config;
+use zenoh::key_expr::KeyExpr;
+use zenoh::qos::CongestionControl;
+use zenoh::query::{ConsolidationMode, Query, QueryTarget};
+use zenoh::sample::SampleKind;
+
+/// Things that came and were not looked at yet.
+const WAITING: usize = 4096;
+/// How long a question waits for its answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// A connection over which nothing came for so long has ended, in milliseconds. zenoh sends
+/// something four times in that time.
+const LEASE_MS: u32 = 4000;
+/// Orders that were not carried out yet. Those beyond are dropped, as what is lost on the way.
+const ORDERS: usize = 1024;
+
+/// Another machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Its name, which is the common name of its certificate.
+    pub name: String,
+    /// Where its program listens.
+    pub address: SocketAddr,
+}
+
+/// How this machine connects to the others.
+pub struct Carriage<'a> {
+    /// What all machines of one site have in common.
+    pub site: &'a str,
+    /// This machine's name.
+    pub machine: &'a str,
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// The other machines.
+    pub peers: &'a [Peer],
+    /// A folder with `ca.pem`, `NAME.pem` and `NAME.key`; without, nothing is encrypted, and no
+    /// machine proves who it is.
+    pub keys: Option<&'a Path>,
+}
+
+/// What comes from other machines.
+#[derive(Debug)]
+pub enum Heard {
+    /// A machine told a change.
+    Change {
+        /// The machine.
+        from: String,
+        /// The change.
+        bytes: Vec<u8>,
+    },
+    /// A machine asks; [`Carrier::answer`] answers.
+    Question {
+        /// What zenoh needs for the answer.
+        query: Box<Query>,
+        /// The question.
+        bytes: Vec<u8>,
+    },
+    /// A machine answered.
+    Answer {
+        /// The machine.
+        from: String,
+        /// The answer.
+        bytes: Vec<u8>,
+        /// From the question to the answer.
+        round_trip: Duration,
+    },
+    /// A machine has connected.
+    There(String),
+}
+
+/// What is to be sent.
+pub enum Order {
+    /// A change, to all.
+    Tell(Vec<u8>),
+    /// A question, to one machine.
+    Ask {
+        /// The machine.
+        machine: String,
+        /// The question.
+        bytes: Vec<u8>,
+    },
+}
+
+/// Why there is no carrier.
+#[derive(Debug, thiserror::Error)]
+pub enum CarrierError {
+    /// zenoh refused.
+    #[error("{what}: {source}")]
+    Zenoh {
+        /// What was tried.
+        what: String,
+        /// zenoh's words.
+        source: zenoh::Error,
+    },
+    /// A key file.
+    #[error("{}: {source}; `tombolo service keys` makes keys", path.display())]
+    Key {
+        /// The file.
+        path: std::path::PathBuf,
+        /// The system's words.
+        source: std::io::Error,
+    },
+    /// The thread ended before it was ready.
+    #[error("the thread of the carrier ended: {0}")]
+    Thread(String),
+}
+
+fn failed(what: impl Into<String>) -> impl FnOnce(zenoh::Error) -> CarrierError {
+    let what = what.into();
+    move |source| CarrierError::Zenoh { what, source }
+}
+
+/// A question, and its answer.
+type Answer = (Box<Query>, Vec<u8>);
+
+/// A connection to the other machines, and its threads.
+pub struct Carrier {
+    /// `None` once it ends.
+    orders: Option<orders::SyncSender<Order>>,
+    /// A machine that asks and does not read can hold up its answers, and those of others, but nothing else.
+    answers: orders::SyncSender<Answer>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Carriage<'_> {
+    fn endpoint(&self, address: SocketAddr) -> String {
+        format!("{}/{address}", if self.keys.is_some() { "tls" } else { "tcp" })
+    }
+
+    /// zenoh's settings. See `DEFAULT_CONFIG.json5` of zenoh for each.
+    fn config(&self) -> Result<Config, CarrierError> {
+        let mut config = Config::default();
+        let mut set = |key: &str, value: serde_json::Value| {
+            config.insert_json5(key, &value.to_string()).map_err(failed(format!("zenoh's setting {key}")))
+        };
+        set("mode", "peer".into())?;
+        set("listen/endpoints", vec![self.endpoint(self.listen)].into())?;
+        let peers: Vec<String> = self.peers.iter().map(|peer| self.endpoint(peer.address)).collect();
+        set("connect/endpoints", peers.into())?;
+        let retry = serde_json::json!({ "period_init_ms": 250, "period_max_ms": 4000, "period_increase_factor": 2 });
+        set("connect/retry", retry)?;
+        set("scouting/multicast/enabled", false.into())?;
+        set("scouting/gossip/enabled", false.into())?;
+        set("transport/link/tx/lease", LEASE_MS.into())?;
+        set("transport/link/rx/max_message_size", MAX_STATE_BYTES.into())?;
+        set("transport/unicast/max_sessions", (self.peers.len() + 8).into())?;
+        let Some(keys) = self.keys else { return Ok(config) };
+        let file = |name: String| {
+            let path = keys.join(name);
+            match std::fs::File::open(&path) {
+                Ok(_) => Ok(path.display().to_string()),
+                Err(source) => Err(CarrierError::Key { path, source }),
+            }
+        };
+        let (certificate, key) = (file(format!("{}.pem", self.machine))?, file(format!("{}.key", self.machine))?);
+        let tls = serde_json::json!({
+            "root_ca_certificate": file("ca.pem".into())?,
+            "listen_certificate": certificate, "listen_private_key": key,
+            "connect_certificate": certificate, "connect_private_key": key,
+            "enable_mtls": true,
+            // Endpoints are addresses, which certificates do not name. That a machine speaks for
+            // itself only is ensured by the rules below, on each connection.
+            "verify_name_on_connect": false,
+        });
+        set("transport/link/tls", tls)?;
+        set("transport/link/protocols", vec!["tls"].into())?;
+        set("access_control", self.rules())?;
+        Ok(config)
+    }
+
+    /// What each machine may do: ask all, and write below its own key.
+    fn rules(&self) -> serde_json::Value {
+        let all = format!("tombolo/{}/**", self.site);
+        let asks = ["query", "declare_subscriber", "declare_liveliness_subscriber", "liveliness_query"];
+        let says = ["put", "declare_queryable", "liveliness_token", "reply"];
+        let every: Vec<&str> = asks.iter().chain(&says).copied().collect();
+        let rule = |id: &str, flow: &str, messages: &[&str], key: &str| {
+            let (flows, keys) = ([flow], [key]);
+            serde_json::json!({ "id": id, "permission": "allow", "flows": flows, "messages": messages, "key_exprs": keys })
+        };
+        let mut rules = vec![rule("to", "egress", &every, &all), rule("ask", "ingress", &asks, &all)];
+        let (mut subjects, mut policies) = (Vec::new(), Vec::new());
+        for Peer { name, .. } in self.peers {
+            rules.push(rule(name, "ingress", &says, &format!("tombolo/{}/{name}/**", self.site)));
+            subjects.push(serde_json::json!({ "id": name, "cert_common_names": [name] }));
+            policies.push(serde_json::json!({ "rules": ["to", "ask", name], "subjects": [name] }));
+        }
+        serde_json::json!({
+            "enabled": !self.peers.is_empty(), "default_permission": "deny",
+            "rules": rules, "subjects": subjects, "policies": policies,
+        })
+    }
+}
+
+/// The machine that a key is of.
+fn machine_of(key: &KeyExpr<'_>) -> Option<String> {
+    key.as_str().split('/').nth(2).map(str::to_string)
+}
+
+/// A message's bytes, where it is not longer than any of its kind.
+fn bytes_of(payload: &zenoh::bytes::ZBytes, most: usize) -> Option<Vec<u8>> {
+    (payload.len() <= most).then(|| payload.to_bytes().into_owned())
+}
+
+impl Carrier {
+    /// Connects, and goes on connecting to machines that are not there. Returns when this machine listens.
+    ///
+    /// # Errors
+    /// [`CarrierError`]: bad keys, or an address that cannot be had.
+    pub fn start(carriage: &Carriage<'_>) -> Result<(Carrier, mpsc::Receiver<Heard>), CarrierError> {
+        let config = carriage.config()?;
+        let (sender, heard) = mpsc::channel(WAITING);
+        let (orders, taken) = orders::sync_channel(ORDERS);
+        let (ready, is_ready) = orders::sync_channel(1);
+        let (answers, answered) = orders::sync_channel::<Answer>(ORDERS / 16);
+        // It ends with the last sender, or when zenoh has given up the last answer.
+        std::thread::Builder::new()
+            .name("answers".into())
+            .spawn(move || {
+                while let Ok((query, bytes)) = answered.recv() {
+                    // One that cannot be sent is asked for again.
+                    let _ = query.reply(query.key_expr().clone(), bytes).wait();
+                }
+            })
+            .map_err(|error| CarrierError::Thread(error.to_string()))?;
+        let base = format!("tombolo/{}", carriage.site);
+        let (machine, listen) = (carriage.machine.to_string(), carriage.listen);
+        let thread = std::thread::Builder::new()
+            .name("zenoh".into())
+            .spawn(move || run(config, &base, &machine, listen, &sender, &taken, &ready))
+            .map_err(|error| CarrierError::Thread(error.to_string()))?;
+        match is_ready.recv() {
+            Ok(Ok(())) => Ok((Carrier { orders: Some(orders), answers, thread: Some(thread) }, heard)),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(CarrierError::Thread("it said nothing".into())),
+        }
+    }
+
+    /// Answers a [`Heard::Question`].
+    pub fn answer(&self, query: Box<Query>, bytes: Vec<u8>) {
+        // One that is dropped is asked for again.
+        let _ = self.answers.try_send((query, bytes));
+    }
+
+    /// Has something sent.
+    pub fn order(&self, order: Order) {
+        // One that is dropped is repaired by a question, as what is lost on the way.
+        let _ = self.orders.as_ref().map(|orders| orders.try_send(order));
+    }
+}
+
+impl Drop for Carrier {
+    /// Closes the session, so that the others hear of it at once.
+    fn drop(&mut self) {
+        self.orders = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+type Ready = orders::SyncSender<Result<(), CarrierError>>;
+
+fn run(
+    config: Config,
+    base: &str,
+    machine: &str,
+    listen: SocketAddr,
+    heard: &mpsc::Sender<Heard>,
+    taken: &orders::Receiver<Order>,
+    ready: &Ready,
+) {
+    let session = match open(config, base, machine, listen, heard) {
+        Ok(session) => session,
+        Err(error) => {
+            let _ = ready.send(Err(error));
+            return;
+        }
+    };
+    if ready.send(Ok(())).is_err() {
+        return;
+    }
+    let change = format!("{base}/{machine}/change");
+    while let Ok(order) = taken.recv() {
+        // What cannot be sent is repaired by a question, as what is lost on the way.
+        let _ = match order {
+            Order::Tell(bytes) => session.put(&change, bytes).congestion_control(CongestionControl::Drop).wait(),
+            Order::Ask { machine, bytes } => {
+                let (sender, begin) = (heard.clone(), Instant::now());
+                let key = format!("{base}/{machine}/state");
+                // A machine answers once.
+                let is_answered = AtomicBool::new(false);
+                let answered = move |reply: zenoh::query::Reply| {
+                    let Ok(sample) = reply.result() else { return };
+                    if is_answered.swap(true, Ordering::Relaxed) {
+                        return;
+                    }
+                    // The machine that was asked, and no other.
+                    let from = machine_of(sample.key_expr()).filter(|from| *from == machine);
+                    if let (Some(from), Some(bytes)) = (from, bytes_of(sample.payload(), MAX_STATE_BYTES)) {
+                        let _ = sender.try_send(Heard::Answer { from, bytes, round_trip: begin.elapsed() });
+                    }
+                };
+                let get = session.get(&key).payload(bytes).target(QueryTarget::All);
+                let get = get.congestion_control(CongestionControl::Drop);
+                get.consolidation(ConsolidationMode::None).timeout(ANSWER_TIMEOUT).callback(answered).wait()
+            }
+        };
+    }
+    let _ = session.close().wait();
+}
+
+fn open(
+    config: Config,
+    base: &str,
+    machine: &str,
+    listen: SocketAddr,
+    heard: &mpsc::Sender<Heard>,
+) -> Result<zenoh::Session, CarrierError> {
+    let session = zenoh::open(config).wait().map_err(failed(format!("listening at {listen}")))?;
+    let sender = heard.clone();
+    let questions =
+        session.declare_queryable(format!("{base}/{machine}/state")).complete(true).callback(move |query| {
+            let bytes = query.payload().and_then(|payload| bytes_of(payload, MAX_QUESTION_BYTES)).unwrap_or_default();
+            let _ = sender.try_send(Heard::Question { query: Box::new(query), bytes });
+        });
+    questions.background().wait().map_err(failed("answering questions"))?;
+    let sender = heard.clone();
+    let changes = session.declare_subscriber(format!("{base}/*/change")).callback(move |sample| {
+        if let (Some(from), Some(bytes)) = (machine_of(sample.key_expr()), bytes_of(sample.payload(), MAX_CHANGE_BYTES))
+        {
+            let _ = sender.try_send(Heard::Change { from, bytes });
+        }
+    });
+    changes.background().wait().map_err(failed("hearing changes"))?;
+    let sender = heard.clone();
+    let there =
+        session.liveliness().declare_subscriber(format!("{base}/*/here")).history(true).callback(move |sample| {
+            if let (SampleKind::Put, Some(name)) = (sample.kind(), machine_of(sample.key_expr())) {
+                let _ = sender.try_send(Heard::There(name));
+            }
+        });
+    there.background().wait().map_err(failed("hearing of machines"))?;
+    // Dropped with the session, not before.
+    let token = session.liveliness().declare_token(format!("{base}/{machine}/here")).wait();
+    std::mem::forget(token.map_err(failed("showing that this machine is there"))?);
+    Ok(session)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_may_write_below_its_own_key_only() {
+        let peers = ["b", "c"].map(|name| Peer { name: name.into(), address: ([192, 0, 2, 2], 7447).into() });
+        let listen = ([192, 0, 2, 1], 7447).into();
+        let carriage = Carriage { site: "s", machine: "a", listen, peers: &peers, keys: None };
+        let rules = carriage.rules();
+        let of = |id: &str| rules["rules"].as_array().unwrap().iter().find(|rule| rule["id"] == id).unwrap().clone();
+        assert_eq!(of("b")["key_exprs"], serde_json::json!(["tombolo/s/b/**"]));
+        assert_eq!(of("b")["flows"], serde_json::json!(["ingress"]));
+        assert!(of("ask")["messages"].as_array().unwrap().iter().all(|message| message != "put" && message != "reply"));
+        assert_eq!(rules["default_permission"], "deny");
+    }
+
+    #[test]
+    fn the_machine_of_a_key_is_its_third_piece() {
+        let key = KeyExpr::try_from("tombolo/s/node-1/change").unwrap();
+        assert_eq!(machine_of(&key).as_deref(), Some("node-1"));
+        assert_eq!(machine_of(&KeyExpr::try_from("tombolo/s").unwrap()), None);
+    }
+}

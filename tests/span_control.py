@@ -1,0 +1,288 @@
+"""The control plane of networks across machines (`tombolo-span`). A machine is a network namespace with an address on a common bridge, a
+fabric, and a tombolo-span; its members are taps in namespaces of their own. The tunnels learn nothing: what they know, tombolo-span told."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+from lib import Namespace, Process, Skip, need_root, scratch, timeout, until
+from lib.fabric import PROGRAM, Fabric
+from lib.machine import ROOT, SLOW
+from lib.netns import inside, ip
+
+SPAN = Path(os.environ.get("TOMBOLO_SPAN", ROOT / "span/target/release/tombolo-span"))
+PATIENCE_S = 60 * SLOW
+PORT = 7447
+# The shortest that it takes, so that a test of a dead machine is short.
+LEASE_S = 5
+# Beyond the leases that members get of their own machine.
+FIXED = 100
+
+
+class Machine:
+    """Number 1 to 9, named node-N, at 10.233.2.N. Its gateway is 10.87.0.N, its member 10.87.0.(FIXED + N)."""
+
+    def __init__(self, stack, folder, bridge, number, count, members=""):
+        self.stack, self.bridge, self.number, self.name = stack, bridge, number, f"node-{number}"
+        self.folder = folder / self.name
+        self.folder.mkdir()
+        self.address = f"10.233.2.{number}"
+        self.others = [n for n in range(1, count + 1) if n != number]
+        self.space, self.member = stack.enter_context(Namespace()), stack.enter_context(Namespace())
+        ip("link", "add", "eth0", "netns", self.space.name, "type", "veth", "peer", "name", f"to-{self.name}", "netns", bridge.name)
+        self.space.run("ethtool", "-K", "eth0", "tx", "off")
+        self.space.ip("address", "add", f"{self.address}/24", "dev", "eth0")
+        self.space.ip("link", "set", "eth0", "up")
+        bridge.ip("link", "set", f"to-{self.name}", "master", "br0", "up")
+        remotes = ", ".join(f'"10.233.2.{n}"' for n in self.others)
+        self.fabric = stack.enter_context(Fabric(self.folder, f"""name = "f-{number}"
+[network.lan]
+subnet = "10.87.0.0/24"
+gateway = "10.87.0.{number}"
+mtu = 1450
+dhcp = {{ from = "10.87.0.50", to = "10.87.0.60" }}
+[tap.member-{number}]
+netns = "{self.member}"
+ip = "10.87.0.{FIXED + number}"
+[port.span]
+kind = "vxlan"
+vni = 42
+local = "{self.address}"
+remotes = [{remotes}]
+learning = false
+{members}""", netns=self.space))
+        self.span = None
+
+    def start(self, *security, name=None):
+        """Starts tombolo-span; `name` is another one than its own."""
+        peers = [word for n in self.others if f"node-{n}" != name for word in ("--peer", f"node-{n}=10.233.2.{n}:{PORT}")]
+        self.span = Process([SPAN, "--fabric", f"f-{self.number}", "--machine", name or self.name, "--listen", f"{self.address}:{PORT}", *peers,
+                             "--lease", str(LEASE_S), *security], name=f"tombolo-span of {self.name}", netns=self.space, env=self.fabric.env, cwd=self.folder)
+        self.stack.callback(self.span.kill)
+        self.span.wait_line(lambda line: "listens at" in line)
+
+    def cable(self, state):
+        """Takes the machine from the network without a word, or puts it back."""
+        self.bridge.ip("link", "set", f"to-{self.name}", state)
+
+    def report(self):
+        """What `tombolo span status` shows; None where there is nothing yet."""
+        done = self.fabric.cli("span", "status", "--json", check=False)
+        return json.loads(done.stdout)["report"] if done.returncode == 0 else None
+
+    def states(self):
+        return {machine["name"]: machine["state"] for machine in (self.report() or {}).get("machines", [])}
+
+    def remotes(self):
+        """The MAC addresses that the daemon knows on each other machine."""
+        command = [*inside(self.space), "curl", "-s", "--unix-socket", self.folder / f"run/f-{self.number}/api.sock", "http://localhost/v1/networks/lan/remotes"]
+        answer = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout)
+        return {machine["machine"]: {member["mac"]: member for member in machine["members"]} for machine in answer["machines"]}
+
+    def mac(self):
+        return self.member.run("cat", f"/sys/class/net/member-{self.number}/address").stdout.strip()
+
+    def details(self):
+        return self.fabric.port("span")["details"]
+
+    def knows(self, *others):
+        until(f"{self.name} to know the members of {', '.join(o.name for o in others)}",
+              lambda: all(o.mac() in self.remotes().get(o.name, {}) for o in others), PATIENCE_S, every=0.2)
+
+    def waits(self, seconds):
+        """Lets time pass, as its tombolo-span and its daemon count it."""
+        begin = until("a report", self.report)["uptime_s"]
+        until(f"{seconds} s more", lambda: self.report()["uptime_s"] >= begin + seconds, PATIENCE_S, every=0.5)
+
+    def pings(self, other):
+        return self.member.answers(f"10.87.0.{FIXED + other.number}")
+
+
+@contextlib.contextmanager
+def machines(count, **more):
+    need_root()
+    if not SPAN.exists():
+        raise Skip(f"{SPAN} is not built: run ./x span-program")
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        bridge = stack.enter_context(Namespace())
+        bridge.ip("link", "add", "br0", "type", "bridge", "forward_delay", "0")
+        bridge.ip("link", "set", "br0", "up")
+        keys = folder / "keys"
+        names = [f"node-{n}" for n in range(1, count + 1)]
+        subprocess.run([PROGRAM, "service", "keys", "--keys", keys, *names], check=True, capture_output=True)
+        yield (keys, *(Machine(stack, folder, bridge, n, count, **more) for n in range(1, count + 1)))
+
+
+@timeout(300)
+def test_three_machines_know_each_others_members_by_proven_names():
+    with machines(3) as (keys, *all_three):
+        one, two, three = all_three
+        for machine in all_three:
+            machine.start("--keys", keys)
+        for machine in all_three:
+            machine.knows(*(other for other in all_three if other is not machine))
+        assert one.pings(three) and two.pings(one)
+        # Who has an address was answered here, and not asked over the tunnel.
+        details = one.details()
+        assert int(details["arp_answers"]) >= 1, details
+        # Names of other machines' members are those of the network.
+        found = one.member.run("dig", "+short", "+time=5", "@10.87.0.1", "member-3.lan").stdout if shutil.which("dig") else "10.87.0.103\n"
+        assert found == "10.87.0.103\n", found
+        until("the report", lambda: one.states() == {"node-2": "up", "node-3": "up"}, PATIENCE_S)
+        report = one.report()
+        assert report["machine"] == "node-1" and report["conflicts"] == [], report
+        assert all(machine["rtt_us"] > 0 and machine["addresses"] for machine in report["machines"]), report
+        shown = one.fabric.cli("span", "status").stdout
+        assert "node-2" in shown and "up" in shown, shown
+
+
+@timeout(300)
+def test_a_machine_under_anothers_name_and_one_of_another_authority_are_not_believed():
+    with machines(3) as (keys, one, two, three):
+        one.start("--keys", keys)
+        two.start("--keys", keys)
+        one.knows(two)
+        before = one.remotes()["node-2"]
+        # Its certificate is its own, the name is that of another: node-2 lives, and must not lose its members.
+        false_keys = three.folder / "false"
+        shutil.copytree(keys, false_keys)
+        for end in ("pem", "key"):
+            shutil.copy(keys / f"node-3.{end}", false_keys / f"node-2.{end}")
+        three.others = [1]
+        three.start("--keys", false_keys, name="node-2")
+        one.waits(2 * LEASE_S)
+        assert one.remotes()["node-2"].keys() == before.keys()
+        assert three.mac() not in json.dumps(one.remotes())
+        assert "node-3" not in [name for name, state in one.states().items() if state == "up"]
+        three.span.stop()
+        # Keys of another authority do not even connect.
+        foreign = three.folder / "foreign"
+        subprocess.run([PROGRAM, "service", "keys", "--keys", foreign, "node-3"], check=True, capture_output=True)
+        three.others = [1, 2]
+        three.start("--keys", foreign)
+        one.waits(2 * LEASE_S)
+        assert three.mac() not in json.dumps(one.remotes()) and three.states() in ({}, {"node-1": "gone", "node-2": "gone"}), three.states()
+        assert one.pings(two)
+
+
+
+@timeout(300)
+def test_a_member_that_moves_to_another_machine_is_followed():
+    with machines(3) as (keys, *all_three):
+        one, two, three = all_three
+        for machine in all_three:
+            machine.start("--keys", keys)
+        three.knows(one, two)
+        one.knows(two)
+        moved, address = two.mac(), f"10.87.0.{FIXED + 2}"
+        assert one.pings(two)
+        # As a machine that is moved: its interface ends there and appears here, with its addresses.
+        two.member.ip("link", "set", "member-2", "down")
+        three.member.ip("link", "set", "member-3", "address", moved)
+        three.member.ip("address", "add", f"{address}/24", "dev", "member-3")
+        three.member.run("ping", "-c", "1", "-W", "20", "-I", address, f"10.87.0.{FIXED + 1}")
+        until("node-1 to follow", lambda: moved in one.remotes()["node-3"] and moved not in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
+        assert one.member.answers(address)
+
+
+@timeout(300)
+def test_whatever_ends_what_is_known_stays_and_a_dead_machine_is_forgotten():
+    with machines(3) as (keys, *all_three):
+        one, two, three = all_three
+        for machine in all_three:
+            machine.start("--keys", keys)
+        one.knows(two, three)
+        until("a report", one.report)
+        # The program is killed: the daemon forwards as before.
+        one.span.signal(signal.SIGKILL)
+        one.span.wait()
+        assert one.pings(two) and two.mac() in one.remotes()["node-2"]
+        late = until("a warning", lambda: (lambda text: text if "may have ended" in text else "")(one.fabric.cli("span", "status", check=False).stdout), PATIENCE_S, every=0.5)
+        assert "node-2" in late
+        one.start("--keys", keys)
+        until("a report", lambda: one.states() == {"node-2": "up", "node-3": "up"}, PATIENCE_S)
+        # A daemon that hangs does not make the others forget its machine.
+        one.fabric.process.signal(signal.SIGSTOP)
+        two.waits(2 * LEASE_S)
+        assert two.states()["node-1"] == "up", two.states()
+        one.fabric.process.signal(signal.SIGCONT)
+        # The daemon is killed and comes back: it is told all again.
+        one.fabric.kill()
+        one.fabric.start()
+        one.knows(two, three)
+        assert one.pings(two)
+        # A member is announced again once it sends.
+        three.knows(one, two)
+        # A machine loses its network: the others, who hear each other, forget it; it keeps what it knew.
+        three.cable("down")
+        until("node-3 to be forgotten", lambda: "node-3" not in one.remotes() and "node-3" not in two.remotes(), PATIENCE_S, every=0.5)
+        assert one.mac() in three.remotes()["node-1"] and two.mac() in three.remotes()["node-2"]
+        until("the report", lambda: one.states()["node-3"] == "gone", PATIENCE_S)
+        assert one.pings(two)
+        three.cable("up")
+        one.knows(three)
+        three.knows(one, two)
+        assert one.pings(three)
+        # A stopped program is as a dead one; when it goes on, all is as before.
+        two.span.signal(signal.SIGSTOP)
+        until("node-2 to be forgotten", lambda: "node-2" not in one.remotes(), PATIENCE_S, every=0.5)
+        two.span.signal(signal.SIGCONT)
+        one.knows(two)
+        for machine in all_three:
+            machine.span.stop()
+            machine.fabric.down()
+
+
+@timeout(300)
+def test_an_address_that_both_sides_of_a_partition_gave_away_is_one_members_after_it():
+    # The client of each side asks for the same address of the same range.
+    with machines(3) as (keys, *all_three):
+        one, two, three = all_three
+        three.cable("down")
+        guests = {}
+        for machine in (one, three):
+            guests[machine] = machine.stack.enter_context(Namespace())
+            machine.fabric.file.write_text(machine.fabric.file.read_text() + f'[tap.guest]\nnetns = "{guests[machine]}"\n')
+            machine.fabric.cli("apply")
+            assert lease(machine, guests[machine], "10.87.0.50") == "10.87.0.50", machine.name
+        for machine in all_three:
+            machine.start("--keys", keys)
+        one.knows(two)
+        three.cable("up")
+        one.knows(two, three)
+        conflict = until("the conflict", lambda: one.report()["conflicts"] or lost(three), PATIENCE_S, every=0.2)
+        print(conflict)
+        until("the later machine to end its lease", lambda: lost(three), PATIENCE_S, every=0.2)
+        assert not lost(one)
+        # Asked again, the gateway gives another one, and the first stays where it was.
+        assert lease(three, guests[three]) not in ("", "10.87.0.50")
+        until("no conflict", lambda: not one.report()["conflicts"] and not three.report()["conflicts"], PATIENCE_S, every=0.5)
+        holders = [m for m in three.remotes()["node-1"].values() if "10.87.0.50" in m["ips"]]
+        assert len(holders) == 1, holders
+
+
+def lease(machine, guest, asked=None):
+    """The address that a DHCP client in a namespace is given, which may ask for one."""
+    files = machine.folder / "client"
+    shutil.rmtree(files, ignore_errors=True)
+    files.mkdir()
+    script = files / "script"
+    script.write_text('#!/bin/sh\n[ -z "$new_ip_address" ] || echo "$new_ip_address" > ' + f"{files}/address\n")
+    script.chmod(0o755)
+    # Taps come up with their daemon; the client's own script would do it otherwise.
+    guest.ip("link", "set", "guest", "up")
+    settings = files / "settings"
+    settings.write_text(f"send dhcp-requested-address {asked};\n" if asked else "")
+    print(guest.run("dhclient", "-1", "-v", "-cf", settings, "-sf", script, "-lf", files / "leases", "-pf", files / "pid", "guest", check=False).stderr)
+    subprocess.run(["pkill", "-F", files / "pid"], check=False, capture_output=True)
+    return (files / "address").read_text().strip() if (files / "address").exists() else ""
+
+
+def lost(machine):
+    """Whether its gateway has ended the lease of that address."""
+    network = machine.fabric.status()["networks"][0]
+    return all(lease["ip"] != "10.87.0.50" for lease in network["leases"])
