@@ -1,12 +1,13 @@
 //! What peers may send, one function per reader of it. Each panics where the code under test breaks a promise.
 
 use std::io::Write;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use tombolo_port::reactor::Reactor;
 use tombolo_port::stream::StreamPort;
+use tombolo_port::vxlan::{Answer, answer_to};
 use tombolo_ring::ivshmem::channel::{self, Channel, Shape};
 use tombolo_ring::ivshmem::net::{Geometry, Receiver, Sections, Sender, initialise};
 use tombolo_ring::ivshmem::region::{HEADER_BYTES, Header, Layout as LinkLayout};
@@ -623,7 +624,7 @@ pub fn typed(input: &[u8], behaviour: &mut Behaviour) {
     }
 }
 
-/// The header of a packet that comes through a VXLAN tunnel.
+/// The header of a packet that comes through a VXLAN tunnel; and a frame of a guest that may ask for a member behind it.
 pub fn vxlan(input: &[u8], behaviour: &mut Behaviour) {
     let parsed = vxlan::parse(input);
     behaviour.note(parsed);
@@ -631,5 +632,31 @@ pub fn vxlan(input: &[u8], behaviour: &mut Behaviour) {
         // The same network as in the header that we would send; reserved bits apart.
         assert_eq!(vxlan::header(vni)[4..7], input[4..7]);
         assert_eq!(vxlan::parse(&vxlan::header(vni)), Ok(vni));
+    }
+    let holder = [2, 0xa5, 0, 0, 0, 1];
+    let mut asked = None;
+    for checksum in [Checksum::Unverified, Checksum::Valid] {
+        let target = std::cell::Cell::new(None);
+        let find = |address| {
+            target.set(Some(address));
+            Some(holder)
+        };
+        let answer = answer_to(input, checksum, find);
+        behaviour.note((answer.is_some(), target.get().is_some()));
+        if let Some(answer) = answer {
+            // To who asked alone, from the holder, and about what was asked.
+            let bytes = answer.bytes();
+            assert_eq!((&bytes[..6], &bytes[6..12]), (&input[6..12], &holder[..]));
+            match (answer, target.get()) {
+                (Answer::Arp(bytes), Some(IpAddr::V4(target))) => assert_eq!(bytes[28..32], target.octets()),
+                (Answer::Neighbour(bytes), Some(IpAddr::V6(target))) => {
+                    assert_eq!((&bytes[22..38], &bytes[62..78]), (&target.octets()[..], &target.octets()[..]));
+                }
+                other => panic!("{other:?}"),
+            }
+            asked = Some(answer);
+        } else {
+            assert!(asked.is_none(), "a right sum is as good as none that is looked at");
+        }
     }
 }

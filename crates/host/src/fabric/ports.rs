@@ -10,7 +10,7 @@ use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
 use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
-use tombolo_port::vxlan::{VxlanConfig, VxlanPort};
+use tombolo_port::vxlan::{Directory, VxlanConfig, VxlanPort};
 use tombolo_port::xen::{XenConfig, XenPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::port::{HandOver, Port};
@@ -277,6 +277,7 @@ fn attach(
                 remotes: tunnel.remotes.iter().copied().map(at).collect(),
                 mtu,
                 learning: tunnel.learning,
+                directory: Directory::default(),
                 netns: None,
             };
             Box::new(VxlanPort::open(&config, registration, handed).map_err(text)?)

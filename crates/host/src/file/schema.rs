@@ -453,7 +453,7 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "remotes",
                 "a list of IP addresses",
                 "",
-                "vxlan: the other ends, 1 to 64; packets from other addresses are dropped",
+                "vxlan: the other ends, 1 to 128; packets from other addresses are dropped",
             ),
             key(
                 "udp_port",

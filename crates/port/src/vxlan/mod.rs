@@ -2,10 +2,17 @@
 //! may be this port too, the kernel's vxlan device, Open vSwitch, flannel, or Cilium.
 //!
 //! # Where frames go
-//! A frame for an address that was seen from a remote goes to that remote; any other one goes to all remotes, a copy each
-//! (head-end replication). What comes from a remote goes to the members of this machine only: the switch gives a port nothing
+//! A frame for an address that the control plane has placed ([`Directory`]) goes to that remote, else one for an address that
+//! was seen from a remote to that one; any other goes to all remotes, a copy each (head-end replication). What comes from a remote goes to the members of this machine only: the switch gives a port nothing
 //! that came from it, so tunnels between all pairs of machines make no loop. A tunnel is no place for a spanning tree or for two
 //! tunnels into one network.
+//!
+//! # What is answered here
+//! The control plane may say as well which IP addresses the members on other machines have. Then ARP requests and neighbour
+//! solicitations for them, which the switch floods to this port, do not go into the tunnel: the port answers them, as if the
+//! holder had. So a question costs no packet on the way, and has an answer although the way is gone for a while. At most
+//! [`MAX_WAITING`] answers wait for the worker; beyond that questions go to the remotes again. See `answer` for what is a
+//! question.
 //!
 //! # What is accepted
 //! Packets from the addresses of configured remotes, with the network's identifier. Others are dropped, each under its reason. That is
@@ -29,8 +36,11 @@
 //! # Life
 //! The link is up while an interface of this machine that is up has the local address. A remote that does not listen is not noticed.
 
+mod answer;
+mod directory;
 mod table;
 
+use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::ops::Range;
 
@@ -48,6 +58,9 @@ use crate::link::{Condition, Interface, LinkError, Monitor, Netns, drop_reason};
 use crate::reactor::{Registration, Watch};
 use crate::sys::udp::{self, Datagram, Inbox, MAX_SEGMENTS, Message, Outbox};
 use crate::sys::{self, Piece};
+pub use answer::{Answer, answer_to};
+use directory::Known;
+pub use directory::{Directory, MAX_ADDRESSES, MAX_PLACES, Places};
 use table::Table;
 pub use table::{AGE, MAX_ENTRIES};
 
@@ -56,7 +69,9 @@ pub const SLOTS: usize = 64;
 /// Sockets that send.
 pub const FLOWS: usize = 4;
 /// Remotes of one tunnel: each frame without a known destination is copied so often.
-pub const MAX_REMOTES: usize = 64;
+pub const MAX_REMOTES: usize = 128;
+/// Answers that may wait to be received by the worker.
+pub const MAX_WAITING: usize = 256;
 /// From slot to slot: the longest frame, and cache lines so that the slots' beginnings do not share one set.
 const STRIDE_BYTES: usize = (HEADER_BYTES + MAX_FRAME_BYTES).next_multiple_of(4096) - 4096 + 37 * 64;
 const _: () = assert!(STRIDE_BYTES >= HEADER_BYTES + MAX_FRAME_BYTES);
@@ -83,6 +98,8 @@ pub struct VxlanConfig {
     pub mtu: u32,
     /// Whether it learns from what comes which remote has which address; otherwise every frame goes to all of them.
     pub learning: bool,
+    /// What the control plane says of the members at the remotes.
+    pub directory: Directory,
     /// The namespace of the sockets.
     pub netns: Option<Netns>,
 }
@@ -171,6 +188,13 @@ pub struct VxlanPort {
     outbox: Outbox,
     flows: Vec<Flow>,
     fates: Vec<Fate>,
+    known: Known,
+    /// Answers that the worker has not received yet.
+    waiting: VecDeque<Answer>,
+    /// Those that the current turn's batch looks into.
+    answering: Vec<Answer>,
+    arp_answers: u64,
+    nd_answers: u64,
 }
 
 impl VxlanPort {
@@ -224,6 +248,7 @@ impl VxlanPort {
             address: *local,
             source: errno.into(),
         })?;
+        let known = Known::new(config.directory.clone(), registration.clone());
         let mut port = VxlanPort {
             header: vxlan::header(config.vni),
             config: config.clone(),
@@ -244,8 +269,14 @@ impl VxlanPort {
             outbox: Outbox::default(),
             flows: (0..FLOWS).map(|_| Flow::default()).collect(),
             fates: Vec::new(),
+            known,
+            waiting: VecDeque::with_capacity(MAX_WAITING),
+            answering: Vec::with_capacity(MAX_WAITING),
+            arp_answers: 0,
+            nd_answers: 0,
         };
         port.look();
+        port.look_up_places();
         Ok(port)
     }
 
@@ -259,6 +290,30 @@ impl VxlanPort {
         });
         let state = self.interface.as_ref().and_then(|(name, _)| self.monitor.state(name));
         self.condition = state.as_ref().map_or(Condition::Gone, Condition::of);
+    }
+
+    /// Takes what the control plane has left.
+    fn look_up_places(&mut self) {
+        let remotes = &self.config.remotes;
+        self.known.look(|end| remotes.iter().position(|remote| remote.ip() == end).map(|at| at as u16));
+    }
+
+    /// Whether `frame`, which would go to all remotes, was a question that has its answer now.
+    fn has_answered(&mut self, frame: &Frame) -> bool {
+        let is_whole = frame.len() == frame.head().len();
+        if !is_whole || self.waiting.len() >= MAX_WAITING {
+            return false;
+        }
+        let known = &self.known;
+        let Some(answer) = answer_to(frame.head(), frame.offload.checksum, |address| known.holder(address)) else {
+            return false;
+        };
+        match answer {
+            Answer::Arp(_) => self.arp_answers += 1,
+            Answer::Neighbour(_) => self.nd_answers += 1,
+        }
+        self.waiting.push_back(answer);
+        true
     }
 
     /// Has the worker call [`Port::service`], which looks at the interfaces.
@@ -387,6 +442,7 @@ impl Port for VxlanPort {
 
     fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
         self.now = now;
+        self.look_up_places();
         let is_up = self.condition == Condition::Up;
         if now >= self.next_look || self.look_due {
             self.next_look = now.after(if is_up { LOOK_INTERVAL } else { ABSENT_INTERVAL });
@@ -401,10 +457,20 @@ impl Port for VxlanPort {
     }
 
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
-        let room = budget.min(SLOTS);
+        // At most half of a turn, so that members that ask much do not hold up what comes from the remotes.
+        let answers = self.waiting.len().min(budget.div_ceil(2));
+        self.answering.clear();
+        self.answering.extend(self.waiting.drain(..answers));
+        for answer in &self.answering {
+            batch.push(Foreign::from(answer.bytes()), Offload::NONE);
+        }
+        let room = (budget - answers).min(SLOTS);
+        if room == 0 {
+            return Ok(budget);
+        }
         match self.inbox.receive(&self.receiver, room, &mut self.got) {
             Ok(()) => {}
-            Err(Errno::AGAIN) => return Ok(0),
+            Err(Errno::AGAIN) => return Ok(answers),
             // What is reported of an earlier datagram says nothing of those that wait.
             Err(Errno::INTR | Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH) => return Ok(budget),
             Err(errno) => return Err(self.fault("receiving on", errno)),
@@ -448,10 +514,11 @@ impl Port for VxlanPort {
         }
         self.got = got;
         // With every slot filled there is no telling whether there is more.
-        Ok(if used == SLOTS { budget } else { used })
+        Ok(if used == SLOTS { budget } else { answers + used })
     }
 
     fn release(&mut self) -> Result<(), Fault> {
+        self.answering.clear();
         Ok(())
     }
 
@@ -473,11 +540,18 @@ impl Port for VxlanPort {
                 self.fates.push(Fate::Lost(Reason::TooLong));
                 continue;
             }
+            let destination = frame.destination();
+            let is_group = destination[0] & 1 != 0;
+            if is_group && self.known.answers_any() && self.has_answered(frame) {
+                self.fates.push(Fate::Sent);
+                continue;
+            }
             self.fates.push(Fate::Open);
             let at = flow_of(frame);
             let (flow, pieces) = (&mut flows[at], &mut lists[at]);
-            let known = if self.config.learning { self.table.find(frame.destination(), self.now) } else { None };
-            let remotes = match known {
+            let placed = if is_group { None } else { self.known.remote(destination) };
+            let learned = || if self.config.learning { self.table.find(destination, self.now) } else { None };
+            let remotes = match placed.or_else(learned) {
                 Some(remote) => remote as usize..remote as usize + 1,
                 None => 0..self.config.remotes.len(),
             };
@@ -520,7 +594,14 @@ impl Port for VxlanPort {
         Ok(())
     }
 
+    fn answers(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
     fn arm(&mut self) -> Result<bool, Fault> {
+        if self.answers() {
+            return Ok(true);
+        }
         let seen = self.monitor.poll(&self.receiver).map_err(|errno| self.fault("polling", errno))?;
         let Some((socket, links)) = seen else { return Ok(true) };
         if links {
@@ -537,6 +618,8 @@ impl Port for VxlanPort {
     fn disarm(&mut self) {}
 
     fn reset(&mut self, _fault: &Fault) {
+        self.waiting.clear();
+        self.answering.clear();
         self.look();
     }
 
@@ -560,6 +643,10 @@ impl Port for VxlanPort {
             ("addresses", format!("{} of {MAX_ENTRIES}", self.table.len())),
             ("addresses_refused", self.table.refused.to_string()),
             ("cut_by_kernel", self.cuts.to_string()),
+            ("places", format!("{} of {MAX_PLACES}", self.known.len().0)),
+            ("answered_addresses", self.known.len().1.to_string()),
+            ("arp_answers", self.arp_answers.to_string()),
+            ("nd_answers", self.nd_answers.to_string()),
         ]
     }
 }

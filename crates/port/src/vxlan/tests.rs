@@ -49,7 +49,8 @@ fn address(text: &str) -> SocketAddr {
 
 /// A tunnel in this namespace.
 fn tunnel(local: SocketAddr, remotes: Vec<SocketAddr>) -> VxlanConfig {
-    VxlanConfig { vni: Vni::new(VNI).unwrap(), local, remotes, mtu: 1500, learning: true, netns: None }
+    let (vni, directory) = (Vni::new(VNI).unwrap(), Directory::default());
+    VxlanConfig { vni, local, remotes, mtu: 1500, learning: true, directory, netns: None }
 }
 
 /// Two namespaces with a cable between them: the port's, and the one with the kernel's end of the tunnel.
@@ -308,7 +309,7 @@ fn remotes_that_make_no_tunnel_are_refused() {
         let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
         VxlanPort::open(&config, registration, None).map(|_| ()).unwrap_err().to_string()
     };
-    assert!(open("127.0.0.1:4790", &[]).contains("1 to 64 remotes"));
+    assert!(open("127.0.0.1:4790", &[]).contains("1 to 128 remotes"));
     for remote in ["127.0.0.1:4790", "[::1]:4790", "0.0.0.0:4790", "224.0.0.1:4790", "127.0.0.2:0"] {
         assert!(open("127.0.0.1:4790", &[remote]).contains(remote), "{remote}");
     }
@@ -339,4 +340,145 @@ fn a_port_that_takes_over_receives_what_came_meanwhile() {
     assert_eq!(third.receiver.local_addr().unwrap(), elsewhere.local);
     let strange = HandOver { state: vec![1], fds: second.hand_over().unwrap().fds };
     assert!(VxlanPort::open(&config, registration(), Some(strange)).is_err(), "the port is in use");
+}
+
+/// A tunnel with ends that the test reads itself, and a directory.
+struct Ends {
+    reactor: crate::reactor::Reactor,
+    port: VxlanPort,
+    remotes: Vec<UdpSocket>,
+    directory: Directory,
+    drops: Drops,
+}
+
+impl Ends {
+    fn open(net: u8, learning: bool) -> Ends {
+        let here = |n: u8| std::net::IpAddr::from([127, net, n, 1]);
+        let remotes: Vec<UdpSocket> = (1..=2).map(|n| UdpSocket::bind((here(n), PORT)).unwrap()).collect();
+        remotes.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
+        let ends = remotes.iter().map(|socket| socket.local_addr().unwrap()).collect();
+        let config = VxlanConfig { learning, ..tunnel(SocketAddr::new(here(0), PORT), ends) };
+        let reactor = crate::reactor::Reactor::new().unwrap();
+        let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
+        let directory = config.directory.clone();
+        let mut port = VxlanPort::open(&config, registration, None).unwrap();
+        port.service(Nanos(1)).unwrap();
+        Ends { reactor, port, remotes, directory, drops: Drops::default() }
+    }
+
+    fn end(&self, n: usize) -> std::net::IpAddr {
+        self.remotes[n].local_addr().unwrap().ip()
+    }
+
+    /// Sends frames; how many came to each remote.
+    fn send(&mut self, frames: &[&[u8]]) -> Vec<usize> {
+        let mut batch = Batch::with_capacity(frames.len());
+        frames.iter().for_each(|frame| batch.push(Foreign::from(*frame), Offload::NONE));
+        let which: Vec<u16> = (0..frames.len() as u16).collect();
+        let sent = self.port.transmit(&batch, &which, &mut self.drops).unwrap();
+        assert_eq!((sent.frames as usize, self.drops.total()), (frames.len(), 0), "{:?}", self.drops);
+        let came = |remote: &UdpSocket| std::iter::from_fn(|| remote.recv(&mut [0; 2000]).ok()).count();
+        self.remotes.iter().map(came).collect()
+    }
+
+    /// What the worker gets, in one turn of `budget` frames, and how much of that was used.
+    fn receive(&mut self, budget: usize) -> (Vec<Vec<u8>>, usize) {
+        let mut batch = Batch::with_capacity(budget);
+        let used = self.port.receive(budget, &mut batch, &mut self.drops).unwrap();
+        let frames = batch.frames().iter().map(|frame| frame.head().to_vec()).collect();
+        drop(batch);
+        self.port.release().unwrap();
+        (frames, used)
+    }
+
+    fn detail(&self, name: &str) -> String {
+        self.port.details().into_iter().find(|(key, _)| *key == name).unwrap().1
+    }
+}
+
+const ASKER: Mac = [2, 0, 0, 0, 0, 7];
+const HOLDER: Mac = [2, 0, 0, 0, 0, 1];
+
+fn request(target: [u8; 4]) -> Vec<u8> {
+    [&[0xff; 6][..], &ASKER, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 1], &ASKER, &[10, 87, 0, 9], &[0; 6], &target].concat()
+}
+
+#[test]
+fn a_place_of_the_control_plane_is_used_before_what_was_heard_and_without_learning_too() {
+    for (net, learning) in [(79, true), (80, false)] {
+        let mut ends = Ends::open(net, learning);
+        let frame = [&HOLDER[..], &ASKER, &[8, 0], &[0; 46]].concat();
+        assert_eq!(ends.send(&[&frame]), [1, 1]);
+        // It is heard from the second one.
+        let heard = [&ASKER[..], &HOLDER, &[8, 0], &[0; 46]].concat();
+        let to = ends.port.config.local;
+        ends.remotes[1].send_to(&[&ends.port.header[..], &heard].concat(), to).unwrap();
+        ends.reactor.wait(Some(Nanos(5_000_000_000)), &mut Vec::new());
+        assert_eq!(ends.receive(8), (vec![heard], 1));
+        assert_eq!(ends.send(&[&frame]), if learning { [0, 1] } else { [1, 1] });
+        let mut places = Places::default();
+        places.place(HOLDER, ends.end(0));
+        ends.directory.set(places.clone());
+        ends.port.service(Nanos(2)).unwrap();
+        assert_eq!(ends.send(&[&frame]), [1, 0]);
+        // At a machine that is no remote: as if nothing were said.
+        places.place(HOLDER, std::net::IpAddr::from([127, net, 9, 1]));
+        ends.directory.set(places);
+        ends.port.service(Nanos(3)).unwrap();
+        assert_eq!(ends.send(&[&frame]), if learning { [0, 1] } else { [1, 1] });
+        ends.directory.set(Places::default());
+        ends.port.service(Nanos(4)).unwrap();
+        assert_eq!(ends.send(&[&frame]), if learning { [0, 1] } else { [1, 1] });
+    }
+}
+
+#[test]
+fn a_question_for_a_known_address_is_answered_here_and_others_go_to_all_remotes() {
+    let mut ends = Ends::open(81, true);
+    let (known, unknown) = (request([10, 87, 0, 12]), request([10, 87, 0, 13]));
+    assert_eq!(ends.send(&[&known]), [1, 1], "nothing is known yet");
+    let mut places = Places::default();
+    places.place(HOLDER, ends.end(0));
+    places.answer_for([10, 87, 0, 12].into(), HOLDER);
+    ends.directory.set(places);
+    ends.port.service(Nanos(2)).unwrap();
+    // Both kinds in one turn.
+    let tagged = [&known[..12], &[0x81, 0, 0, 5], &known[12..]].concat();
+    assert_eq!(ends.send(&[&known, &unknown, &tagged]), [2, 2]);
+    assert!(ends.port.answers() && ends.port.arm().unwrap());
+    let (frames, used) = ends.receive(8);
+    assert_eq!((frames.len(), used), (1, 1));
+    assert_eq!(
+        (&frames[0][..6], &frames[0][6..12], &frames[0][28..32]),
+        (&ASKER[..], &HOLDER[..], &[10, 87, 0, 12][..])
+    );
+    assert!(!ends.port.answers() && !ends.port.arm().unwrap());
+    assert_eq!((ends.detail("arp_answers"), ends.detail("nd_answers")), ("1".into(), "0".into()));
+    assert_eq!((ends.detail("places"), ends.detail("answered_addresses")), ("1 of 16384".into(), "1".into()));
+}
+
+#[test]
+fn answers_that_wait_are_bounded_and_leave_half_of_a_turn_to_the_remotes() {
+    let mut ends = Ends::open(82, true);
+    let mut places = Places::default();
+    places.answer_for([10, 87, 0, 12].into(), HOLDER);
+    ends.directory.set(places);
+    ends.port.service(Nanos(2)).unwrap();
+    let known = request([10, 87, 0, 12]);
+    let many = vec![&known[..]; 60];
+    let mut flooded = 0;
+    for _ in 0..5 {
+        flooded += ends.send(&many)[0];
+    }
+    assert_eq!(flooded, 300 - MAX_WAITING, "what has no room goes its usual way");
+    let heard = [&ASKER[..], &HOLDER, &[8, 0], &[0; 46]].concat();
+    for _ in 0..4 {
+        ends.remotes[1].send_to(&[&ends.port.header[..], &heard].concat(), ends.port.config.local).unwrap();
+    }
+    ends.reactor.wait(Some(Nanos(5_000_000_000)), &mut Vec::new());
+    let (frames, used) = ends.receive(8);
+    assert_eq!((frames.iter().filter(|frame| **frame == heard).count(), frames.len(), used), (4, 8, 8));
+    assert_eq!((ends.receive(1), ends.receive(64).1), ((vec![frames[0].clone()], 1), 32));
+    ends.port.reset(&Fault { kind: FaultKind::System, detail: "test".into() });
+    assert!(!ends.port.answers());
 }
