@@ -323,6 +323,19 @@ impl WorkerHandle {
         })?
     }
 
+    /// Sets the IPv6 addresses that this network has lost to another machine: guards that learn forget them, and let no frame
+    /// from them pass.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
+    pub fn lose(&self, id: NetworkId, addresses: Vec<std::net::Ipv6Addr>) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            slot.network.lose(&addresses);
+            Ok(())
+        })?
+    }
+
     /// Sets what the members of a network may exchange, from the next frame on. Connections that exist are judged anew.
     ///
     /// # Errors

@@ -325,6 +325,11 @@ impl Network {
         self.protected = protected;
     }
 
+    /// Sets the IPv6 addresses that no port whose guard learns may claim, since another machine has them.
+    pub fn lose(&mut self, addresses: &[std::net::Ipv6Addr]) {
+        self.bindings.lose(addresses.iter().copied());
+    }
+
     /// Sets what `port`, a member, may flood.
     pub fn set_storm(&mut self, port: PortNumber, storm: Storm) {
         self.floods.set(port, storm);

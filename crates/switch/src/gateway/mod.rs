@@ -20,7 +20,8 @@
 //! * An answer goes to the MAC address that the question came from, and a question's source must be of the subnet. So
 //!   nothing is reflected or amplified to a third party, and there is no neighbour cache.
 //! * A MAC address holds at most one lease. The client's hardware address must be the frame's source address.
-//! * What the configuration says (members, the gateway's and the router's address) wins over what clients say.
+//! * What the configuration says (members, the gateway's and the router's address) wins over what clients say, and what this
+//!   machine has wins over what is said of others (`elsewhere`).
 //! * No input from a guest causes a panic or unbounded memory. Every table has a limit, and a share per source.
 //!
 //! # Limits
@@ -48,6 +49,7 @@ mod config;
 mod counters;
 mod dhcp;
 mod dns;
+mod elsewhere;
 mod forward;
 mod lease;
 mod names;
@@ -62,6 +64,7 @@ mod tests;
 pub use boot::{ARCHITECTURES, BootConfig, BootTable, MAX_BOOT_BYTES};
 pub use config::{ConfigError, DhcpConfig, GatewayConfig, Ipv6Config, MAX_DOMAIN_BYTES, MIN_LEASE_SECS};
 pub use counters::GatewayCounters;
+pub use elsewhere::{Elsewhere, Remote, is_host_name};
 pub use forward::UpstreamQuery;
 pub use lease::{LeaseChange, LeaseRecord, LeaseStore, MAX_POOL};
 pub use names::{MAX_MEMBERS, Member, Name6};
@@ -141,6 +144,8 @@ pub struct Gateway {
     six: Option<six::Six>,
     /// What clients boot.
     boot: BootTable,
+    /// What is known of other machines.
+    elsewhere: Arc<Elsewhere>,
     entropy: Entropy,
     start: Start,
     counters: Arc<GatewayCounters>,
@@ -182,6 +187,7 @@ impl Gateway {
             streams,
             six,
             boot: BootTable::default(),
+            elsewhere: Arc::default(),
             entropy,
             start,
             counters: Arc::default(),
@@ -494,9 +500,13 @@ impl Gateway {
         message: &dhcp::Message,
         source: Source,
     ) -> Option<(Vec<u8>, Option<Ipv4Addr>)> {
-        let Self { config, members, .. } = &*self;
+        let Self { config, members, elsewhere, .. } = &*self;
+        let held = leases.of_mac(message.mac).filter(|(_, lease)| lease.state == State::Bound).map(|(held, _)| held);
         let reserved = |address: Ipv4Addr| {
-            address == config.address || Some(address) == config.router || members.of_address(address).is_some()
+            address == config.address
+                || Some(address) == config.router
+                || members.of_address(address).is_some()
+                || elsewhere.refuses(address.into(), message.mac, held == Some(address))
         };
         let port = match source {
             Source::Port(port) => Some(port),
@@ -508,7 +518,9 @@ impl Gateway {
         match message.kind {
             DhcpMessageType::Discover => {
                 counters.dhcp_discovers.add(1);
-                match leases.offer(&claim, message.requested, &reserved, now) {
+                // One that has moved here gets the address that it had.
+                let wants = message.requested.or_else(|| elsewhere.ipv4_of(message.mac));
+                match leases.offer(&claim, wants, &reserved, now) {
                     Ok(address) => {
                         counters.dhcp_offers.add(1);
                         let (name, _) = self.name_for(message.mac, message.name.as_deref(), fixed);
@@ -663,7 +675,14 @@ impl Gateway {
             // A name without an address of the family that is asked for is known all the same: NXDOMAIN would end the
             // search for the other one.
             dns::Subject::Member(name) => match self.resolve(&name) {
-                None if found6.is_empty() && !self.knows6(&name) => unknown(&self.domain),
+                None if found6.is_empty() && !self.knows6(&name) => match self.resolve_elsewhere(&name) {
+                    None => unknown(&self.domain),
+                    Some(found) => {
+                        let (four, six) = query.wants_addresses();
+                        let found = found.filter(|address| if address.is_ipv4() { four } else { six });
+                        local(&found.map(dns::Record::Address).collect::<Vec<_>>())
+                    }
+                },
                 found => {
                     let (four, six) = query.wants_addresses();
                     let four = found.flatten().filter(|_| four).map(IpAddr::from);
@@ -671,7 +690,7 @@ impl Gateway {
                     local(&four.into_iter().chain(six).map(dns::Record::Address).collect::<Vec<_>>())
                 }
             },
-            dns::Subject::Address(address) if self.is_ours(address) => match self.name_of(address) {
+            dns::Subject::Address(address) if self.is_ours(address) => match self.name_for_address(address) {
                 Some(name) => {
                     let record = query.wants_name().then_some(dns::Record::Name(name, &self.domain));
                     local(record.as_slice())
@@ -725,6 +744,11 @@ impl Gateway {
             IpAddr::V4(address) => self.config.has_host(address),
             IpAddr::V6(address) => self.holds6(address),
         }
+    }
+
+    /// The name of a member of this machine, or else of another one.
+    fn name_for_address(&self, address: IpAddr) -> Option<&str> {
+        self.name_of(address).or_else(|| self.name_elsewhere(address))
     }
 
     fn name_of(&self, address: IpAddr) -> Option<&str> {

@@ -20,8 +20,8 @@
 //! is lost as if on a wire: frames not received from it yet, offers, queries and TCP connections. Guests repeat them.
 
 use super::{
-    BootTable, ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord, LeaseStore,
-    Member, Name6, Start, UpstreamQuery, check_member, packet, six,
+    BootTable, ConfigError, Elsewhere, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord,
+    LeaseStore, Member, Name6, Start, UpstreamQuery, check_member, packet, six,
 };
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
@@ -44,6 +44,7 @@ enum Command {
     SetForward(bool),
     SetNames6(Vec<Name6>),
     SetBoot(BootTable),
+    SetElsewhere(Arc<Elsewhere>),
     SetRouter6(Option<Mac>, u16),
     Withdraw,
 }
@@ -92,6 +93,8 @@ struct Shared {
     /// The router for IPv6 that the handle set last.
     router6: Mutex<Option<(Option<Mac>, u16)>>,
     boot: Mutex<BootTable>,
+    /// The last that the handle set, and the one before: so that its memory is given up by the handle, and not by the worker.
+    elsewhere: Mutex<(Arc<Elsewhere>, Arc<Elsewhere>)>,
     /// The last advertisement has left.
     withdrawn: AtomicBool,
     start: Start,
@@ -173,6 +176,23 @@ impl GatewayHandle {
     pub fn set_boot(&self, table: BootTable) {
         lock(&self.0.boot).clone_from(&table);
         self.send(Command::SetBoot(table));
+    }
+
+    /// Queues [`Gateway::set_elsewhere`] for the worker.
+    pub fn set_elsewhere(&self, elsewhere: Elsewhere) {
+        let elsewhere = Arc::new(elsewhere);
+        let gone = {
+            let (now, before) = &mut *lock(&self.0.elsewhere);
+            let last = std::mem::replace(now, elsewhere.clone());
+            std::mem::replace(before, last)
+        };
+        drop(gone);
+        self.send(Command::SetElsewhere(elsewhere));
+    }
+
+    /// What was set last.
+    pub fn elsewhere(&self) -> Arc<Elsewhere> {
+        lock(&self.0.elsewhere).0.clone()
     }
 
     /// Queues [`Gateway::set_router6`] for the worker: an uplink for IPv6 came or went.
@@ -257,6 +277,8 @@ impl GatewayHandle {
         gateway.members = lock(&shared.members).clone();
         gateway.counters = shared.counters.clone();
         gateway.boot = lock(&shared.boot).clone();
+        let elsewhere = lock(&shared.elsewhere).0.clone();
+        gateway.set_elsewhere(elsewhere);
         gateway.forwarder = Forwarder::of_epoch(epoch);
         // No client waits for the answers any more.
         lock(&shared.outbox).queries.clear();
@@ -307,6 +329,7 @@ impl GatewayPort {
             forward: AtomicBool::new(gateway.config().forward),
             router6: Mutex::default(),
             boot: Mutex::default(),
+            elsewhere: Mutex::default(),
             withdrawn: AtomicBool::new(false),
             config: gateway.config().clone(),
             start: gateway.start,
@@ -331,6 +354,12 @@ impl GatewayPort {
         }
     }
 
+    /// What a remote member's name resolves to.
+    #[cfg(test)]
+    pub(super) fn gateway_names(&self, name: &str) -> Vec<IpAddr> {
+        self.gateway.resolve_elsewhere(name).into_iter().flatten().collect()
+    }
+
     fn run_commands(&mut self) {
         for command in std::mem::take(&mut *lock(&self.shared.commands)) {
             match command {
@@ -341,6 +370,7 @@ impl GatewayPort {
                 Command::SetForward(forward) => self.gateway.set_forward(forward),
                 Command::SetNames6(names) => self.gateway.set_names6(&names),
                 Command::SetBoot(table) => self.gateway.set_boot(table),
+                Command::SetElsewhere(elsewhere) => self.gateway.set_elsewhere(elsewhere),
                 Command::SetRouter6(router, secs) => self.gateway.set_router6(router, secs),
                 Command::Withdraw => self.gateway.withdraw(),
             }

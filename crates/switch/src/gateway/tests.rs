@@ -3,6 +3,7 @@
 mod boot;
 mod dhcp;
 mod dns;
+mod elsewhere;
 mod hostile;
 mod link;
 mod peer;

@@ -11,6 +11,7 @@
 //! | any packet from a free address | the same as the first: hosts do not ask again after a restart of the switch |
 //! | any packet from an address that another port has | dropped, `source6` |
 //! | neighbour advertisement for such an address, or with another MAC address than the frame's | dropped, `nd_inspection` |
+//! | any packet from an address that this machine has lost to another one, and advertisements for it | dropped, `source6` and `nd_inspection` |
 //! | a claim beyond the port's limit | dropped, `address_limit` |
 //!
 //! An address that is written into another guard's list is that port's. An interface identifier that shows a MAC address
@@ -22,7 +23,7 @@ use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::Mac;
 use crate::mac::PortNumber;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::Ipv6Addr;
 
 /// Addresses of one port, unless set otherwise. A host has a link-local, a leased and a stable one, and a temporary one for
@@ -56,6 +57,8 @@ pub(crate) struct Bindings {
     own: HashMap<PortNumber, Vec<Own>>,
     /// Addresses of guards' lists.
     listed: HashMap<u128, PortNumber>,
+    /// Addresses that another machine has.
+    lost: HashSet<u128>,
 }
 
 /// The MAC address that an interface identifier shows (modified EUI-64), if it does.
@@ -69,6 +72,16 @@ impl Bindings {
     pub(crate) fn list(&mut self, port: PortNumber, addresses: impl Iterator<Item = Ipv6Addr>) {
         self.listed.retain(|_, holder| *holder != port);
         self.listed.extend(addresses.map(|address| (address.to_bits(), port)));
+    }
+
+    /// Sets the addresses that no port may claim, since another machine has them. What was learned of them is forgotten.
+    pub(crate) fn lose(&mut self, addresses: impl Iterator<Item = Ipv6Addr>) {
+        self.lost = addresses.map(Ipv6Addr::to_bits).collect();
+        for address in &self.lost {
+            if let Some(own) = self.holders.remove(address).and_then(|port| self.own.get_mut(&port)) {
+                own.retain(|own| own.address != *address);
+            }
+        }
     }
 
     /// Forgets `port`.
@@ -88,6 +101,9 @@ impl Bindings {
         address: u128,
         locked_to: &dyn Fn(Mac) -> Option<PortNumber>,
     ) -> Result<(), Option<Reason>> {
+        if self.lost.contains(&address) {
+            return Err(None);
+        }
         let list = self.own.entry(port).or_default();
         if let Some(own) = list.iter_mut().find(|own| own.address == address) {
             own.used = now;
@@ -254,6 +270,23 @@ mod tests {
         assert_eq!(ports.put(1, &data("fd00::5")), Some(Reason::Source6));
         ports.0.leave(2);
         assert_eq!(ports.put(1, &data("fd00::5")), None);
+    }
+
+    #[test]
+    fn an_address_that_was_lost_is_forgotten_and_not_to_be_claimed_until_it_is_given_back() {
+        let mut ports = Ports::new();
+        let data = |source: &str| packet(source, 6, &[0; 20]);
+        assert_eq!((ports.put(1, &data("fd00::5")), ports.put(1, &data("fd00::6"))), (None, None));
+        ports.0.lose([ip("fd00::5")].into_iter());
+        for port in [1, 2] {
+            assert_eq!(ports.put(port, &data("fd00::5")), Some(Reason::Source6));
+            let advertisement = about(136, "fe80::ff:fe00:7", "fd00::5", &[]);
+            assert_eq!(ports.put(1, &advertisement), Some(Reason::NdInspection));
+        }
+        assert_eq!((ports.0.own[&1].len(), ports.put(1, &data("fd00::6"))), (1, None));
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None, "who has it there objects");
+        ports.0.lose(std::iter::empty());
+        assert_eq!((ports.put(2, &data("fd00::5")), ports.put(1, &data("fd00::5"))), (None, Some(Reason::Source6)));
     }
 
     #[test]

@@ -99,6 +99,11 @@ impl Six {
         self.config.holds(address).then(|| Ipv4Addr::from_bits(number))
     }
 
+    /// Whether `address` is the gateway's.
+    pub(super) fn is_own(&self, address: Ipv6Addr) -> bool {
+        address == self.address || address == self.link_local
+    }
+
     pub(super) fn lease_at(&self, address: Ipv6Addr) -> Option<&Lease> {
         self.leases.as_ref()?.at(self.number(address)?)
     }
@@ -508,10 +513,12 @@ impl Gateway {
             Source::Mac(_) => None,
         };
         let claim = Claim { mac, port, fixed };
+        let held = leases.of_mac(mac).filter(|(_, lease)| lease.state == super::State::Bound).map(|(held, _)| held);
         let reserved = |number: Ipv4Addr| {
             let address = six.leased(number);
             self.members.of_address(number).is_some()
                 || self.members.has_static6(address)
+                || self.elsewhere.refuses(address.into(), mac, held == Some(number))
                 || six.learned.mac_of(address).is_some_and(|holder| holder != mac)
         };
         let (name, conflict) = self.name_for(mac, asked, fixed);
@@ -548,6 +555,8 @@ impl Gateway {
                 let mut first = true;
                 for association in &message.associations {
                     let wants = association.addresses.iter().find_map(|address| six.number(*address));
+                    // One that has moved here gets the address that it had.
+                    let wants = wants.or_else(|| self.elsewhere.ipv6_of(mac).find_map(|address| six.number(address)));
                     // A client has one address, whatever it numbers its associations.
                     let got = if first { leases.offer(&claim, wants, &reserved, now) } else { Err(Refusal::NotFree) };
                     let got = got.and_then(|number| {

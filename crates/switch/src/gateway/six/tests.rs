@@ -1,7 +1,7 @@
 //! The gateway's IPv6 side under a virtual clock.
 
 use super::*;
-use crate::gateway::{DhcpConfig, GatewayConfig, LeaseStore, Member, Name6, Start};
+use crate::gateway::{DhcpConfig, Elsewhere, GatewayConfig, LeaseStore, Member, Name6, Remote, Start};
 use crate::wait::Token;
 use proptest::prelude::*;
 
@@ -219,6 +219,41 @@ fn what_is_no_solicitation_gets_no_answer() {
         let _ = world.gateway.input(world.now, &frame, Checksum::Unverified, None);
         assert_eq!(world.sent(), Vec::<Vec<u8>>::new());
     }
+}
+
+/// DHCPv6 messages, and the record of addresses.
+const SOLICIT: u8 = 1;
+const REQUEST: u8 = 3;
+const RENEW: u8 = 5;
+const AAAA: u8 = 28;
+
+#[test]
+fn members_of_other_machines_keep_their_addresses_and_lost_ones_are_not_extended() {
+    let mut world = World::new();
+    let lease = world.ask(1, REQUEST, true, &[(1, &[])], "alpha").unwrap().addresses[0].0;
+    let taken = host(0x1_0777);
+    let remote = Remote { name: Some("web".into()), mac: mac(40), addresses: vec![taken.into()] };
+    let tell = |world: &mut World, lost: &[Ipv6Addr]| {
+        let lost = lost.iter().copied().map(IpAddr::from);
+        world.gateway.set_elsewhere(std::sync::Arc::new(Elsewhere::new([remote.clone()], lost)));
+    };
+    tell(&mut world, &[]);
+    assert_eq!(world.resolve(2, &["web"], AAAA), (0, vec![taken.octets().to_vec()]));
+    let nibbles = nibbles(taken);
+    let labels: Vec<&str> = nibbles.iter().map(String::as_str).collect();
+    let (_, names) = world.resolve(2, &labels, 12);
+    assert_eq!(names, [b"\x03web\x03lab\x08internal\x00".to_vec()]);
+    // Nobody else gets it; the member that has it does, when it moves here.
+    assert_ne!(world.ask(2, SOLICIT, false, &[(1, &[taken])], "").unwrap().addresses[0].0, taken);
+    assert_eq!(world.ask(40, REQUEST, true, &[(1, &[])], "").unwrap().addresses[0].0, taken);
+    let again = world.ask(1, RENEW, true, &[(1, &[lease])], "alpha").unwrap();
+    assert_eq!(again.addresses, [(lease, 3600)]);
+    world.gateway.take_lease_changes();
+    tell(&mut world, &[lease]);
+    assert_eq!(world.gateway.take_lease_changes(), [LeaseChange::Freed(lease.into())]);
+    let moved = world.ask(1, RENEW, true, &[(1, &[lease])], "alpha").unwrap();
+    assert_eq!(moved.addresses[0], (lease, 0), "no time is left for the lost one");
+    assert!(moved.addresses[1].0 != lease && moved.addresses[1].1 == 3600, "{moved:?}");
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use super::*;
 
-const A: u16 = 1;
-const AAAA: u16 = 28;
-const PTR: u16 = 12;
+pub(super) const A: u16 = 1;
+pub(super) const AAAA: u16 = 28;
+pub(super) const PTR: u16 = 12;
 
 fn query(id: u16, name: &str, kind: u16) -> Vec<u8> {
     let mut bytes = id.to_be_bytes().to_vec();
@@ -25,7 +25,7 @@ fn summary(answer: &[u8]) -> (u8, u8, [u8; 4]) {
 }
 
 impl World {
-    fn dns(&mut self, name: &str, kind: u16) -> Option<Vec<u8>> {
+    pub(super) fn dns(&mut self, name: &str, kind: u16) -> Option<Vec<u8>> {
         self.dns_bytes(50, 40_000, &query(0x4321, name, kind))
     }
 
@@ -41,7 +41,7 @@ impl World {
         answer
     }
 
-    fn address_of(&mut self, name: &str) -> Option<Ipv4Addr> {
+    pub(super) fn address_of(&mut self, name: &str) -> Option<Ipv4Addr> {
         let answer = self.dns(name, A).unwrap();
         match summary(&answer) {
             (0, 1, octets) => Some(Ipv4Addr::from(octets)),
