@@ -30,7 +30,7 @@ use crate::rundir;
 
 use super::CaptureOf;
 use super::apply::{ApplyQuery, ApplyReport};
-use super::report::{Events, Fault, MachineReport, Machines, PortReport, Ports, Status, Tables};
+use super::report::{Events, Fault, MachineReport, Machines, PortReport, Ports, Span, Status, Tables};
 
 /// How long a question may take; what starts or stops machines takes as long as it takes.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -299,6 +299,11 @@ impl Client {
     /// `GET /v1/tables`: which addresses are where.
     pub fn tables(&self) -> Result<Tables, ClientError> {
         self.get("/v1/tables")
+    }
+
+    /// `GET /v1/span`: the last report of the control plane. Refused with 404 where none ever came.
+    pub fn span(&self) -> Result<Span, ClientError> {
+        self.get("/v1/span")
     }
 
     /// Captures a port or network; `sink` gets the pieces of a pcapng file.

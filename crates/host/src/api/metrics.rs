@@ -3,7 +3,8 @@
 //! Counters restart from zero with the daemon, as Prometheus expects of a process.
 
 use super::report::{
-    BypassInterfaceReport, BypassReport, CounterReport, DescriptorReport, ForwardReport, LinkReport, Status,
+    BypassInterfaceReport, BypassReport, CounterReport, DescriptorReport, ForwardReport, LinkReport, SpanSummary,
+    Status,
 };
 use std::fmt::{Display, Write};
 
@@ -84,7 +85,30 @@ pub fn render(status: &Status) -> String {
     links(p, status);
     workers(p, status);
     descriptors(p, &status.descriptors);
+    if let Some(summary) = &status.span {
+        span(p, summary);
+    }
     page.text
+}
+
+fn span(p: &mut Page, summary: &SpanSummary) {
+    let name = "tombolo_span_machines";
+    p.family(name, "gauge", "Other machines in the last report of tombolo-span, by state.");
+    for (state, count) in &summary.machines {
+        p.sample(name, &[("state", state)], count);
+    }
+    let name = "tombolo_span_members";
+    p.family(name, "gauge", "Members of the network on other machines that this one knows.");
+    for (network, count) in &summary.members {
+        p.sample(name, &[("network", network)], count);
+    }
+    p.family("tombolo_span_conflicts", "gauge", "Addresses and names that more than one machine has, as reported.");
+    p.sample("tombolo_span_conflicts", &[], summary.conflicts);
+    if let Some(age) = summary.age_s {
+        let name = "tombolo_span_report_age_seconds";
+        p.family(name, "gauge", "Seconds since the last report of tombolo-span.");
+        p.sample(name, &[], age);
+    }
 }
 
 fn descriptors(p: &mut Page, d: &DescriptorReport) {

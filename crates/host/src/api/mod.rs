@@ -15,6 +15,7 @@ pub mod report;
 pub(crate) mod samples;
 pub mod server;
 pub mod services;
+mod span;
 #[cfg(test)]
 mod tests;
 
@@ -45,6 +46,9 @@ pub enum Refusal {
         /// The same, field by field.
         problems: Vec<report::ProblemReport>,
     },
+    /// It is right in itself, and does not fit what the file says; HTTP 422, exit code 1.
+    #[error("{0}")]
+    Unfit(String),
     /// It conflicts with what runs, such as a name in use; HTTP 409, exit code 1.
     #[error("{0}")]
     Conflict(String),
@@ -123,6 +127,51 @@ pub enum Request {
     },
     /// Which addresses are where.
     Tables(Reply<report::Tables>),
+    /// Replaces what another machine has in a network.
+    PutRemotes {
+        /// As in `status`.
+        network: String,
+        /// The machine's name.
+        machine: String,
+        /// Its end of the tunnel, and its members.
+        body: report::RemotesRequest,
+        /// What of that is in use here.
+        reply: Reply<report::RemoteConflicts>,
+    },
+    /// Forgets what another machine has in a network.
+    DeleteRemotes {
+        /// As in `status`.
+        network: String,
+        /// The machine's name.
+        machine: String,
+        /// Sent also where there is none.
+        reply: Reply<()>,
+    },
+    /// What other machines have in a network.
+    Remotes {
+        /// As in `status`.
+        network: String,
+        /// All of them.
+        reply: Reply<report::RemotesReport>,
+    },
+    /// Replaces the list of addresses that a network of this machine has lost to other machines.
+    PutLost {
+        /// As in `status`.
+        network: String,
+        /// The list.
+        body: report::LostRequest,
+        /// Those that the file fixes, and that stay.
+        reply: Reply<report::LostAnswer>,
+    },
+    /// Keeps the control plane's report of itself.
+    PutSpan {
+        /// The report.
+        report: Box<report::SpanReport>,
+        /// Sent once it is kept.
+        reply: Reply<()>,
+    },
+    /// The control plane's last report, if one ever came.
+    Span(Reply<Option<report::Span>>),
     /// Starts a capture.
     Capture {
         /// Of what.

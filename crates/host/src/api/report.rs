@@ -41,6 +41,9 @@ pub struct Status {
     /// What peers' descriptors cost the daemon.
     #[serde(default)]
     pub descriptors: DescriptorReport,
+    /// What is known of other machines; null where no control plane has said anything.
+    #[serde(default)]
+    pub span: Option<SpanSummary>,
     /// What does not work as the file asks, in sentences; empty when all is well.
     pub warnings: Vec<String>,
     /// What this start kept, started again, ended or removed of what an earlier daemon had left, and why, in sentences.
@@ -454,6 +457,229 @@ pub struct NeighbourReport {
     pub source: String,
 }
 
+/// What is known of other machines, in numbers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SpanSummary {
+    /// Seconds since the control plane's last report; null where none has come.
+    pub age_s: Option<f64>,
+    /// Machines in that report, by state.
+    pub machines: BTreeMap<String, u64>,
+    /// Members on other machines that this one knows, by network.
+    pub members: BTreeMap<String, u64>,
+    /// Conflicts in the report.
+    pub conflicts: u64,
+}
+
+/// What one machine has in a network: the body of `PUT /v1/networks/NAME/remotes/MACHINE`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemotesRequest {
+    /// The machine's end of the tunnel: one of the `remotes` of a vxlan port of the network.
+    pub address: String,
+    /// At most 4,096. A MAC address that comes twice is the first one's.
+    pub members: Vec<RemoteMember>,
+}
+
+/// A member on another machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoteMember {
+    /// Its name in the network's domain, one label; null where it has none.
+    #[serde(default)]
+    pub name: Option<String>,
+    /// Such as "02:00:00:00:00:01".
+    pub mac: String,
+    /// Its addresses, at most 16.
+    #[serde(default)]
+    pub ips: Vec<String>,
+}
+
+/// Answer to `PUT /v1/networks/NAME/remotes/MACHINE`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteConflicts {
+    /// Version of this document: [`SCHEMA`].
+    pub schema: u32,
+    /// Parts of the entries that are in use on this machine now.
+    pub conflicts: Vec<RemoteConflict>,
+}
+
+/// A MAC or IP address of a member on another machine that is in use on this one.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteConflict {
+    /// The member's name, where it has one.
+    pub member: Option<String>,
+    /// Its MAC address.
+    pub mac: String,
+    /// The address that is in use here; null where the MAC address is.
+    pub ip: Option<IpAddr>,
+    /// Who has it here, in a sentence.
+    pub with: String,
+}
+
+/// Answer to `GET /v1/networks/NAME/remotes`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RemotesReport {
+    /// Version of this document: [`SCHEMA`].
+    pub schema: u32,
+    /// Name of the network.
+    pub network: String,
+    /// The other machines, by name.
+    pub machines: Vec<RemoteMachineReport>,
+    /// Addresses that this machine has lost to others, sorted.
+    pub lost: Vec<IpAddr>,
+}
+
+/// What one other machine has in a network.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RemoteMachineReport {
+    /// The machine's name.
+    pub machine: String,
+    /// Its end of the tunnel.
+    pub address: IpAddr,
+    /// Seconds since its list came last.
+    pub age_s: f64,
+    /// Its members.
+    pub members: Vec<RemoteMemberReport>,
+}
+
+/// A member on another machine, and whether it is used.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RemoteMemberReport {
+    /// Its name, where it has one.
+    pub name: Option<String>,
+    /// Its MAC address.
+    pub mac: String,
+    /// Its addresses.
+    pub ips: Vec<IpAddr>,
+    /// Whether all of it is used: nothing of it is in use on this machine.
+    pub used: bool,
+    /// The first conflict with something of this machine, in a sentence.
+    pub conflict: Option<String>,
+}
+
+/// The addresses that this machine has lost to others, all of them: the body of `PUT /v1/networks/NAME/lost`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LostRequest {
+    /// At most 16,384.
+    pub ips: Vec<String>,
+}
+
+/// Answer to `PUT /v1/networks/NAME/lost`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostAnswer {
+    /// Version of this document: [`SCHEMA`].
+    pub schema: u32,
+    /// Those that the file fixes: they stay, and the status warns of them.
+    pub fixed: Vec<IpAddr>,
+}
+
+/// Answer to `GET /v1/span`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Span {
+    /// Version of this document: [`SCHEMA`].
+    pub schema: u32,
+    /// Seconds since the report came.
+    pub age_s: f64,
+    /// The last report.
+    pub report: SpanReport,
+}
+
+/// The control plane's report of itself: the body of `PUT /v1/span`. Fields that are not known here are left out.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SpanReport {
+    /// The name of this machine.
+    pub machine: String,
+    /// Process id of tombolo-span.
+    pub pid: u32,
+    /// Seconds since its start.
+    pub uptime_s: f64,
+    /// What all machines that belong together have in common.
+    pub site: String,
+    /// The other machines of the site.
+    #[serde(default)]
+    pub machines: Vec<SpanMachine>,
+    /// The networks of this machine that are on others too.
+    #[serde(default)]
+    pub networks: Vec<SpanNetwork>,
+    /// Addresses that more than one machine has.
+    #[serde(default)]
+    pub conflicts: Vec<SpanConflict>,
+    /// Counters of tombolo-span by name.
+    #[serde(default)]
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// Whether a machine is heard.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SpanState {
+    /// It is heard.
+    Up,
+    /// It has not been heard for a while; what it said is kept.
+    Stale,
+    /// It has not been heard for so long that what it said is forgotten.
+    #[default]
+    Gone,
+}
+
+impl SpanState {
+    /// As in the report.
+    pub fn word(self) -> &'static str {
+        match self {
+            SpanState::Up => "up",
+            SpanState::Stale => "stale",
+            SpanState::Gone => "gone",
+        }
+    }
+}
+
+/// Another machine of the site.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SpanMachine {
+    /// Its name.
+    pub name: String,
+    /// Whether it is heard.
+    pub state: SpanState,
+    /// Round trip to it in microseconds; null where it is not known.
+    #[serde(default)]
+    pub rtt_us: Option<u64>,
+    /// Seconds since it was heard last.
+    pub heard_s: f64,
+    /// Members that it has in networks that this machine has too.
+    pub members: u64,
+    /// The networks of this machine that it is on.
+    #[serde(default)]
+    pub networks: Vec<String>,
+    /// Its ends of tunnels.
+    #[serde(default)]
+    pub addresses: Vec<IpAddr>,
+}
+
+/// A network that is on other machines too.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpanNetwork {
+    /// As in the fabric file.
+    pub name: String,
+    /// Members on this machine.
+    pub local: u64,
+    /// Members on the other machines.
+    pub remote: u64,
+}
+
+/// An address that more than one machine has.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpanConflict {
+    /// Name of the network.
+    pub network: String,
+    /// The IP or MAC address, or the name.
+    pub what: String,
+    /// The machines that have it.
+    pub machines: Vec<String>,
+    /// The machine that keeps it.
+    pub winner: String,
+}
+
 /// Something that happened.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EventReport {
@@ -464,7 +690,7 @@ pub struct EventReport {
     /// The same in milliseconds since 1970.
     pub unix_ms: u64,
     /// "up", "down", "apply", "recovery", "start", "stop", "exit", "death", "port-up", "port-down", "link", "lease",
-    /// "release", "forward" or "fault"; others may come.
+    /// "release", "forward", "span" or "fault"; others may come.
     pub kind: String,
     /// The machine, port, link or network that it is about.
     #[serde(default)]

@@ -156,6 +156,12 @@ pub(crate) fn status() -> Status {
             lifetime_ns: 10_000_000_000,
         }],
         descriptors: DescriptorReport { signals_by_io_uring: 7, signals_by_helper: 8, signals_dropped: 9, held: 3 },
+        span: Some(SpanSummary {
+            age_s: Some(12.75),
+            machines: BTreeMap::from([("up".into(), next()), ("stale".into(), next())]),
+            members: BTreeMap::from([("lan".into(), next())]),
+            conflicts: next(),
+        }),
         warnings: vec!["the uplink of lan does not work".into()],
         takeover: vec!["web: kept, process 4711 runs on".into()],
     }

@@ -33,7 +33,7 @@ use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Query, Reques
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{MethodRouter, delete, get, patch, post};
+use axum::routing::{MethodRouter, delete, get, patch, post, put};
 use axum::{Extension, Json, Router};
 use http_body_util::BodyExt;
 use hyper::body::Frame;
@@ -50,7 +50,7 @@ use tombolo_switch::filter::Filter;
 use super::apply::ApplyQuery;
 use super::connections::{self, Busy, Limits, Line, Slot};
 use super::report::{Fault, Machines, Ports, SCHEMA};
-use super::{CaptureOf, Refusal, Reply, Request, Requests, events, metrics, services};
+use super::{CaptureOf, Refusal, Reply, Request, Requests, events, metrics, services, span};
 use crate::console;
 
 /// Captures, consoles, attached keyboards and followers of events at one time, all clients together.
@@ -147,6 +147,12 @@ fn routes() -> Vec<(&'static str, &'static str, MethodRouter<App>)> {
         ("get", "/v1/ports/{name}/capture", get(capture)),
         ("get", "/v1/networks/{name}/capture", get(capture_network)),
         ("get", "/v1/tables", get(tables)),
+        ("get", "/v1/networks/{name}/remotes", get(span::remotes)),
+        ("put", "/v1/networks/{name}/remotes/{machine}", span::long(put(span::put_remotes))),
+        ("delete", "/v1/networks/{name}/remotes/{machine}", delete(span::delete_remotes)),
+        ("put", "/v1/networks/{name}/lost", put(span::put_lost)),
+        ("get", "/v1/span", get(span::report)),
+        ("put", "/v1/span", put(span::put_report)),
         ("get", "/v1/machines", get(machines)),
         ("post", "/v1/machines", post(run_machine)),
         ("delete", "/v1/machines/{name}", delete(stop_machine)),
@@ -210,6 +216,7 @@ impl From<Refusal> for Answer {
         let status = match &refusal {
             Refusal::NotFound(_) => StatusCode::NOT_FOUND,
             Refusal::Invalid(_) | Refusal::Faulty { .. } => StatusCode::BAD_REQUEST,
+            Refusal::Unfit(_) => StatusCode::UNPROCESSABLE_ENTITY,
             Refusal::Conflict(_) => StatusCode::CONFLICT,
             Refusal::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         };
@@ -590,6 +597,26 @@ async fn type_to_console(
     Ok(StatusCode::NO_CONTENT)
 }
 
+/// The body of a request, once all of it is there.
+pub(super) async fn whole_body(request: HttpRequest, app: &App) -> Result<Bytes, Response> {
+    let slot = request.extensions().get::<Arc<Slot>>().cloned();
+    // Until the body is there it is the client's turn.
+    if let Some(slot) = &slot {
+        slot.waits();
+    }
+    let bytes = tokio::time::timeout(app.body_time, Bytes::from_request(request, app)).await;
+    let late = |_| {
+        let error = format!("the body did not arrive within {} seconds", app.body_time.as_secs_f32());
+        Answer::new(StatusCode::REQUEST_TIMEOUT, error).hint("send as many bytes as Content-Length says")
+    };
+    let bytes = bytes.map_err(|e| late(e).into_response())?;
+    let bytes = bytes.map_err(|e| Answer::new(e.status(), e.body_text()).into_response())?;
+    if let Some(slot) = &slot {
+        slot.works(Line::Common).await.map_err(|why| busy(slot, why))?;
+    }
+    Ok(bytes)
+}
+
 /// A piece of a fabric file: the body as it is, or `{"toml": …}` of JSON.
 struct Sections(String);
 
@@ -603,21 +630,7 @@ impl FromRequest<App> for Sections {
             toml: String,
         }
         let json = is_json(request.headers());
-        let slot = request.extensions().get::<Arc<Slot>>().cloned();
-        // Until the body is there it is the client's turn.
-        if let Some(slot) = &slot {
-            slot.waits();
-        }
-        let bytes = tokio::time::timeout(app.body_time, Bytes::from_request(request, app)).await;
-        let late = |_| {
-            let error = format!("the body did not arrive within {} seconds", app.body_time.as_secs_f32());
-            Answer::new(StatusCode::REQUEST_TIMEOUT, error).hint("send as many bytes as Content-Length says")
-        };
-        let bytes = bytes.map_err(|e| late(e).into_response())?;
-        let bytes = bytes.map_err(|e| Answer::new(e.status(), e.body_text()).into_response())?;
-        if let Some(slot) = &slot {
-            slot.works(Line::Common).await.map_err(|why| busy(slot, why))?;
-        }
+        let bytes = whole_body(request, app).await?;
         let wrong = |error: String| Answer::new(StatusCode::BAD_REQUEST, error).into_response();
         if json {
             let form = |e| wrong(format!("expected {{\"toml\": \"…\"}}, found other JSON: {e}"));

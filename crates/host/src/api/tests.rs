@@ -48,6 +48,7 @@ async fn answer(
     slow: Slow,
     events: Events,
 ) {
+    let mut span = None;
     while let Some(request) = inbox.recv().await {
         let mut status = status.lock().unwrap();
         match request {
@@ -116,6 +117,35 @@ async fn answer(
                 drop(reply.send(known.then(|| console.clone()).ok_or_else(missing)));
             }
             Request::Tables(reply) => drop(reply.send(Ok(super::report::Tables::default()))),
+            Request::PutRemotes { network, machine, body, reply } => {
+                let member = |member: &super::report::RemoteMember| super::report::RemoteConflict {
+                    member: member.name.clone(),
+                    mac: member.mac.clone(),
+                    ip: member.ips.first().and_then(|ip| ip.parse().ok()),
+                    with: format!("{network} {machine} {}", body.address),
+                };
+                let conflicts = body.members.iter().map(member).collect();
+                let unfit = || Refusal::Unfit("address: expected one of the remotes".into());
+                let answer = super::report::RemoteConflicts { schema: 1, conflicts };
+                drop(reply.send((body.address != "elsewhere").then_some(answer).ok_or_else(unfit)));
+            }
+            Request::DeleteRemotes { network, reply, .. } => {
+                let missing = || Refusal::NotFound(format!("no network \"{network}\""));
+                drop(reply.send((network == "lan").then_some(()).ok_or_else(missing)));
+            }
+            Request::Remotes { network, reply } => {
+                let report = super::report::RemotesReport { schema: 1, network, ..Default::default() };
+                drop(reply.send(Ok(report)));
+            }
+            Request::PutLost { body, reply, .. } => {
+                let fixed = body.ips.iter().flat_map(|ip| ip.parse()).collect();
+                drop(reply.send(Ok(super::report::LostAnswer { schema: 1, fixed })));
+            }
+            Request::PutSpan { report, reply } => {
+                span = Some(super::report::Span { schema: 1, age_s: 0.5, report: *report });
+                drop(reply.send(Ok(())));
+            }
+            Request::Span(reply) => drop(reply.send(Ok(span.clone()))),
             Request::Capture { of, snaplen, filter, reply } => {
                 if ![CaptureOf::Port("web".into()), CaptureOf::Network("lan".into())].contains(&of) {
                     drop(reply.send(Err(Refusal::NotFound(format!("no {of:?}")))));
@@ -198,7 +228,8 @@ impl Stand {
     fn raw(&self, text: &str) -> String {
         let mut stream = UnixStream::connect(&self.socket).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-        stream.write_all(text.as_bytes()).unwrap();
+        // One that refuses the body answers, and hangs up, before all of it is there.
+        let _ = stream.write_all(text.as_bytes());
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer
@@ -987,6 +1018,73 @@ fn fits(value: &Value, schema: &Value, document: &Value, at: &str) {
     }
 }
 
+/// A report of a control plane in which no field is empty.
+fn span_sample() -> super::report::Span {
+    let text = r#"{"schema":1,"age_s":1.2,"report":{"machine":"node-1","pid":123,"uptime_s":7.5,"site":"demo",
+        "machines":[{"name":"node-2","state":"stale","rtt_us":210,"heard_s":0.4,"members":12,"networks":["lan"],
+            "addresses":["192.0.2.2"]}],
+        "networks":[{"name":"lan","local":3,"remote":12}],
+        "conflicts":[{"network":"lan","what":"10.87.0.12","machines":["node-1","node-2"],"winner":"node-1"}],
+        "counters":{"messages_sent":17}}}"#;
+    serde_json::from_str(text).unwrap()
+}
+
+#[test]
+fn a_control_plane_says_what_other_machines_have_and_its_report_is_given_back() {
+    let stand = Stand::new();
+    let ask = |line: &str, body: &str| {
+        let head = format!("{line} HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: {}\r\n\r\n", body.len());
+        let answer = stand.raw(&format!("{head}{body}"));
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        (head[9..12].to_string(), body.to_string())
+    };
+    let none = stand.client().span().unwrap_err();
+    assert!(matches!(&none, ClientError::Refused { status: 404, .. }) && !none.is_misuse(), "{none}");
+    assert!(none.to_string().contains("tombolo-span does not run for this fabric: see docs/span.md"), "{none}");
+    let sample = span_sample();
+    let mut report = serde_json::to_value(&sample.report).unwrap();
+    report["of a later version"] = 7.into();
+    assert_eq!(ask("PUT /v1/span", &report.to_string()), ("204".into(), String::new()));
+    assert_eq!(stand.client().span().unwrap().report, sample.report);
+    let least = r#"{"machine":"a","pid":1,"uptime_s":1,"site":"s"}"#;
+    assert_eq!(ask("PUT /v1/span", least).0, "204");
+    assert!(stand.client().span().unwrap().report.machines.is_empty());
+    let member = r#"{"name":null,"mac":"02:00:00:00:00:01","ips":["10.87.0.12"]}"#;
+    let body = format!(r#"{{"address":"192.0.2.2","members":[{member}]}}"#);
+    let way = "PUT /v1/networks/lan/remotes/node-2";
+    let (status, answer) = ask(way, &body);
+    let answer: super::report::RemoteConflicts = serde_json::from_str(&answer).unwrap();
+    assert_eq!((status.as_str(), answer.conflicts[0].with.as_str()), ("200", "lan node-2 192.0.2.2"));
+    // As long as the longest list there may be, and longer.
+    let ip = "fd00:1111:2222:3333:4444:5555:6666:7777";
+    let ips = vec![format!("\"{ip}\""); 16].join(",");
+    let long = format!(r#"{{"name":"{}","mac":"02:00:00:00:00:01","ips":[{ips}]}}"#, "x".repeat(63));
+    let list = |n: usize| format!(r#"{{"address":"192.0.2.2","members":[{}]}}"#, vec![long.as_str(); n].join(","));
+    assert_eq!(ask(way, &list(4096)).0, "200");
+    assert_eq!(ask(way, &list(6000)).0, "413");
+    assert_eq!(
+        ask("PUT /v1/networks/lan/lost", r#"{"ips":["10.87.0.12"]}"#).1,
+        r#"{"schema":1,"fixed":["10.87.0.12"]}"#
+    );
+    for (line, body, status, text) in [
+        (way, "", "400", "EOF"),
+        (way, "{", "400", "EOF"),
+        (way, r#"{"address":"192.0.2.2"}"#, "400", "members"),
+        (way, r#"{"address":"192.0.2.2","members":[{"ips":[]}]}"#, "400", "mac"),
+        (way, r#"{"address":"192.0.2.2","members":[],"x":1}"#, "400", "unknown field"),
+        (way, r#"{"address":"elsewhere","members":[]}"#, "422", "one of the remotes"),
+        ("PUT /v1/networks/lan/lost", r#"{"ips":7}"#, "400", "sequence"),
+        ("PUT /v1/span", r#"{"machine":"a"}"#, "400", "pid"),
+        ("PUT /v1/span", &"x".repeat(super::server::MAX_BODY_BYTES + 1), "413", "length limit"),
+        ("DELETE /v1/networks/lan/remotes/node-2", "", "204", ""),
+        ("DELETE /v1/networks/wan/remotes/node-2", "", "404", "wan"),
+        ("GET /v1/networks/lan/remotes", "", "200", "\"network\":\"lan\""),
+    ] {
+        let answer = ask(line, body);
+        assert!(answer.0 == status && answer.1.contains(text), "{line} {:.60}: {answer:?}", body);
+    }
+}
+
 #[test]
 fn the_document_describes_every_field_of_the_reports() {
     let document: Value = serde_json::from_str(OPENAPI).unwrap();
@@ -1047,6 +1145,34 @@ fn the_document_describes_every_field_of_the_reports() {
         }],
     };
     check("Tables", serde_json::to_value(tables).unwrap());
+    check("Span", serde_json::to_value(span_sample()).unwrap());
+    let conflict = super::report::RemoteConflict {
+        member: Some("web".into()),
+        mac: "02:00:00:00:00:01".into(),
+        ip: "10.87.0.12".parse().ok(),
+        with: "the router of this machine has it".into(),
+    };
+    let conflicts = super::report::RemoteConflicts { schema: 1, conflicts: vec![conflict] };
+    check("RemoteConflicts", serde_json::to_value(conflicts).unwrap());
+    let member = super::report::RemoteMemberReport {
+        name: Some("web".into()),
+        mac: "02:00:00:00:00:01".into(),
+        ips: vec!["10.87.0.12".parse().unwrap()],
+        used: false,
+        conflict: Some("the router of this machine has it".into()),
+    };
+    let machine = super::report::RemoteMachineReport {
+        machine: "node-2".into(),
+        address: "192.0.2.2".parse().unwrap(),
+        age_s: 1.5,
+        members: vec![member],
+    };
+    let lost = vec!["10.87.0.12".parse().unwrap()];
+    let answer = super::report::LostAnswer { schema: 1, fixed: lost.clone() };
+    check("LostAnswer", serde_json::to_value(answer).unwrap());
+    let machines = vec![machine];
+    let remotes = super::report::RemotesReport { schema: 1, network: "lan".into(), machines, lost };
+    check("RemotesReport", serde_json::to_value(remotes).unwrap());
     check("Events", serde_json::to_value(events).unwrap());
     check("Fault", serde_json::to_value(fault).unwrap());
     // Every reference of the document leads somewhere.

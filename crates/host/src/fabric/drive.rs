@@ -21,7 +21,8 @@ impl From<FabricError> for Refusal {
             FabricError::File(FileError::Faulty { problems, .. }) => {
                 Refusal::Faulty { text, problems: problems.iter().map(Into::into).collect() }
             }
-            FabricError::File(_) | FabricError::Plan(_) => Refusal::Invalid(text),
+            FabricError::File(_) | FabricError::Plan(_) | FabricError::Request(_) => Refusal::Invalid(text),
+            FabricError::Unfit(_) => Refusal::Unfit(text),
             FabricError::State(_) | FabricError::Machine(_) => Refusal::Conflict(text),
             _ => Refusal::Failed(text),
         }
@@ -230,6 +231,21 @@ async fn serve(shared: &Shared, request: Request) {
             answer(reply, shared.running.lock().await.capture(&of, snaplen, filter));
         }
         Request::Tables(reply) => answer(reply, shared.running.lock().await.tables()),
+        Request::PutRemotes { network, machine, body, reply } => {
+            answer(reply, shared.running.lock().await.put_remotes(&network, &machine, &body));
+        }
+        Request::DeleteRemotes { network, machine, reply } => {
+            answer(reply, shared.running.lock().await.delete_remotes(&network, &machine));
+        }
+        Request::Remotes { network, reply } => answer(reply, shared.running.lock().await.remotes(&network)),
+        Request::PutLost { network, body, reply } => {
+            answer(reply, shared.running.lock().await.put_lost(&network, &body));
+        }
+        Request::PutSpan { report, reply } => {
+            shared.running.lock().await.put_span(*report);
+            answer(reply, Ok(()));
+        }
+        Request::Span(reply) => answer(reply, Ok(shared.running.lock().await.span_report())),
         Request::Leave => {
             let mut running = shared.running.lock().await;
             let why = running.leave();

@@ -87,13 +87,15 @@ pub enum Kind {
     Release,
     /// Forwards of an uplink stopped or resumed.
     Forward,
+    /// An address of a member is in use on another machine too, or was lost to it.
+    Span,
     /// A peer broke the rules, or something of the fabric failed.
     Fault,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Kind; 15] = [
+    pub const ALL: [Kind; 16] = [
         Kind::Up,
         Kind::Down,
         Kind::Apply,
@@ -108,6 +110,7 @@ impl Kind {
         Kind::Lease,
         Kind::Release,
         Kind::Forward,
+        Kind::Span,
         Kind::Fault,
     ];
 
@@ -128,6 +131,7 @@ impl Kind {
             Kind::Lease => "lease",
             Kind::Release => "release",
             Kind::Forward => "forward",
+            Kind::Span => "span",
             Kind::Fault => "fault",
         }
     }
@@ -572,12 +576,20 @@ pub(crate) struct LeaseWatch {
     holders: HashMap<IpAddr, [u8; 6]>,
     ration: Ration,
     untold: u64,
+    /// Hears of each change that is none of a time alone.
+    news: Arc<Notify>,
 }
 
 impl LeaseWatch {
     pub(crate) fn new(network: &str, events: Events, stored: &LeaseStore) -> LeaseWatch {
         let holders = stored.leases.iter().map(|lease| (lease.address, lease.mac)).collect();
-        LeaseWatch { network: network.into(), events, holders, ration: Ration::leases(), untold: 0 }
+        let (network, news) = (network.into(), Arc::default());
+        LeaseWatch { network, events, holders, ration: Ration::leases(), untold: 0, news }
+    }
+
+    /// The same, which also notifies `news` of each such change.
+    pub(crate) fn telling(self, news: Arc<Notify>) -> LeaseWatch {
+        LeaseWatch { news, ..self }
     }
 
     pub(crate) fn note(&mut self, change: &LeaseChange, now: Instant) {
@@ -595,6 +607,7 @@ impl LeaseWatch {
                 (Kind::Release, None, format!("{address} is free again; {} had it", Mac(mac)))
             }
         };
+        self.news.notify_one();
         if !self.ration.take(now) {
             self.untold += 1;
             return;

@@ -49,6 +49,7 @@ mod rates;
 mod report;
 mod services;
 pub mod shared;
+mod span;
 pub mod standing;
 mod tables;
 
@@ -142,6 +143,12 @@ pub enum FabricError {
     /// A change that does not fit the state.
     #[error("{0}")]
     State(String),
+    /// A request that is wrong in itself.
+    #[error("{0}")]
+    Request(String),
+    /// A request that is right in itself, and does not fit the file.
+    #[error("{0}")]
+    Unfit(String),
 }
 
 /// Tells the user what happens while the fabric runs; called with one line.
@@ -208,6 +215,8 @@ pub struct Running {
     pub(crate) applying: bool,
     /// What happened.
     pub(crate) events: Events,
+    /// What the control plane has said of other machines.
+    pub(crate) span: span::Span,
     /// What of the ports is told in `events`.
     pub(crate) watched: events::Watched,
     /// Which namespaces the taps of containers are in.
@@ -368,6 +377,7 @@ impl Running {
             me: std::sync::Weak::new(),
             applying: false,
             events: Events::default(),
+            span: span::Span::default(),
             watched: events::Watched::default(),
             unadded: std::collections::BTreeSet::new(),
             namespaces: BTreeMap::new(),

@@ -49,6 +49,8 @@ pub(crate) struct Net {
     names: Vec<String>,
     /// The router that the gateway was told to advertise, if it was told.
     router6: Option<Option<[u8; 6]>>,
+    /// Addresses of IPv6 that the switch was told that this network has lost to another machine.
+    pub(super) lost6: Vec<Ipv6Addr>,
     /// What serves the gateway's events.
     serving: Option<AbortHandle>,
 }
@@ -125,7 +127,7 @@ impl Running {
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
-        let net = Net { id, gateway: None, leases: None, names: vec![], router6: None, serving: None };
+        let net = Net { id, gateway: None, leases: None, names: vec![], router6: None, lost6: vec![], serving: None };
         self.networks.insert(spec.name.clone(), net);
         self.start_gateway(spec, id)
     }
@@ -179,11 +181,13 @@ impl Running {
             Err(error) => Err(error.to_string()),
         });
         handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), restart, settings)?;
-        let watch = LeaseWatch::new(&spec.name, self.events.clone(), &stored);
+        let watch = LeaseWatch::new(&spec.name, self.events.clone(), &stored).telling(self.span.news.clone());
         let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone(), watch)
             .map_err(|error| fail(format!("starting the thread that keeps leases: {error}")))?;
         let serving = Some(self.serve_gateway(spec, gateway.clone(), &keeper));
-        let net = Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![], router6: None, serving };
+        let lost6 = self.networks.remove(&spec.name).map(|net| net.lost6).unwrap_or_default();
+        let (gateway, leases) = (Some(gateway), Some(keeper));
+        let net = Net { id, gateway, leases, names: vec![], router6: None, lost6, serving };
         self.networks.insert(spec.name.clone(), net);
         Ok(())
     }
@@ -341,5 +345,6 @@ impl Running {
                 names.map(|(name, mac, all)| Name6 { name, mac: mac.map(|mac| mac.0), addresses: ours(all) }).collect(),
             );
         }
+        self.settle_span();
     }
 }

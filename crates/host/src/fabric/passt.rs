@@ -278,7 +278,7 @@ impl Running {
         // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
         let restart: Restart = Box::new(move |_| Ok(Box::new(router.make(of_old.clone(), again.restart(router.mtu)))));
         let passt = Some(Passt::new(process, feed, away, ipv6));
-        Ok(Opened { port: Box::new(port), restart: Some(restart), passt, handle: None })
+        Ok(Opened { port: Box::new(port), restart: Some(restart), passt, handle: None, directory: None })
     }
 
     /// The passt that the daemon before ran, if it is still there and runs as it would be started now, and whether it was

@@ -29,6 +29,8 @@ pub(crate) struct RunningPort {
     pub(crate) token: Token,
     /// The passt behind a user uplink.
     pub(super) passt: Option<Passt>,
+    /// What a tunnel is told of the members behind it.
+    pub(super) directory: Option<Directory>,
 }
 
 impl RunningPort {
@@ -73,6 +75,8 @@ pub(super) struct Opened {
     pub(super) passt: Option<Passt>,
     /// By what the port of a link hears of its peer.
     pub(super) handle: Option<Handle>,
+    /// What a tunnel is told of the members behind it.
+    pub(super) directory: Option<Directory>,
 }
 
 fn error(port: &PortPlan) -> impl Fn(&dyn std::fmt::Display) -> FabricError {
@@ -99,7 +103,7 @@ impl Running {
         let reserved = worker.thread.handle().reserve()?;
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
-        let Opened { port, restart, passt, handle: told } = self.open(plan, registration, handed)?;
+        let Opened { port, restart, passt, handle: told, directory } = self.open(plan, registration, handed)?;
         let file::Traffic { roles, storm, rates, marking, ref vlans, .. } = plan.traffic;
         let rates = self.changed_rates(&plan.name).unwrap_or(rates);
         let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
@@ -121,7 +125,8 @@ impl Running {
         }
         added?;
         let watched = passt.as_ref().map(|p| p.process.id());
-        self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
+        let running = RunningPort { plan: plan.clone(), worker: index, token, passt, directory };
+        self.ports.insert(plan.name.clone(), running);
         if let Some(pid) = watched {
             self.record_passt(&plan.name, pid);
             self.watch_passt(plan.name.clone(), pid);
@@ -153,7 +158,8 @@ impl Running {
         match &plan.attachment {
             Attachment::Ivshmem { link } => {
                 let (port, handle) = self.open_link(link, plan.mtu, registration)?;
-                Ok(Opened { port: Box::new(port), restart: None, passt: None, handle: Some(handle) })
+                let (port, handle) = (Box::new(port), Some(handle));
+                Ok(Opened { port, restart: None, passt: None, handle, directory: None })
             }
             Attachment::User(user) => {
                 let network = self.spec.network(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
@@ -162,13 +168,15 @@ impl Running {
             _ => {
                 let shelf = self.shelf(&plan.name);
                 let handed = handed.map(|handed| handed.port);
-                let attached = attach(plan, registration.clone(), shelf.clone(), handed, &self.say);
+                let directory = matches!(plan.attachment, Attachment::Vxlan(_)).then(Directory::default);
+                let told = directory.clone().unwrap_or_default();
+                let attached = attach(plan, registration.clone(), shelf.clone(), handed, &told, &self.say);
                 let port = attached.map_err(|why| fail(&why))?;
                 // Rules, routes and a bypass hang on the tap of a kernel uplink, and not on a member's.
                 let hung =
                     matches!(plan.attachment, Attachment::Tap { .. }) && plan.name == plan::uplink_name(&plan.network);
-                let restart = (!hung).then(|| anew(plan, registration, shelf, self.say.clone()));
-                Ok(Opened { port, restart, passt: None, handle: None })
+                let restart = (!hung).then(|| anew(plan, registration, shelf, told, self.say.clone()));
+                Ok(Opened { port, restart, passt: None, handle: None, directory })
             }
         }
     }
@@ -194,6 +202,7 @@ fn attach(
     registration: Registration,
     shelf: Option<Shelf>,
     mut handed: Option<HandOver>,
+    directory: &Directory,
     say: &Say,
 ) -> Result<Box<dyn Port>, String> {
     fn text(error: impl std::fmt::Display) -> String {
@@ -277,7 +286,7 @@ fn attach(
                 remotes: tunnel.remotes.iter().copied().map(at).collect(),
                 mtu,
                 learning: tunnel.learning,
-                directory: Directory::default(),
+                directory: directory.clone(),
                 netns: None,
             };
             Box::new(VxlanPort::open(&config, registration, handed).map_err(text)?)
@@ -288,9 +297,9 @@ fn attach(
 
 /// A port of [`attach`] comes back after a panic as one that was just added: at the same socket, which its peer finds when it
 /// connects the next time, or with the same device. Opening takes a few system calls of the worker's time.
-fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, say: Say) -> Restart {
+fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, directory: Directory, say: Say) -> Restart {
     let plan = plan.clone();
-    Box::new(move |_| attach(&plan, registration.clone(), shelf.clone(), None, &say))
+    Box::new(move |_| attach(&plan, registration.clone(), shelf.clone(), None, &directory, &say))
 }
 
 #[cfg(test)]
@@ -330,11 +339,12 @@ mod tests {
             let (token, registration) = (reserved.token(), thread.registration(&reserved));
             // The real one has its socket, behind a bug.
             let say: Say = std::sync::Arc::new(|_| ());
-            let real = attach(&plan, registration.clone(), None, None, &say).unwrap();
+            let told = Directory::default();
+            let real = attach(&plan, registration.clone(), None, None, &told, &say).unwrap();
             let (kind, shows) = (real.kind(), Planted::Bug("injected"));
             let port = Box::new(PlantedPort { kind, link: Link::Down, shows, _holds: Some(real) });
             let first = UnixStream::connect(socket).unwrap();
-            let restart = anew(&plan, registration, None, say);
+            let restart = anew(&plan, registration, None, told, say);
             let counters =
                 handle.add_lasting_port(reserved, network, &plan.name, port, restart, PortSettings::default()).unwrap();
             until("the port made anew", || counters.restarts.get() == 1);

@@ -146,6 +146,7 @@ impl Running {
         warnings.extend(self.missing.iter().cloned());
         warnings.extend(self.machine_warnings());
         warnings.extend(self.bridge_warnings());
+        warnings.extend(self.span_warnings());
         warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
@@ -190,6 +191,7 @@ impl Running {
             links,
             workers,
             descriptors: descriptors(),
+            span: self.span_summary(),
             warnings,
             takeover: self.takeover.clone(),
         })
