@@ -201,6 +201,14 @@ const EXAMPLES: &[Examples] = &[
             ("tombolo lab run budget --help", "what an experiment takes"),
         ],
     ),
+    ("span", &[("tombolo span status", "which other machines are heard, and what they have")]),
+    (
+        "span status",
+        &[
+            ("tombolo span status --fabric demo", ""),
+            ("tombolo span status --json | jq -r '.report.machines[] | select(.state != \"up\") | .name'", ""),
+        ],
+    ),
     ("version", &[("tombolo version", ""), ("tombolo version --json", "")]),
     (
         "completions",

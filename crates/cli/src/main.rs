@@ -35,6 +35,7 @@ mod schema;
 mod section;
 mod select;
 mod service;
+mod span;
 mod status;
 mod table;
 mod terminal;
@@ -124,6 +125,9 @@ enum Command {
     Service(service::Service),
     /// Call a service with a deadline
     Call(call::Call),
+    /// Show what is known of the networks on other machines
+    #[command(subcommand)]
+    Span(span::Span),
     /// Check what this machine can do, and how to get the rest
     Doctor(doctor::Doctor),
     /// Measure: run experiments that anyone can repeat, and compare their results
@@ -176,6 +180,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Bypass(bypass) => bypass.run(),
         Command::Service(service) => service.run(select),
         Command::Call(call) => call.run(),
+        Command::Span(span) => span.run(select),
         Command::Doctor(doctor) => doctor.run(),
         Command::Lab(lab) => lab.run(),
         Command::Version(version) => version.run(),

@@ -1,0 +1,169 @@
+//! `tombolo span`: the other machines of a fabric's networks.
+
+use clap::{Args, Subcommand};
+use tombolo_host::api::client::ClientError;
+use tombolo_host::api::report::{Span as Answer, SpanState};
+
+use crate::exit::{Exit, Failure};
+use crate::out::{self, Table, Tone, counted, span, toned};
+use crate::select::Select;
+
+/// Older reports are those of a program that may have ended. It sends one every second or so.
+const OLD_S: f64 = 10.0;
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum Span {
+    /// Show the other machines, the networks that they share, and addresses that two of them have
+    Status(StatusArgs),
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct StatusArgs {
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Span {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let Span::Status(StatusArgs { json }) = self;
+        let answer = match select.client()?.span() {
+            // The hint says all of it.
+            Err(ClientError::Refused { status: 404, fault }) => {
+                return Err(Failure::failed(fault.hint.unwrap_or(fault.error)));
+            }
+            answer => answer?,
+        };
+        if *json {
+            out::json(&answer)?;
+        } else {
+            out::print(&render(&answer, out::colour()))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+fn dash(words: &[String]) -> String {
+    if words.is_empty() { "-".into() } else { words.join(" ") }
+}
+
+/// The report for people.
+fn render(answer: &Answer, colour: bool) -> String {
+    let report = &answer.report;
+    let mut out = format!(
+        "{}  of site {}, tombolo-span up {}, process {}\n",
+        toned(&report.machine, Tone::Bold, colour),
+        report.site,
+        span(report.uptime_s),
+        report.pid
+    );
+    if answer.age_s > OLD_S {
+        let old = format!("! last report {} ago: tombolo-span may have ended", span(answer.age_s));
+        out.push_str(&format!("{}\n", toned(&old, Tone::Bad, colour)));
+    }
+    let conflicts = report.conflicts.len();
+    if conflicts > 0 {
+        let text = format!("! {}", counted(conflicts, "conflict"));
+        out.push_str(&format!("{}\n", toned(&text, Tone::Bad, colour)));
+    }
+    for table in [machines(answer), networks(answer), conflicting(answer)] {
+        let text = table.render(colour);
+        if text.lines().count() > 1 {
+            out.push('\n');
+            out.push_str(&text);
+        }
+    }
+    out
+}
+
+fn machines(answer: &Answer) -> Table {
+    let mut table = Table::new(&["MACHINE", "STATE", ">RTT", ">HEARD", ">MEMBERS", "NETWORKS", "ADDRESSES"]);
+    for m in &answer.report.machines {
+        // What the report says is as old as the report.
+        let heard = span(m.heard_s + answer.age_s);
+        let rtt = m.rtt_us.map_or_else(|| "-".into(), |us| format!("{:.2} ms", us as f64 / 1000.0));
+        let addresses: Vec<_> = m.addresses.iter().map(ToString::to_string).collect();
+        let (members, networks) = (m.members.to_string(), dash(&m.networks));
+        let notes = table.row(&[&m.name, m.state.word(), &rtt, &heard, &members, &networks, &dash(&addresses)]);
+        if m.state == SpanState::Gone {
+            notes.push("what it said is forgotten".into());
+        }
+    }
+    table
+}
+
+fn networks(answer: &Answer) -> Table {
+    let mut table = Table::new(&["NETWORK", ">LOCAL", ">REMOTE"]);
+    for n in &answer.report.networks {
+        table.row(&[&n.name, &n.local.to_string(), &n.remote.to_string()]);
+    }
+    table
+}
+
+fn conflicting(answer: &Answer) -> Table {
+    let mut table = Table::new(&["NETWORK", "CONFLICT", "MACHINES", "WINNER"]);
+    for c in &answer.report.conflicts {
+        table.row(&[&c.network, &c.what, &dash(&c.machines), &c.winner]);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tombolo_host::api::report::{SpanConflict, SpanMachine, SpanNetwork, SpanReport};
+
+    fn answer() -> Answer {
+        let machine = |name: &str, state, rtt_us| SpanMachine {
+            name: name.into(),
+            state,
+            rtt_us,
+            heard_s: 0.4,
+            members: 12,
+            networks: vec!["lan".into()],
+            addresses: vec!["192.0.2.2".parse().unwrap()],
+        };
+        Answer {
+            schema: 1,
+            age_s: 1.0,
+            report: SpanReport {
+                machine: "node-1".into(),
+                pid: 123,
+                uptime_s: 61.0,
+                site: "demo".into(),
+                machines: vec![machine("node-2", SpanState::Up, Some(210)), machine("node-3", SpanState::Gone, None)],
+                networks: vec![SpanNetwork { name: "lan".into(), local: 3, remote: 12 }],
+                conflicts: vec![SpanConflict {
+                    network: "lan".into(),
+                    what: "10.87.0.12".into(),
+                    machines: vec!["node-1".into(), "node-2".into()],
+                    winner: "node-1".into(),
+                }],
+                counters: std::collections::BTreeMap::new(),
+            },
+        }
+    }
+
+    #[test]
+    fn machines_networks_and_conflicts_are_tables() {
+        let text = render(&answer(), false);
+        let words = |start: &str| {
+            let line = text.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{start}: {text}"));
+            line.split_whitespace().map(String::from).collect::<Vec<_>>()
+        };
+        assert_eq!(text.lines().next(), Some("node-1  of site demo, tombolo-span up 1 min 1 s, process 123"));
+        assert_eq!(words("node-2"), ["node-2", "up", "0.21", "ms", "1", "s", "12", "lan", "192.0.2.2"]);
+        assert_eq!(words("node-3")[..3], ["node-3", "gone", "-"]);
+        assert_eq!(words("lan  "), ["lan", "3", "12"]);
+        assert!(text.contains("10.87.0.12") && text.contains("node-1 node-2"), "{text}");
+        assert!(text.contains("! 1 conflict\n") && !text.contains("may have ended"), "{text}");
+    }
+
+    #[test]
+    fn an_old_report_says_so_and_empty_tables_are_left_out() {
+        let report = SpanReport { machines: vec![], networks: vec![], conflicts: vec![], ..answer().report };
+        let text = render(&Answer { age_s: 12.0, report, ..answer() }, false);
+        assert_eq!(text.lines().nth(1), Some("! last report 12 s ago: tombolo-span may have ended"));
+        assert_eq!(text.lines().count(), 2, "{text}");
+    }
+}
