@@ -125,9 +125,12 @@ fn a_lost_address_is_nobodys_at_once_until_it_is_given_back() {
 #[test]
 fn a_port_made_anew_after_a_panic_knows_of_other_machines() {
     let start = Start { now: Nanos::SECOND, unix_secs: UNIX, entropy: [7; 16] };
-    let (_port, handle) = GatewayPort::new(Gateway::new(config(), &LeaseStore::default(), start).unwrap());
+    let (mut before, handle) = GatewayPort::new(Gateway::new(config(), &LeaseStore::default(), start).unwrap());
     handle.set_elsewhere(Elsewhere::new([remote("old", 39, &["10.9.0.119"])], []));
     handle.set_elsewhere(Elsewhere::new([remote("web", 40, &["10.9.0.120"])], [ip(16).into()]));
+    // What was told waits for no port any more.
+    crate::port::Port::service(&mut before, Nanos::SECOND).unwrap();
+    drop(before);
     let mut port = handle.restart(Nanos::SECOND.times(2)).unwrap();
     crate::port::Port::service(&mut port, Nanos::SECOND.times(2)).unwrap();
     assert_eq!(port.gateway_names("web"), vec![IpAddr::from(ip(120))]);
