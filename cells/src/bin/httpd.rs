@@ -177,6 +177,7 @@ impl Server {
             ("open_connections", self.open.get()),
             ("accepted_connections", stats.accepted),
             ("refused_connections", stats.refused),
+            ("tcp_losses", stats.tcp_losses),
             ("rx_frames", device.rx_frames),
             ("rx_bytes", device.rx_bytes),
             ("tx_frames", device.tx_frames),

@@ -91,6 +91,7 @@ mod device;
 mod executor;
 mod icmp;
 mod ivshmem;
+mod loss;
 mod machine;
 mod neighbor;
 mod net;

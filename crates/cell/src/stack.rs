@@ -16,6 +16,7 @@ use crate::config::{Config, Ipv4Config, NicConfig, VifConfig};
 use crate::device::NetDevice;
 use crate::executor::Executor;
 use crate::ivshmem::link::Links;
+use crate::loss::{LossDetector, Watched};
 use crate::machine::Platform;
 use crate::neighbor::{NeighborEvent, Neighbors, Question};
 use crate::println;
@@ -60,6 +61,8 @@ pub struct NetStats {
     pub accepted: u64,
     /// Connections that were refused, since the listener had its limit.
     pub refused: u64,
+    /// TCP segments that were found lost before the timeout of a second.
+    pub tcp_losses: u64,
 }
 
 /// A socket, and the device whose interface it belongs to.
@@ -75,6 +78,7 @@ pub(crate) struct Nic {
     pub(crate) sockets: SocketSet<'static>,
     pub(crate) dns: SocketHandle,
     device: NetDevice,
+    losses: RefCell<LossDetector>,
     neighbors: Neighbors,
     config: NicConfig,
     dhcp: Option<SocketHandle>,
@@ -172,6 +176,7 @@ impl Nic {
             sockets,
             dns,
             slaac: Slaac::new(mac, has_device && nic.slaac, now_ns),
+            losses: RefCell::new(LossDetector::new(device.capabilities().max_transmission_unit)),
             device,
             neighbors: Neighbors::default(),
             config: nic.clone(),
@@ -180,6 +185,18 @@ impl Nic {
             dhcp_server: None,
             is_up: false,
         }
+    }
+
+    /// Lets the stack take one frame.
+    fn poll_ingress(&mut self, now: Instant) -> PollIngressSingleResult {
+        let mut device = Watched { device: &mut self.device, detector: &self.losses };
+        self.interface.poll_ingress_single(now, &mut device, &mut self.sockets)
+    }
+
+    /// Lets each socket send a frame.
+    fn poll_egress(&mut self, now: Instant) -> PollResult {
+        let mut device = Watched { device: &mut self.device, detector: &self.losses };
+        self.interface.poll_egress(now, &mut device, &mut self.sockets)
     }
 
     /// Payload bytes that fit into the device's transmit buffers.
@@ -388,7 +405,7 @@ impl Nic {
             .map(|at| at.total_micros() as u64 * 1000)
             .filter(|at| *at > now_ns || !self.device.is_blocked());
         let device_at = self.device.poll_at(now_ns);
-        [stack_at, device_at, self.slaac.poll_at()].into_iter().flatten().min()
+        [stack_at, device_at, self.slaac.poll_at(), self.losses.borrow().poll_at()].into_iter().flatten().min()
     }
 }
 
@@ -421,6 +438,7 @@ impl Stack {
         for nic in &self.nics {
             stats.device.add(&nic.device.stats());
             stats.interrupts += nic.device.interrupts().unwrap_or(0);
+            stats.tcp_losses += nic.losses.borrow().losses();
         }
         stats
     }
@@ -518,7 +536,7 @@ fn ingress(shared: &Shared, budget: usize) -> (usize, bool) {
         let mut taken = 0;
         while taken < budget {
             let nic = &mut stack.nics[at];
-            match nic.interface.poll_ingress_single(now, &mut nic.device, &mut nic.sockets) {
+            match nic.poll_ingress(now) {
                 PollIngressSingleResult::None => break,
                 PollIngressSingleResult::PacketProcessed | PollIngressSingleResult::SocketStateChanged => taken += 1,
             }
@@ -542,7 +560,7 @@ fn egress(shared: &Shared) -> bool {
     for nic in &mut stack.nics {
         let mut more = true;
         for _ in 0..EGRESS_ROUNDS {
-            more = nic.interface.poll_egress(now, &mut nic.device, &mut nic.sockets) == PollResult::SocketStateChanged;
+            more = nic.poll_egress(now) == PollResult::SocketStateChanged;
             if !more {
                 break;
             }
@@ -574,6 +592,7 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             let stack = &mut *shared.stack.borrow_mut();
             for nic in &mut stack.nics {
                 nic.device.begin_turn(shared.now_ns());
+                nic.losses.borrow_mut().expire(shared.now_ns());
                 if nic.device.take_up() {
                     nic.announce(shared.now_ns());
                 }

@@ -1,0 +1,821 @@
+//! The detector between the stack and a peer that is played here, on a virtual clock.
+
+use super::*;
+use crate::device::capabilities;
+use smoltcp::iface::{Config, Interface, SocketHandle, SocketSet};
+use smoltcp::socket::tcp;
+use smoltcp::time::Duration;
+use smoltcp::wire::{ArpOperation, ArpPacket, ArpRepr, IpCidr, Ipv4Address, Ipv6Address};
+use std::boxed::Box;
+use std::vec::Vec;
+
+const OWN: Ipv4Address = Ipv4Address::new(10, 0, 0, 10);
+const PEER: Ipv4Address = Ipv4Address::new(10, 0, 0, 1);
+const OWN_MAC: EthernetAddress = EthernetAddress([2, 0, 0, 0, 0, 10]);
+const PEER_MAC: EthernetAddress = EthernetAddress([2, 0, 0, 0, 0, 1]);
+const OWN_PORT: u16 = 80;
+const PEER_PORT: u16 = 50_000;
+/// The peer's first sequence number: its SYN.
+const PEER_SEQ: TcpSeqNumber = TcpSeqNumber(-3);
+const MTU: usize = 1500;
+const SEGMENT_BYTES: usize = MTU - 40;
+/// Frames of this size are cut by the device.
+const SEGMENTED_BYTES: usize = 61_428;
+/// From one end to the other.
+const DELAY_NS: u64 = 50_000;
+const ROUND_TRIP_NS: u64 = 2 * DELAY_NS;
+const MS: u64 = 1_000_000;
+const S: u64 = 1000 * MS;
+
+fn byte(at: usize) -> u8 {
+    (at % 251) as u8
+}
+
+/// Both ends of the cell's wire.
+#[derive(Default)]
+struct Wire {
+    received: VecDeque<Vec<u8>>,
+    sent: Vec<Vec<u8>>,
+}
+
+struct Taken(Vec<u8>);
+
+impl RxToken for Taken {
+    fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {
+        read(&self.0)
+    }
+}
+
+struct Permit<'d>(&'d mut Vec<Vec<u8>>);
+
+impl TxToken for Permit<'_> {
+    fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
+        let mut frame = std::vec![0xa5; len];
+        let built = build(&mut frame);
+        self.0.push(frame);
+        built
+    }
+}
+
+impl Device for Wire {
+    type RxToken<'d> = Taken;
+    type TxToken<'d> = Permit<'d>;
+
+    fn receive(&mut self, _: Instant) -> Option<(Taken, Permit<'_>)> {
+        let frame = self.received.pop_front()?;
+        Some((Taken(frame), Permit(&mut self.sent)))
+    }
+
+    fn transmit(&mut self, _: Instant) -> Option<Permit<'_>> {
+        Some(Permit(&mut self.sent))
+    }
+
+    fn capabilities(&self) -> DeviceCapabilities {
+        capabilities(MTU, SEGMENTED_BYTES, true)
+    }
+}
+
+fn ethernet(ethertype: EthernetProtocol, len: usize, build: impl FnOnce(&mut [u8])) -> Vec<u8> {
+    let mut bytes = std::vec![0; ETHERNET_HEADER_BYTES + len];
+    let mut frame = EthernetFrame::new_unchecked(&mut bytes[..]);
+    EthernetRepr { src_addr: PEER_MAC, dst_addr: OWN_MAC, ethertype }.emit(&mut frame);
+    build(frame.payload_mut());
+    bytes
+}
+
+fn tcp_frame(tcp: &TcpRepr<'_>, from: IpAddress, to: IpAddress) -> Vec<u8> {
+    let checksums = ChecksumCapabilities::default();
+    let ip = IpRepr::new(from, to, IpProtocol::Tcp, tcp.buffer_len(), 64);
+    let ethertype =
+        if from.version() == smoltcp::wire::IpVersion::Ipv4 { EthernetProtocol::Ipv4 } else { EthernetProtocol::Ipv6 };
+    ethernet(ethertype, ip.buffer_len(), |packet| {
+        ip.emit(&mut *packet, &checksums);
+        tcp.emit(&mut TcpPacket::new_unchecked(&mut packet[ip.header_len()..]), &from, &to, &checksums);
+    })
+}
+
+/// A receiver as Linux has it: what comes early is kept and told of, what finds no room is dropped, and then the window is closed.
+struct Peer {
+    /// The sequence number of the stream's first byte.
+    first: TcpSeqNumber,
+    /// Bytes of the stream that came in order, whatever was lost before.
+    taken: usize,
+    /// What came above a gap: from and to.
+    early: Vec<(usize, usize)>,
+    /// The largest window, in bytes.
+    window_bytes: usize,
+    /// What the buffer really holds, which may be less than the window says.
+    room_bytes: usize,
+    /// How much of what came in order was not read yet.
+    unread: usize,
+    reads: bool,
+    /// Added to the window of the next acknowledgement, so that each is another one.
+    jitter: usize,
+    jitters: bool,
+    is_closed: bool,
+    is_mute: bool,
+    fin_taken: bool,
+    /// Bytes that came more than once.
+    twice: usize,
+    selective: bool,
+    /// After how many segments it acknowledges, besides at the end of each frame of the cell.
+    acks_every: usize,
+}
+
+impl Peer {
+    fn new(window_bytes: usize) -> Peer {
+        Peer {
+            first: TcpSeqNumber(0),
+            taken: 0,
+            early: Vec::new(),
+            window_bytes,
+            room_bytes: window_bytes,
+            unread: 0,
+            reads: true,
+            jitter: 0,
+            jitters: false,
+            is_closed: false,
+            is_mute: false,
+            fin_taken: false,
+            twice: 0,
+            selective: true,
+            acks_every: usize::MAX,
+        }
+    }
+
+    fn repr(&self) -> TcpRepr<'static> {
+        TcpRepr {
+            src_port: PEER_PORT,
+            dst_port: OWN_PORT,
+            control: TcpControl::None,
+            seq_number: PEER_SEQ + 1,
+            ack_number: Some(self.first + self.taken + usize::from(self.fin_taken)),
+            window_len: 0,
+            window_scale: None,
+            max_seg_size: None,
+            sack_permitted: false,
+            sack_ranges: [None; 3],
+            timestamp: None,
+            payload: &[],
+        }
+    }
+
+    fn syn(&self) -> Vec<u8> {
+        let repr = TcpRepr {
+            control: TcpControl::Syn,
+            seq_number: PEER_SEQ,
+            ack_number: None,
+            window_len: self.window_bytes as u16,
+            max_seg_size: Some(SEGMENT_BYTES as u16),
+            sack_permitted: self.selective,
+            ..self.repr()
+        };
+        tcp_frame(&repr, PEER.into(), OWN.into())
+    }
+
+    fn ack(&mut self) -> Vec<u8> {
+        if self.jitters {
+            self.jitter = (self.jitter + 7) % 1000;
+        }
+        let open = if self.is_closed { 0 } else { self.window_bytes.saturating_sub(self.unread + self.jitter) };
+        let mut repr = TcpRepr { window_len: open as u16, ..self.repr() };
+        if self.selective {
+            let at = |offset: usize| (self.first + offset).0 as u32;
+            for (range, (from, to)) in repr.sack_ranges.iter_mut().zip(self.early.iter().rev()) {
+                *range = Some((at(*from), at(*to)));
+            }
+        }
+        tcp_frame(&repr, PEER.into(), OWN.into())
+    }
+
+    /// The app reads all there is; what the peer then says.
+    fn read_all(&mut self) -> Vec<u8> {
+        self.unread = 0;
+        self.is_closed = false;
+        self.ack()
+    }
+
+    /// Takes `from..to` of the stream, cut as on the wire.
+    fn take(&mut self, from: usize, to: usize) {
+        for (a, b) in self.early.iter().copied().chain([(0, self.taken)]) {
+            self.twice += b.min(to).saturating_sub(a.max(from));
+        }
+        self.early.push((from, to));
+        self.early.sort_unstable();
+        let mut merged: Vec<(usize, usize)> = Vec::new();
+        for (from, to) in self.early.drain(..) {
+            match merged.last_mut() {
+                Some(last) if from <= last.1 => last.1 = last.1.max(to),
+                _ => merged.push((from, to)),
+            }
+        }
+        self.early = merged;
+        let before = self.taken;
+        while let Some((from, to)) = self.early.first().copied()
+            && from <= self.taken
+        {
+            self.taken = self.taken.max(to);
+            self.early.remove(0);
+        }
+        if !self.reads {
+            self.unread += self.taken - before;
+        }
+    }
+}
+
+/// A cell whose socket listens, and a peer that has connected to it.
+struct Net {
+    now_ns: u64,
+    wire: Wire,
+    interface: Interface,
+    sockets: SocketSet<'static>,
+    socket: SocketHandle,
+    detector: RefCell<LossDetector>,
+    is_watched: bool,
+    peer: Peer,
+    /// What is on the way, with when it arrives; to the cell, and to the peer.
+    to_cell: VecDeque<(u64, Vec<u8>)>,
+    to_peer: VecDeque<(u64, Vec<u8>)>,
+    /// Whether a segment of the stream, from and to, is lost.
+    drops: Box<dyn FnMut(usize, usize) -> bool>,
+    written: usize,
+    wanted: usize,
+    sent_segments: Vec<(usize, usize)>,
+}
+
+impl Net {
+    /// The cell is to send `wanted` bytes and then to close.
+    fn new(is_watched: bool, peer: Peer, wanted: usize, drops: impl FnMut(usize, usize) -> bool + 'static) -> Net {
+        let mut wire = Wire::default();
+        let mut interface = Interface::new(Config::new(OWN_MAC.into()), &mut wire, Instant::ZERO);
+        interface.update_ip_addrs(|addresses| addresses.push(IpCidr::new(OWN.into(), 24)).unwrap());
+        let buffer = |bytes: usize| tcp::SocketBuffer::new(std::vec![0; bytes]);
+        let mut socket = tcp::Socket::new(buffer(8192), buffer(128 << 10));
+        // As `tcp::new_socket` sets them.
+        socket.set_nagle_enabled(false);
+        socket.set_ack_delay(None);
+        socket.set_timeout(Some(Duration::from_secs(20)));
+        socket.set_keep_alive(Some(Duration::from_secs(10)));
+        socket.listen(OWN_PORT).unwrap();
+        let mut sockets = SocketSet::new(Vec::new());
+        let socket = sockets.add(socket);
+        let detector = RefCell::new(LossDetector::new(wire.capabilities().max_transmission_unit));
+        let mut net = Net {
+            now_ns: S,
+            wire,
+            interface,
+            sockets,
+            socket,
+            detector,
+            is_watched,
+            peer,
+            to_cell: VecDeque::new(),
+            to_peer: VecDeque::new(),
+            drops: Box::new(drops),
+            written: 0,
+            // Nothing is written before the connection is there.
+            wanted: usize::MAX,
+            sent_segments: Vec::new(),
+        };
+        let syn = net.peer.syn();
+        net.say(syn);
+        assert!(net.run(10 * MS, |net| net.state() == tcp::State::Established));
+        net.wanted = wanted;
+        net
+    }
+
+    fn socket(&mut self) -> &mut tcp::Socket<'static> {
+        self.sockets.get_mut(self.socket)
+    }
+
+    fn state(&mut self) -> tcp::State {
+        self.socket().state()
+    }
+
+    fn losses(&self) -> u64 {
+        self.detector.borrow().losses()
+    }
+
+    /// The peer sends a frame.
+    fn say(&mut self, frame: Vec<u8>) {
+        self.to_cell.push_back((self.now_ns + DELAY_NS, frame));
+    }
+
+    fn write(&mut self) {
+        let (wanted, mut written) = (self.wanted, self.written);
+        if wanted == usize::MAX {
+            return;
+        }
+        let socket = self.socket();
+        while written < wanted && socket.can_send() {
+            let fill = |to: &mut [u8]| {
+                let len = to.len().min(wanted - written);
+                to[..len].iter_mut().enumerate().for_each(|(at, to)| *to = byte(written + at));
+                (len, len)
+            };
+            written += socket.send(fill).unwrap();
+        }
+        if written == wanted && socket.may_send() {
+            socket.close();
+        }
+        self.written = written;
+    }
+
+    /// One turn of the cell, as `stack::drive` has it.
+    fn turn(&mut self) {
+        let now = Instant::from_micros((self.now_ns / 1000) as i64);
+        if self.is_watched {
+            self.detector.borrow_mut().expire(self.now_ns);
+            let mut device = Watched { device: &mut self.wire, detector: &self.detector };
+            self.interface.poll(now, &mut device, &mut self.sockets);
+            self.write();
+            let mut device = Watched { device: &mut self.wire, detector: &self.detector };
+            self.interface.poll(now, &mut device, &mut self.sockets);
+        } else {
+            self.interface.poll(now, &mut self.wire, &mut self.sockets);
+            self.write();
+            self.interface.poll(now, &mut self.wire, &mut self.sockets);
+        }
+        for frame in self.wire.sent.drain(..) {
+            self.to_peer.push_back((self.now_ns + DELAY_NS, frame));
+        }
+    }
+
+    fn peer_takes(&mut self, frame: &[u8]) {
+        if let Ok(arp) = EthernetFrame::new_checked(frame).and_then(|f| ArpPacket::new_checked(f.payload()))
+            && frame[12..14] == [8, 6]
+        {
+            if arp.operation() == ArpOperation::Request {
+                let repr = ArpRepr::EthernetIpv4 {
+                    operation: ArpOperation::Reply,
+                    source_hardware_addr: PEER_MAC,
+                    source_protocol_addr: PEER,
+                    target_hardware_addr: OWN_MAC,
+                    target_protocol_addr: OWN,
+                };
+                let answer = ethernet(EthernetProtocol::Arp, repr.buffer_len(), |to| {
+                    repr.emit(&mut ArpPacket::new_unchecked(to));
+                });
+                self.say(answer);
+            }
+            return;
+        }
+        let Some(segment) = Segment::read(frame) else { return };
+        if self.peer.is_mute {
+            return;
+        }
+        assert!(!segment.rst, "the cell ended the connection");
+        if segment.syn {
+            self.peer.first = segment.seq + 1;
+            let ack = self.peer.ack();
+            return self.say(ack);
+        }
+        if segment.payload_bytes == 0 && !segment.fin {
+            return;
+        }
+        let is_known = |at: usize| segment.seq < self.peer.first + at;
+        if segment.payload_bytes == 1 && (is_known(self.peer.taken) || !is_known(self.wanted)) {
+            // A keep-alive: the byte before the next one, or before the one after the FIN.
+            let ack = self.peer.ack();
+            return self.say(ack);
+        }
+        let payload = &frame[frame.len() - segment.payload_bytes..];
+        let start = segment.seq - self.peer.first;
+        let is_right = payload.iter().enumerate().all(|(at, got)| *got == byte(start + at));
+        assert!(is_right, "the stream is damaged at {start}");
+        // The device cuts it into segments, each of which may be lost.
+        for (at, piece) in payload.chunks(SEGMENT_BYTES).enumerate() {
+            let from = start + at * SEGMENT_BYTES;
+            let to = from + piece.len();
+            self.sent_segments.push((from, to));
+            if (self.drops)(from, to) {
+                continue;
+            }
+            if to > self.peer.taken + self.peer.room_bytes.saturating_sub(self.peer.unread) {
+                self.peer.is_closed = true;
+                continue;
+            }
+            self.peer.take(from, to);
+            if (at + 1).is_multiple_of(self.peer.acks_every) && to < start + payload.len() {
+                let ack = self.peer.ack();
+                self.say(ack);
+            }
+        }
+        if segment.fin && self.peer.taken == start + segment.payload_bytes {
+            self.peer.fin_taken = true;
+        }
+        let ack = self.peer.ack();
+        self.say(ack);
+    }
+
+    /// Runs until `done`, or for `limit_ns`; returns whether it is done.
+    fn run(&mut self, limit_ns: u64, done: impl Fn(&mut Net) -> bool) -> bool {
+        let end_ns = self.now_ns + limit_ns;
+        loop {
+            while self.to_cell.front().is_some_and(|(at, _)| *at <= self.now_ns) {
+                let (_, frame) = self.to_cell.pop_front().unwrap();
+                self.wire.received.push_back(frame);
+            }
+            self.turn();
+            while self.to_peer.front().is_some_and(|(at, _)| *at <= self.now_ns) {
+                let (_, frame) = self.to_peer.pop_front().unwrap();
+                self.peer_takes(&frame);
+            }
+            if done(self) {
+                return true;
+            }
+            let now = Instant::from_micros((self.now_ns / 1000) as i64);
+            let stack_at = self.interface.poll_at(now, &self.sockets).map(|at| at.total_micros() as u64 * 1000);
+            let detector_at = self.detector.borrow().poll_at().filter(|_| self.is_watched);
+            let frames_at = [&self.to_cell, &self.to_peer].map(|queue| queue.front().map(|(at, _)| *at));
+            let next = [stack_at, detector_at].into_iter().chain(frames_at).flatten().min().unwrap_or(end_ns);
+            // A turn takes some time too.
+            self.now_ns = next.max(self.now_ns + 1000).min(end_ns);
+            if self.now_ns >= end_ns {
+                return done(self);
+            }
+        }
+    }
+
+    /// The time until the peer has the whole stream; `None` where it has not within `limit_ns`.
+    fn transfer(&mut self, limit_ns: u64) -> Option<u64> {
+        let start_ns = self.now_ns;
+        let is_whole = self.run(limit_ns, |net| net.peer.taken == net.wanted);
+        is_whole.then_some(self.now_ns - start_ns)
+    }
+}
+
+/// Loses the segments that begin at these offsets, or behind, the first time each.
+fn once(mut offsets: Vec<usize>) -> impl FnMut(usize, usize) -> bool {
+    move |from, to| {
+        let hit = offsets.iter().position(|offset| (from..to).contains(offset));
+        hit.map(|at| offsets.swap_remove(at)).is_some()
+    }
+}
+
+#[test]
+fn without_a_loss_nothing_is_sent_twice() {
+    for jitters in [false, true] {
+        let peer = Peer { jitters, ..Peer::new(30_000) };
+        let mut net = Net::new(true, peer, 1_000_000, |_, _| false);
+        assert!(net.transfer(S).is_some());
+        net.run(2 * S, |net| net.peer.fin_taken && net.now_ns > 3 * S);
+        assert_eq!((net.losses(), net.peer.twice), (0, 0));
+        assert!(net.detector.borrow().connections.is_empty(), "an acknowledged FIN ends the record");
+    }
+}
+
+#[test]
+fn a_loss_is_found_though_each_acknowledgement_tells_another_window() {
+    for (is_watched, expected) in [(false, S..2 * S), (true, 0..20 * MS)] {
+        let peer = Peer { jitters: true, ..Peer::new(30_000) };
+        let mut net = Net::new(is_watched, peer, 300_000, once(std::vec![150_000]));
+        let took = net.transfer(10 * S).unwrap();
+        assert!(expected.contains(&took), "watched {is_watched}: {took} ns");
+        assert!(!is_watched || (net.losses(), net.peer.twice) == (1, 0), "{} {}", net.losses(), net.peer.twice);
+    }
+}
+
+#[test]
+fn several_losses_in_one_flight_cost_a_round_trip_each() {
+    let lost: Vec<usize> = (0..6).map(|n| 150_000 + n * 3 * SEGMENT_BYTES).collect();
+    for (is_watched, expected) in [(false, S..30 * S), (true, 0..30 * MS)] {
+        let peer = Peer { jitters: true, ..Peer::new(60_000) };
+        let mut net = Net::new(is_watched, peer, 400_000, once(lost.clone()));
+        let took = net.transfer(60 * S).unwrap();
+        assert!(expected.contains(&took), "watched {is_watched}: {took} ns");
+        assert!(!is_watched || net.peer.twice <= 6 * SEGMENT_BYTES, "{} bytes came twice", net.peer.twice);
+    }
+}
+
+/// The end of a reply finds no room at a peer, which closes its window, and opens it when its app has read.
+fn closed_with_the_end_on_the_way(is_watched: bool) -> Net {
+    let peer = Peer { reads: false, room_bytes: 19_900, ..Peer::new(30_000) };
+    let mut net = Net::new(is_watched, peer, 20_000, |_, _| false);
+    assert!(net.run(10 * MS, |net| net.peer.is_closed));
+    assert!(net.sent_segments.last().is_some_and(|(from, to)| (*from, *to) == (net.peer.taken, 20_000)));
+    net.run(3 * ROUND_TRIP_NS, |_| false);
+    net.peer.reads = true;
+    let opened = net.peer.read_all();
+    net.say(opened);
+    net
+}
+
+#[test]
+fn the_end_of_a_reply_that_found_no_room_comes_when_the_window_opens() {
+    let mut net = closed_with_the_end_on_the_way(true);
+    let took = net.transfer(10 * S).unwrap();
+    assert!(took < 2 * ROUND_TRIP_NS, "{took} ns");
+    assert_eq!((net.losses(), net.peer.twice), (1, 0));
+    // Without the detector the answers to three keep-alives, 10 s apart, are the duplicates that it takes.
+    let took = closed_with_the_end_on_the_way(false).transfer(300 * S).unwrap();
+    assert!((29 * S..31 * S).contains(&took), "{took} ns");
+}
+
+#[test]
+fn a_silent_loss_of_the_end_is_found_by_time() {
+    for (is_watched, expected) in [(false, S..S + 20 * MS), (true, MIN_TIMEOUT_NS..MIN_TIMEOUT_NS + 20 * MS)] {
+        let mut net = Net::new(is_watched, Peer::new(30_000), 20_000, once(std::vec![19_900]));
+        let took = net.transfer(10 * S).unwrap();
+        assert!(expected.contains(&took), "watched {is_watched}: {took} ns");
+    }
+}
+
+#[test]
+fn a_keep_alive_of_the_peer_does_not_hide_a_loss() {
+    let mut net = Net::new(true, Peer::new(30_000), 20_000, once(std::vec![19_900]));
+    assert!(net.run(10 * MS, |net| net.sent_segments.last().is_some_and(|(_, to)| *to == 20_000)));
+    net.run(3 * ROUND_TRIP_NS, |_| false);
+    let keep_alive = TcpRepr { seq_number: PEER_SEQ, window_len: 30_000, ..net.peer.repr() };
+    net.say(tcp_frame(&keep_alive, PEER.into(), OWN.into()));
+    let took = net.transfer(10 * S).unwrap();
+    assert!(took < MIN_TIMEOUT_NS + 20 * MS, "{took} ns");
+}
+
+#[test]
+fn each_repeated_loss_by_time_waits_twice_as_long() {
+    let mut left = 3;
+    let drops = move |_, to: usize| {
+        let is_last = to == 20_000 && left > 0;
+        left -= usize::from(is_last);
+        is_last
+    };
+    let mut net = Net::new(true, Peer::new(30_000), 20_000, drops);
+    let took = net.transfer(10 * S).unwrap();
+    // The first was sent at the start, and again after 200 ms and 600 ms.
+    assert!((1400 * MS..1420 * MS).contains(&took), "{took} ns");
+    assert_eq!(net.losses(), 3);
+}
+
+#[test]
+fn a_peer_that_is_gone_is_still_given_up() {
+    let mut net = Net::new(true, Peer::new(30_000), 1_000_000, |_, _| false);
+    net.run(2 * MS, |net| net.peer.taken > 100_000);
+    net.peer.is_mute = true;
+    let start_ns = net.now_ns;
+    assert!(net.run(60 * S, |net| net.state() == tcp::State::Closed));
+    let took = net.now_ns - start_ns;
+    assert!((20 * S..23 * S).contains(&took), "{took} ns");
+    assert_eq!(net.losses(), u64::from(MAX_UNANSWERED));
+    net.run(S, |_| false);
+    assert!(net.detector.borrow().connections.is_empty(), "the reset ends the record");
+}
+
+#[test]
+fn many_window_updates_are_no_loss() {
+    let peer = Peer { reads: false, ..Peer::new(30_000) };
+    let mut net = Net::new(true, peer, 300_000, |_, _| false);
+    for _ in 0..1000 {
+        net.run(150_000, |_| false);
+        // Some bytes at a time: most of these acknowledge nothing new.
+        net.peer.unread = net.peer.unread.saturating_sub(500);
+        let update = net.peer.ack();
+        net.say(update);
+    }
+    assert!(net.peer.taken > 250_000, "{}", net.peer.taken);
+    assert_eq!((net.losses(), net.peer.twice), (0, 0));
+}
+
+#[test]
+fn a_window_that_stays_closed_is_probed_by_the_stack_alone() {
+    let peer = Peer { reads: false, ..Peer::new(30_000) };
+    let mut net = Net::new(true, peer, 100_000, |_, _| false);
+    net.run(12 * S, |_| false);
+    assert_eq!(net.peer.taken, 30_000);
+    let probes = net.sent_segments.iter().filter(|(from, to)| to - from == 1).count();
+    assert!((2..=5).contains(&probes), "{probes} probes");
+    assert_eq!(net.losses(), 0);
+    let opened = net.peer.read_all();
+    net.peer.reads = true;
+    net.say(opened);
+    let took = net.transfer(S).unwrap();
+    assert!(took < 20 * MS, "{took} ns");
+    assert_eq!(net.losses(), 0);
+}
+
+#[test]
+fn claims_of_selective_acknowledgement_cost_one_segment_at_most() {
+    let peer = Peer { acks_every: 1, ..Peer::new(60_000) };
+    let mut net = Net::new(true, peer, 1_000_000, |_, _| false);
+    net.run(S, |net| net.peer.taken > 500_000);
+    // What is on the way now is not acknowledged before the claims have come.
+    let flight = net
+        .run(S, |net| net.to_cell.is_empty())
+        .then(|| net.detector.borrow().connections.values().next().map(Connection::flight_bytes));
+    assert!(flight.flatten() > Some(10_000), "{flight:?}");
+    let start = (net.peer.first + net.peer.taken).0 as u32;
+    for round in 0..200u32 {
+        let wild = start.wrapping_add(round.wrapping_mul(0x0101_0101));
+        let ranges = [
+            [Some((start + 1, start + 5000 + round)), None, None],
+            [Some((wild, wild.wrapping_add(1 << 30))), Some((wild, wild)), Some((wild, start))],
+            [Some((start, start + 5000)), Some((start.wrapping_sub(9), start + 9)), None],
+        ];
+        let sack_ranges = ranges[round as usize % 3];
+        let repr = TcpRepr { sack_ranges, window_len: 60_000 - round as u16, ..net.peer.repr() };
+        net.say(tcp_frame(&repr, PEER.into(), OWN.into()));
+    }
+    assert!(net.transfer(5 * S).is_some());
+    assert_eq!(net.losses(), 1);
+    assert!(net.peer.twice <= SEGMENT_BYTES, "{} bytes came twice", net.peer.twice);
+}
+
+#[test]
+fn what_the_peer_says_came_twice_is_no_evidence() {
+    let peer = Peer { acks_every: 1, ..Peer::new(60_000) };
+    let mut net = Net::new(true, peer, 1_000_000, |_, _| false);
+    net.run(S, |net| net.peer.taken > 500_000);
+    net.run(S, |net| net.to_cell.is_empty());
+    let losses = |offsets: [Option<(i32, i32)>; 2]| {
+        let start = net.peer.first + net.peer.taken;
+        let range = |(left, right)| ((start.0.wrapping_add(left)) as u32, (start.0.wrapping_add(right)) as u32);
+        let sack_ranges = [offsets[0].map(range), offsets[1].map(range), None];
+        let repr = TcpRepr { sack_ranges, window_len: 60_000, ..net.peer.repr() };
+        let frame = tcp_frame(&repr, PEER.into(), OWN.into());
+        net.detector.borrow_mut().incoming(&frame, net.now_ns);
+        net.losses()
+    };
+    // Below the gap, and a part of the second range (RFC 2883 §4.1.1, §4.2.1).
+    assert_eq!(losses([Some((-5000, -10)), None]), 0);
+    assert_eq!(losses([Some((1000, 2000)), Some((1000, 2500))]), 0);
+    assert_eq!(losses([Some((2600, 3700)), Some((1000, 3700))]), 0);
+    // But this is.
+    assert_eq!(losses([Some((3700, 4100)), Some((1000, 3700))]), 1);
+}
+
+#[test]
+fn a_whole_flight_that_is_lost_costs_one_timeout() {
+    let mut sent = 60_000;
+    let drops = move |from, to| {
+        let is_first = from >= sent;
+        sent = sent.max(if is_first { to } else { 0 });
+        is_first
+    };
+    let mut net = Net::new(true, Peer::new(30_000), 85_000, drops);
+    let took = net.transfer(10 * S).unwrap();
+    assert!((MIN_TIMEOUT_NS..MIN_TIMEOUT_NS + 50 * MS).contains(&took), "{took} ns");
+}
+
+#[test]
+fn a_flight_that_is_only_late_costs_one_segment() {
+    let peer = Peer { acks_every: 2, ..Peer::new(60_000) };
+    let mut net = Net::new(true, peer, 400_000, |_, _| false);
+    assert!(net.run(S, |net| net.peer.taken > 150_000));
+    assert!(net.run(S, |net| net.to_cell.is_empty() && !net.to_peer.is_empty()));
+    for (at, _) in &mut net.to_peer {
+        *at += 300 * MS;
+    }
+    assert!(net.transfer(10 * S).is_some());
+    assert_eq!(net.losses(), 1);
+    assert!(net.peer.twice <= SEGMENT_BYTES, "{} bytes came twice", net.peer.twice);
+    let detector = net.detector.borrow();
+    let [connection] = detector.connections.values().collect::<Vec<_>>()[..] else { panic!("one connection") };
+    let (smoothed_ns, _) = connection.round_trip_ns.unwrap();
+    assert!(smoothed_ns < MS, "an acknowledgement of what was sent twice is no measurement: {smoothed_ns} ns");
+}
+
+/// SplitMix64, with the seed of the run.
+fn random() -> impl FnMut() -> u64 {
+    let seed = std::env::var("TOMBOLO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(20_261_127);
+    std::println!("TOMBOLO_SEED={seed}");
+    let mut state: u64 = seed;
+    move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+}
+
+#[test]
+fn no_acknowledgement_harms_the_detector() {
+    const SENT: usize = 10_000;
+    let mut random = random();
+    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let first = TcpSeqNumber(i32::MAX - 5000);
+    let data = [0; SENT];
+    let sent =
+        TcpRepr { src_port: OWN_PORT, dst_port: PEER_PORT, seq_number: first, payload: &data, ..Peer::new(0).repr() };
+    let frame = tcp_frame(&sent, OWN.into(), PEER.into());
+    let mut losses = 0;
+    for round in 0..50_000u64 {
+        if round.is_multiple_of(8) {
+            losses += detector.losses();
+            detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+        }
+        detector.outgoing(&frame, round * MS);
+        let places = [0, 1, 5000, SENT as u32, 15_000, 1 << 31, u32::MAX];
+        let mut number = || {
+            let near = [0, 1, u32::MAX][(random() % 3) as usize];
+            (first.0 as u32).wrapping_add(places[(random() % 7) as usize]).wrapping_add(near)
+        };
+        let mut range = || Some((number(), number()));
+        let sack_ranges = [range(), range(), range()];
+        let ack_number = Some(TcpSeqNumber(number() as i32));
+        let window_len = (random() % 3 * 1000) as u16;
+        let repr = TcpRepr { ack_number, window_len, sack_ranges, ..Peer::new(0).repr() };
+        let mut bytes = tcp_frame(&repr, PEER.into(), OWN.into());
+        if random().is_multiple_of(4) {
+            let at = (random() % bytes.len() as u64) as usize;
+            bytes[at] ^= 1 << (random() % 8);
+        }
+        detector.incoming(&bytes, round * MS);
+        detector.expire(round * MS);
+        while let Some(AckFrame { bytes, len }) = detector.next_repeat() {
+            assert!(Segment::read(&bytes[..len]).is_some());
+        }
+        let sound = |c: &Connection| c.flight_bytes() <= SENT + 1 && c.selective_bytes <= c.flight_bytes();
+        assert!(detector.connections.values().all(sound), "round {round}: {:?}", detector.connections);
+    }
+    assert!(losses > 100, "{losses}");
+}
+
+#[test]
+fn acknowledgements_of_what_was_not_sent_or_long_ago_are_not_believed() {
+    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let first = TcpSeqNumber(i32::MAX - 100);
+    let sent = TcpRepr {
+        src_port: OWN_PORT,
+        dst_port: PEER_PORT,
+        seq_number: first,
+        payload: &[0; 500],
+        ..Peer::new(0).repr()
+    };
+    detector.outgoing(&tcp_frame(&sent, OWN.into(), PEER.into()), S);
+    let mut flight = |number: TcpSeqNumber| {
+        let repr = TcpRepr { ack_number: Some(number), window_len: 1000, ..Peer::new(0).repr() };
+        detector.incoming(&tcp_frame(&repr, PEER.into(), OWN.into()), S);
+        let connection = detector.connections.values().next().unwrap();
+        (connection.flight_bytes(), connection.last_ack.is_some())
+    };
+    assert_eq!(flight(first + 501), (500, false));
+    assert_eq!(flight(first - 1), (500, false));
+    assert_eq!(flight(TcpSeqNumber(first.0.wrapping_add(i32::MIN))), (500, false));
+    assert_eq!(flight(first + 200), (300, true));
+    assert_eq!(flight(first + 500), (0, true));
+}
+
+#[test]
+fn random_losses_leave_the_stream_whole() {
+    let mut random = random();
+    let (mut watched_ns, mut bare_ns) = (0, 0);
+    for round in 0..20 {
+        let window = 5000 + (random() % 55_000) as usize;
+        let (jitters, selective, per_mille) =
+            (random().is_multiple_of(2), !random().is_multiple_of(4), 2 + random() % 40);
+        let dice: Vec<u64> = (0..4096).map(|_| random() % 1000).collect();
+        for (is_watched, total_ns) in [(true, &mut watched_ns), (false, &mut bare_ns)] {
+            let (dice, mut at) = (dice.clone(), 0);
+            let drops = move |_, _| {
+                at += 1;
+                dice[at % dice.len()] < per_mille
+            };
+            let peer = Peer { jitters, selective, ..Peer::new(window) };
+            let mut net = Net::new(is_watched, peer, 400_000, drops);
+            let took = net.transfer(600 * S);
+            *total_ns += took.unwrap_or_else(|| panic!("round {round}, watched {is_watched}: the stream is not whole"));
+            assert!(net.run(100 * S, |net| net.peer.fin_taken), "round {round}, watched {is_watched}");
+        }
+    }
+    std::println!("watched {} ms, bare {} ms", watched_ns / MS, bare_ns / MS);
+    assert!(watched_ns * 2 < bare_ns, "watched {watched_ns} ns, bare {bare_ns} ns");
+}
+
+#[test]
+fn a_frame_of_the_detector_is_read_as_what_it_was_made_of() {
+    let pairs: [(IpAddress, IpAddress); 2] = [
+        (PEER.into(), OWN.into()),
+        (Ipv6Address::new(0xfd00, 0, 0, 0, 0, 0, 0, 1).into(), Ipv6Address::new(0xfd00, 0, 0, 0, 0, 0, 0, 2).into()),
+    ];
+    for (from, to) in pairs {
+        let flow = Flow { remote: IpEndpoint::new(from, PEER_PORT), local: IpEndpoint::new(to, OWN_PORT) };
+        let last = LastAck { from_mac: PEER_MAC, to_mac: OWN_MAC, seq: PEER_SEQ, window: 777 };
+        let AckFrame { bytes, len } = AckFrame::new(&flow, &last, TcpSeqNumber(-1));
+        let read = Segment::read(&bytes[..len]).unwrap();
+        assert_eq!((read.from, read.to, read.from_mac, read.to_mac), (flow.remote, flow.local, PEER_MAC, OWN_MAC));
+        assert_eq!((read.seq, read.ack, read.window), (PEER_SEQ, Some(TcpSeqNumber(-1)), 777));
+        assert_eq!((read.payload_bytes, read.syn, read.fin, read.rst), (0, false, false, false));
+        let tcp = TcpPacket::new_checked(&bytes[len - TCP_HEADER_BYTES..len]).unwrap();
+        assert!(tcp.verify_checksum(&from, &to));
+        for cut in 0..len {
+            assert!(Segment::read(&bytes[..cut]).is_none(), "{cut} of {len} bytes");
+        }
+    }
+}
+
+#[test]
+fn the_records_have_a_limit_and_the_one_unused_for_longest_goes_first() {
+    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let send = |detector: &mut LossDetector, port: u16, now_ns: u64| {
+        let repr = TcpRepr { src_port: port, payload: b"x", ..Peer::new(0).repr() };
+        detector.outgoing(&tcp_frame(&repr, OWN.into(), PEER.into()), now_ns);
+    };
+    for port in 0..MAX_CONNECTIONS as u16 {
+        send(&mut detector, port, 1000 + u64::from(port));
+    }
+    send(&mut detector, 0, 9999);
+    send(&mut detector, 60_000, 10_000);
+    let ports: Vec<u16> = detector.connections.keys().map(|flow| flow.local.port).collect();
+    assert_eq!(ports.len(), MAX_CONNECTIONS);
+    assert!(ports.contains(&0) && ports.contains(&60_000) && !ports.contains(&1));
+}
