@@ -107,3 +107,37 @@ def test_uefi_loads_by_ipv6_what_dhcpv6_says():
         # The address is one of the prefix that the gateway advertises.
         tftp.wait_line(lambda line: "sent" in line and "six.efi to fd00:236::" in line, 120)
         says(fabric, "uefi", "iPXE initialising devices", 30)
+
+
+def http_firmware():
+    """What QEMU is told so that OVMF boots by HTTP, and by that alone: no boot ROM of QEMU's, which is iPXE, and no PXE."""
+    if not OVMF.exists() or not IPXE.exists():
+        raise Skip(f"{OVMF} or {IPXE} is missing: install ovmf and ipxe")
+    words = ["-bios", OVMF, "-global", "virtio-net-pci.rombar=0"]
+    for family in ("IPv4", "IPv6"):
+        words += ["-fw_cfg", f"name=opt/org.tianocore/{family}PXESupport,string=n"]
+    return "qemu = [" + ", ".join(f'"{word}"' for word in words) + "]\n"
+
+
+@timeout(120)
+def test_uefi_boots_by_http_what_dhcp_says():
+    # The file for all is no URL, so an HTTP client is not told it.
+    boot = (f'server = "{SERVER}"\nfile = "no-such-file"\nipxe = "http://{SERVER}/start.ipxe"\n'
+            f'arch = {{ x86-64-uefi = "no-such-file", x86-64-uefi-http = "http://{SERVER}/http.efi" }}\n')
+    machines = f"[vm.uefi]\nboot = true\n{http_firmware()}"
+    content = {"http.efi": IPXE.read_bytes(), "start.ipxe": script("behind http")}
+    with files("netboot5", boot, machines, content) as (fabric, http, _):
+        http.wait_line(lambda line: '"GET /http.efi HTTP/1.1" 200' in line, 100)
+        says(fabric, "uefi", f"behind http: http://{SERVER}/start.ipxe", 60)
+        assert "UEFI HTTPv4" in fabric.console("uefi"), "the firmware itself fetched it"
+
+
+@timeout(240)
+def test_uefi_boots_by_http_over_ipv6_what_dhcpv6_says():
+    # Of DHCP the client is told nothing, and gives up after a minute.
+    boot = f'ipxe6 = "http://[{SERVER6}]/start.ipxe"\narch6 = {{ x86-64-uefi-http = "http://[{SERVER6}]/http.efi" }}\n'
+    machines = f"[vm.uefi]\nboot = true\n{http_firmware()}"
+    with files("netboot7", boot, machines, {"http.efi": IPXE.read_bytes()}) as (fabric, http, _):
+        http.wait_line(lambda line: line.startswith("fd00:236::") and '"GET /http.efi HTTP/1.1" 200' in line, 200)
+        says(fabric, "uefi", "iPXE initialising devices", 60)
+        assert "UEFI HTTPv6" in fabric.console("uefi"), "the firmware itself fetched it"
