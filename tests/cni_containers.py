@@ -185,6 +185,21 @@ def test_a_namespace_ends_with_its_container_though_no_del_came():
         assert not cni.ports()
 
 
+@timeout(120)
+def test_a_container_that_takes_the_name_of_one_before_it_keeps_its_port():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        cni = Cni(f)
+        # As a runtime does that starts a container again: the same name in a new namespace.
+        cni("ADD", "c1", path(one), args="K8S_POD_NAME=web")
+        cni("DEL", "c1", path(one))
+        cni("ADD", "c1", path(two), args="K8S_POD_NAME=web")
+        with Namespace() as three:
+            cni("ADD", "c3", path(three))
+        until("the daemon has looked at the namespaces", lambda: "c3" not in cni.ports(), 60)
+        assert set(cni.ports()) == {"web"}
+        cni("DEL", "c1", path(two))
+
+
 @timeout(300)
 def test_two_hundred_containers_come_and_go_in_parallel_and_leave_nothing():
     count, at_once = 200, 8

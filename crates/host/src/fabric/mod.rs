@@ -1113,6 +1113,8 @@ impl Running {
         self.spec.taps.retain(|t| t.name != name);
         self.spec.ports.retain(|p| p.name != name);
         self.update_names();
+        // Another container may have the name next.
+        self.namespaces.remove(name);
         self.forget_addition(name)?;
         self.forget_rates(name);
         self.record_standing();
