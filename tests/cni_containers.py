@@ -10,7 +10,7 @@ import subprocess
 import time
 
 from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
-from lib.containers import BUILT, Cni, Containerd, Failed, cnitool, leftovers, plugin
+from lib.containers import BUILT, Cni, Containerd, Failed, Podman, cnitool, leftovers, plugin
 from lib.frames import mac_bytes
 from lib.machine import SLOW
 from lib.tap import Tap
@@ -264,6 +264,103 @@ def test_containerd_and_runc_run_containers_on_the_fabric():
         pid = int(containerd.ctr("tasks", "ls").stdout.split("server")[1].split()[0])
         os.kill(pid, signal.SIGKILL)
         until("the daemon forgets the killed container", lambda: name not in cni.ports(), 60 * SLOW)
+
+
+@contextlib.contextmanager
+def podman():
+    """A fabric whose host is a namespace with addresses of both families, and podman there."""
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, contextlib.ExitStack() as stack:
+        way_out6(outside)
+        text = kernel_uplink().format(name=f"pod{os.getpid()}")
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        listed = conflist(f)
+        listed["plugins"][0]["capabilities"] = {"portMappings": True, "ips": True}
+        engine = stack.enter_context(Podman(stack.enter_context(scratch()), listed, outside))
+        yield f, engine, outside
+        namespaces = engine.namespaces()
+        engine("rm", "--all", "--force", "--time", "0")
+        assert not [path for path in namespaces if os.path.exists(path)]
+        assert not engine.mounts_left()
+
+
+def http(outside, url):
+    return outside.run("busybox", "timeout", "5", "busybox", "wget", "-q", "-O", "-", url, check=False).stdout
+
+
+@timeout(240)
+def test_podman_runs_containers_on_the_fabric():
+    with podman() as (f, engine, outside):
+        cni = Cni(f)
+        server = ("--name", "web", "-p", "8099:80", "localhost/bb:1", "/bin/sh", "-c", "echo from podman >/tmp/index.html; exec busybox httpd -f -p 80 -h /tmp")
+        engine("run", "-d", *server)
+        seen = json.loads(engine("inspect", "web").stdout)[0]["NetworkSettings"]["Networks"]["pods"]
+        held = {lease["ip"] for lease in f.status()["networks"][0]["leases"] if lease["name"] == "web"}
+        assert held == {seen["IPAddress"], seen["GlobalIPv6Address"]} and seen["IPPrefixLen"] == 22, (held, seen)
+        assert seen["MacAddress"] in cni.ports()["web"]["guard"] and seen["Gateway"] == f.status()["networks"][0]["router"], seen
+        shown = engine("exec", "web", "ip", "address", "show", "dev", "eth0").stdout
+        assert "mtu 1400" in shown and all(ip in shown for ip in held), shown
+        # Another container reaches it by both families, and by its name.
+        for ip in held:
+            done = engine("run", "--rm", "localhost/bb:1", "ping", "-c", "1", "-W", "20", ip)
+            assert "1 packets received" in done.stdout, done
+        done = engine("run", "--rm", "localhost/bb:1", "wget", "-q", "-O", "-", f"http://web.{f.name}.internal/")
+        assert done.stdout == "from podman\n", done
+        assert set(cni.ports()) == {"web"}, "those with --rm are gone"
+        # The host reaches its port, and the container the world.
+        until("the port leads to the container", lambda: http(outside, "http://198.51.100.2:8099/") == "from podman\n", 30)
+        assert http(outside, "http://127.0.0.1:8099/") == "from podman\n"
+        assert "1 packets received" in engine("exec", "web", "ping", "-c", "1", "-W", "20", "198.51.100.2").stdout
+        # A second container cannot have the port, and leaves nothing.
+        done = engine("run", "-d", "--name", "second", "-p", "8099:81", "localhost/bb:1", "sleep", "1000", check=False)
+        assert done.returncode and "that no other forward has, found tcp 0.0.0.0:8099" in done.stderr, done
+        engine("rm", "--force", "second")
+        assert set(cni.ports()) == {"web"}
+        # Stopped, it is no part of the fabric; started again it is, and its port too.
+        engine("stop", "--time", "0", "web")
+        assert not cni.ports() and not f.status()["forwards"] and not http(outside, "http://198.51.100.2:8099/")
+        engine("start", "web")
+        until("the port leads there again", lambda: http(outside, "http://198.51.100.2:8099/") == "from podman\n", 30)
+        # The daemon may be killed under it.
+        f.kill()
+        f.start()
+        until("the port leads there after a crash", lambda: http(outside, "http://198.51.100.2:8099/") == "from podman\n", 60)
+        engine("run", "-d", "--name", "chosen", "--ip", "10.236.1.77", "localhost/bb:1", "sleep", "1000")
+        assert "10.236.1.77/22" in engine("exec", "chosen", "ip", "address").stdout
+        engine("rm", "--force", "--time", "0", "web", "chosen")
+        assert not cni.ports() and not f.status()["forwards"] and not f.status()["networks"][0]["leases"]
+
+
+@timeout(300)
+def test_twenty_containers_of_podman_come_and_go_and_leave_nothing():
+    count = 20
+    with podman() as (f, engine, outside):
+        cni = Cni(f)
+        before = len(f.status()["ports"]), outside.run("nft", "list", "ruleset").stdout
+        names = [f"c{n}" for n in range(count)]
+
+        def each(make):
+            # Four at a time.
+            for first in range(0, count, 4):
+                running = [subprocess.Popen([*engine.words, *make(n)], env=engine.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                           for n in range(first, first + 4)]
+                for process in running:
+                    _, said = process.communicate(timeout=120 * SLOW)
+                    assert process.returncode == 0, said
+
+        each(lambda n: ["run", "-d", "--name", names[n], "-p", f"{8100 + n}:80", "localhost/bb:1", "sleep", "1000"])
+        assert set(cni.ports()) == set(names) and len(f.status()["forwards"]) == count
+        assert len({lease["ip"] for lease in f.status()["networks"][0]["leases"]}) == 2 * count
+        namespaces = engine.namespaces()
+        assert len(namespaces) == count
+        # Half are removed, half end by themselves and are cleaned up by podman's monitor.
+        each(lambda n: ["rm", "--force", "--time", "0", names[n]] if n % 2 else ["kill", names[n]])
+        until("all are gone", lambda: not cni.ports(), 60)
+        status = f.status()
+        assert len(status["ports"]) == before[0] and not status["networks"][0]["leases"] and not status["forwards"], status
+        assert outside.run("nft", "list", "ruleset").stdout == before[1]
+        until("no namespace is left", lambda: not [path for path in namespaces if os.path.exists(path)], 30)
 
 
 @timeout(120)

@@ -216,6 +216,76 @@ address = "{folder}/c.sock.ttrpc"
         self.process.stop()
 
 
+class Podman:
+    """podman with its CNI backend, and files of its own. It runs in the network namespace `netns`, which is the host of its containers.
+
+    It has no mount namespace of its own: the daemon has to see the containers' network namespaces, which podman mounts at /run/netns.
+    """
+
+    def __init__(self, folder, conflist, netns):
+        podman, runc = debian("podman", "podman", "conmon", "libsubid4"), debian("runc", "runc")
+        conmon = debian("conmon", "conmon")
+        self.folder, self.netns, self.network = folder, netns, conflist["name"]
+        policy = folder / "home/.config/containers/policy.json"
+        for path in (folder / "net.d", folder / "bin", policy.parent):
+            path.mkdir(parents=True)
+        (folder / "net.d/10-tombolo.conflist").write_text(json.dumps(conflist))
+        shutil.copy(plugin(), folder / "bin/tombolo-cni")
+        policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
+        # Also for conmon, which starts podman when a container ends.
+        libraries = ":".join(filter(None, [str(PEERS / "root/usr/lib/x86_64-linux-gnu"), os.environ.get("LD_LIBRARY_PATH")]))
+        # nofile, nproc: podman's defaults are above the limits of a machine that may not raise them.
+        (folder / "containers.conf").write_text(f"""[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+log_driver = "k8s-file"
+[network]
+network_backend = "cni"
+cni_plugin_dirs = ["{folder}/bin"]
+network_config_dir = "{folder}/net.d"
+default_network = "{self.network}"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+lock_type = "file"
+runtime = "runc"
+conmon_path = ["{conmon}"]
+conmon_env_vars = ["LD_LIBRARY_PATH={libraries}"]
+tmp_dir = "{folder}/tmp"
+[engine.runtimes]
+runc = ["{runc}"]
+""")
+        self.environment = dict(os.environ, CONTAINERS_CONF=str(folder / "containers.conf"), HOME=str(folder / "home"),
+                                LD_LIBRARY_PATH=libraries, TMPDIR=str(folder))
+        storage = ["--root", folder / "root", "--runroot", folder / "runroot", "--storage-driver", "vfs"]
+        self.words = list(map(str, [*inside(netns, own_mounts=False), podman, *storage]))
+
+    def __enter__(self):
+        self("load", "-i", image(self.folder))
+        return self
+
+    def __call__(self, *words, check=True, seconds=120 * SLOW):
+        done = subprocess.run([*self.words, *map(str, words)], capture_output=True, text=True, timeout=seconds, env=self.environment)
+        if check and done.returncode:
+            raise AssertionError(f"podman {' '.join(map(str, words))} ended with {done.returncode}: {done.stderr.strip()}")
+        return done
+
+    def __exit__(self, *_):
+        self("rm", "--all", "--force", "--time", "0", check=False)
+        self.mounts_left()
+
+    def namespaces(self):
+        """The paths of the network namespaces of the containers that run."""
+        ids = self("ps", "--quiet").stdout.split()
+        return self("inspect", "--format", "{{.NetworkSettings.SandboxKey}}", *ids).stdout.split() if ids else []
+
+    def mounts_left(self):
+        """Unmounts what is mounted below the folder; says what it was."""
+        found = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {self.folder}/" in line]
+        for path in reversed(found):
+            subprocess.run(["umount", "--lazy", path], check=False)
+        return found
+
+
 def leftovers(prefix):
     """Network namespaces with names that begin so."""
     done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)

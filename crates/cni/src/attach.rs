@@ -127,6 +127,7 @@ fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<(), CniErr
 }
 
 fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
+    let config = &config.with_args(environment)?;
     let (container, interface, path) =
         (environment.container()?, environment.device(config.is_vm)?, environment.need_netns()?);
     if config.prev_result.is_some() {

@@ -254,6 +254,21 @@ impl Config {
         place(self.version) >= place(version)
     }
 
+    /// The configuration with the addresses of CNI_ARGS, which podman's `--ip` gives, where it has none itself.
+    ///
+    /// # Errors
+    /// They are no addresses, or two of one family; or CNI_ARGS has a MAC address.
+    pub(crate) fn with_args(&self, environment: &Environment) -> Result<Config, CniError> {
+        let mut config = self.clone();
+        if let Some(mac) = environment.arg("MAC") {
+            return Err(no_mac("CNI_ARGS: MAC", mac));
+        }
+        if let Some(text) = environment.arg("IP").filter(|_| (self.ip, self.ip6) == (None, None)) {
+            (config.ip, config.ip6) = addresses("CNI_ARGS: IP", text.split(','), self.is_vm)?;
+        }
+        Ok(config)
+    }
+
     /// What the fabric knows the container's interface by.
     pub(crate) fn identity(&self, container: &str, interface: &str) -> String {
         format!("{}/{container}/{interface}", self.name)
@@ -305,6 +320,42 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>, CniError> {
     Ok(out)
 }
 
+fn wrong(key: &str, expected: &str, found: &str) -> CniError {
+    CniError::Config(format!("{key}: expected {expected}, found {:?}", short(found)))
+}
+
+fn no_mac(key: &str, mac: &str) -> CniError {
+    let why = "the address follows from the container's ID";
+    CniError::Unsupported(format!("{key}: expected none, found {:?}: {why}", short(mac)))
+}
+
+/// The address of each family that `key` has, each with or without a prefix length.
+fn addresses<'t>(
+    key: &str,
+    texts: impl Iterator<Item = &'t str>,
+    is_vm: bool,
+) -> Result<(Option<Ipv4Addr>, Option<Ipv6Addr>), CniError> {
+    let (mut ip, mut ip6) = (None, None);
+    for text in texts {
+        let address = text.split_once('/').map_or(text, |(address, _)| address);
+        let is_second = match address.parse() {
+            Ok(IpAddr::V4(v4)) => ip.replace(v4).is_some(),
+            Ok(IpAddr::V6(v6)) => ip6.replace(v6).is_some(),
+            Err(_) => return Err(wrong(key, "addresses of the network", text)),
+        };
+        if is_second {
+            return Err(wrong(key, "at most one address of each family", text));
+        }
+    }
+    match ip6.filter(|_| is_vm) {
+        Some(ip6) => {
+            let expected = "no IPv6 address with \"vm\": a guest configures IPv6 itself";
+            Err(wrong(key, expected, &ip6.to_string()))
+        }
+        None => Ok((ip, ip6)),
+    }
+}
+
 /// Reads a configuration.
 pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
     if input.len() as u64 > MAX_INPUT_BYTES {
@@ -314,9 +365,6 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
     let given = raw.cni_version.unwrap_or_else(|| "0.1.0".into());
     let version = VERSIONS.into_iter().find(|v| *v == given);
     let version = version.ok_or_else(|| CniError::Version { found: short(&given) })?;
-    let wrong = |key: &str, expected: &str, found: &str| {
-        CniError::Config(format!("{key}: expected {expected}, found {:?}", short(found)))
-    };
     let name = raw.name.unwrap_or_default();
     if !is_name(&name) {
         return Err(wrong("name", NAME, &name));
@@ -341,10 +389,7 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
     let runtime = raw.runtime_config;
     let mappings = mappings(runtime.port_mappings.unwrap_or_default())?;
     if let Some(mac) = &runtime.mac {
-        return Err(CniError::Unsupported(format!(
-            "runtimeConfig.mac: expected none, found {:?}: the address follows from the container's ID",
-            short(mac)
-        )));
+        return Err(no_mac("runtimeConfig.mac", mac));
     }
     let bandwidth = runtime.bandwidth.unwrap_or_default();
     for (key, rate) in [("ingressRate", bandwidth.ingress_rate), ("egressRate", bandwidth.egress_rate)] {
@@ -354,22 +399,9 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
             return Err(wrong(&format!("runtimeConfig.bandwidth.{key}"), expected, &rate.to_string()));
         }
     }
-    let (mut ip, mut ip6) = (None, None);
-    for text in runtime.ips.iter().flatten() {
-        let address = text.split_once('/').map_or(&text[..], |(address, _)| address);
-        let is_second = match address.parse() {
-            Ok(IpAddr::V4(v4)) => ip.replace(v4).is_some(),
-            Ok(IpAddr::V6(v6)) => ip6.replace(v6).is_some(),
-            Err(_) => return Err(wrong("runtimeConfig.ips", "addresses of the network", text)),
-        };
-        if is_second {
-            return Err(wrong("runtimeConfig.ips", "at most one address of each family", text));
-        }
-    }
-    if let Some(ip6) = ip6.filter(|_| raw.vm.is_some()) {
-        let expected = "no IPv6 address with \"vm\": a guest configures IPv6 itself";
-        return Err(wrong("runtimeConfig.ips", expected, &ip6.to_string()));
-    }
+    let is_vm = raw.vm.is_some();
+    let ips = runtime.ips.iter().flatten().map(String::as_str);
+    let (ip, ip6) = addresses("runtimeConfig.ips", ips, is_vm)?;
     Ok(Config {
         version,
         name,
@@ -377,7 +409,7 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
         network: raw.network,
         runtime: raw.runtime,
         default_route: raw.default_route.unwrap_or(true),
-        is_vm: raw.vm.is_some(),
+        is_vm,
         bandwidth,
         mappings,
         ip,
@@ -480,6 +512,22 @@ mod tests {
     }
 
     #[test]
+    fn addresses_of_the_arguments_are_taken_where_the_configuration_has_none() {
+        let with = |args: &str| Environment { args: Some(args.into()), ..Environment::default() };
+        let own = config(json!({ "runtimeConfig": { "ips": ["10.0.0.7"] } })).unwrap();
+        let none = config(json!({})).unwrap();
+        let ips = |config: &Config, args: &str| config.with_args(&with(args)).map(|config| (config.ip, config.ip6));
+        let (ten, six) = (Some(Ipv4Addr::new(10, 0, 0, 9)), "fd00::9".parse().ok());
+        assert_eq!(ips(&none, "IgnoreUnknown=1;IP=10.0.0.9").unwrap(), (ten, None));
+        assert_eq!(ips(&none, "IP=10.0.0.9/24,fd00::9/64").unwrap(), (ten, six));
+        assert_eq!(ips(&own, "IP=10.0.0.9").unwrap(), (own.ip, None));
+        assert_eq!(ips(&none, "IgnoreUnknown=1").unwrap(), (None, None));
+        for (args, code) in [("IP=", 7), ("IP=10.0.0.9,10.0.0.8", 7), ("IP=x\"", 7), ("MAC=02:00:00:00:00:01", 2)] {
+            assert_eq!(ips(&none, args).unwrap_err().code(), code, "{args}");
+        }
+    }
+
+    #[test]
     fn a_list_for_gc_is_known_by_both_names_and_none_is_not_an_empty_one() {
         assert_eq!(config(json!({})).unwrap().valid, None);
         assert_eq!(config(json!({ "cni.dev/valid-attachments": [] })).unwrap().valid, Some(vec![]));
@@ -578,6 +626,8 @@ mod tests {
             prop_assert!(environment.interface().map_or(true, fit));
             prop_assert!(environment.netns().map_or(true, |t| t.is_none_or(fit)));
             let _ = environment.arg("K8S_POD_NAME");
+            let args = Environment { args: Some(format!("IP={text}")), ..environment };
+            let _ = config(json!({})).unwrap().with_args(&args);
         }
     }
 }
