@@ -5,11 +5,17 @@
 //! the route. So at each step what is left after a kill is in the namespace, and ends with it.
 //! DEL removes the port first: the daemon's descriptor would keep the namespace alive.
 //!
+//! A virtual machine that reaches the fabric by a vhost-user socket has nothing in the namespace.
+//! ADD adds the port, then writes the file for Kata ([`dan`]); DEL removes the port, the file and
+//! the socket.
+//!
 //! # The daemon is away
 //! A persistent tap stays, without carrier, and the next daemon attaches to it again. DEL deletes
 //! the tap itself; the next daemon finds none and forgets the port.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
 
 use serde_json::{Value, json};
 use tombolo_host::api::report::ForwardReport;
@@ -17,9 +23,10 @@ use tombolo_host::file::Mac;
 use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_port::tap::{self, TapConfig};
 
+use crate::dan;
 use crate::error::CniError;
-use crate::fabric::{Device, Fabric, Place, Place6, mac_of, member_name, plain_name};
-use crate::request::{Command, Config, Environment, Mapping, VERSIONS};
+use crate::fabric::{Device, Fabric, Form, Place, Place6, mac_of, member_name, plain_name};
+use crate::request::{Command, Config, Environment, Mapping, VERSIONS, Vm, is_path};
 
 fn system(error: impl std::fmt::Display) -> CniError {
     CniError::System(error.to_string())
@@ -83,10 +90,11 @@ fn id(environment: &Environment, key: &'static str) -> Result<Option<u32>, CniEr
 }
 
 /// The address of the device itself. In a container it is the container's. A microVM's is its guest's, so its tap has another.
+/// Behind a vhost-user socket there is no device but the guest's.
 fn device_mac(config: &Config, identity: &str) -> Mac {
-    match config.is_vm {
-        true => Mac::derived(&["cni tap", &config.fabric, identity]),
-        false => mac_of(config, identity),
+    match config.vm {
+        Some(Vm::Tap) => Mac::derived(&["cni tap", &config.fabric, identity]),
+        Some(Vm::VhostUser) | None => mac_of(config, identity),
     }
 }
 
@@ -129,7 +137,7 @@ fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<(), CniErr
 fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     let config = &config.with_args(environment)?;
     let (container, interface, path) =
-        (environment.container()?, environment.device(config.is_vm)?, environment.need_netns()?);
+        (environment.container()?, environment.device(config.vm)?, environment.need_netns()?);
     if config.prev_result.is_some() {
         let what = "prevResult: this plugin makes the container's interface, so it has to be the first of the list";
         return Err(CniError::Config(what.into()));
@@ -140,8 +148,12 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     let status = fabric.status()?;
     let mtu = fabric.network(&status)?.mtu;
     let netns = Netns::open(path).map_err(system)?;
-    // The guest of a monitor configures IPv6 itself: firecracker-go-sdk takes results with one address only.
-    let has_ipv6 = !config.is_vm && has_ipv6(&netns, mtu)?;
+    let has_ipv6 = match config.vm {
+        // The guest of a monitor configures IPv6 itself: firecracker-go-sdk takes results with one address only.
+        Some(Vm::Tap) => false,
+        Some(Vm::VhostUser) => mtu >= IPV6_MTU,
+        None => has_ipv6(&netns, mtu)?,
+    };
     if let Some(ip6) = config.ip6.filter(|_| !has_ipv6) {
         let what = format!("no IPv6 address: the kernel has no IPv6, or the MTU {mtu} is below {IPV6_MTU}");
         return Err(CniError::Config(format!("runtimeConfig.ips: expected {what}, found {ip6}")));
@@ -150,33 +162,38 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     for stale in fabric.containers(&status).iter().filter(|found| found.container == identity) {
         fabric.remove(&stale.name)?;
     }
+    let pod = environment.arg("K8S_POD_NAME").and_then(member_name);
+    let names: Vec<String> = pod.into_iter().chain(member_name(container)).chain([plain_name(mac)]).collect();
+    if config.vm == Some(Vm::VhostUser) {
+        return add_vhost_user(&fabric, config, (container, interface, path), (&identity, mac, has_ipv6), &names);
+    }
     let own = device_mac(config, &identity);
     delete_device(&netns, interface, own)?;
     if Interface::open(Some(&netns), interface).is_ok() {
         let what = format!("the container has an interface \"{interface}\" already; choose another name for this one");
         return Err(CniError::Config(what));
     }
+    let is_monitored = config.vm.is_some();
     let device = TapConfig {
         netns: Some(netns.clone()),
         mtu: Some(mtu),
         mac: Some(own.0),
-        owner: id(environment, "TC_REDIRECT_TAP_UID")?.filter(|_| config.is_vm),
-        group: id(environment, "TC_REDIRECT_TAP_GID")?.filter(|_| config.is_vm),
+        owner: id(environment, "TC_REDIRECT_TAP_UID")?.filter(|_| is_monitored),
+        group: id(environment, "TC_REDIRECT_TAP_GID")?.filter(|_| is_monitored),
         persist: true,
         closed: true,
         ..TapConfig::new(interface)
     };
     tap::make(&device).map_err(system)?;
     let made = (|| {
-        if config.is_vm {
+        if is_monitored {
             set_ipv6(&netns, interface, false)?;
         }
-        let device = Device { identity: &identity, netns: path, interface, mac, is_vm: config.is_vm, has_ipv6 };
-        let pod = environment.arg("K8S_POD_NAME").and_then(member_name);
-        let wanted: Vec<String> = pod.into_iter().chain(member_name(container)).chain([plain_name(mac)]).collect();
-        let (name, place) = fabric.join(&device, &wanted)?;
+        let form = Form::Tap { interface, monitor: is_monitored };
+        let device = Device { identity: &identity, netns: path, mac, form, has_ipv6 };
+        let (name, place) = fabric.join(&device, &names)?;
         // A guest's kernel has it from its monitor.
-        let configured = if config.is_vm { Ok(()) } else { configure(&netns, interface, &place) };
+        let configured = if is_monitored { Ok(()) } else { configure(&netns, interface, &place) };
         if let Err(error) = configured {
             // The first error is what matters.
             let _ = fabric.remove(&name);
@@ -185,7 +202,7 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
         Ok(place)
     })();
     match made {
-        Ok(place) => Ok(result(config, (container, interface, path), (own, mac), &place)),
+        Ok(place) => Ok(result(config, (container, interface, path), (own, mac), &place, None)),
         Err(error) => {
             // The first error is what matters.
             let _ = delete_device(&netns, interface, own);
@@ -194,18 +211,78 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     }
 }
 
+/// Adds the port of a virtual machine that reaches the fabric by a vhost-user socket.
+///
+/// Kata's monitor listens at the socket, and takes a path only at which there is nothing yet. So the fabric connects there, and
+/// the path is made free. Other monitors connect to the fabric.
+fn add_vhost_user(
+    fabric: &Fabric<'_>,
+    config: &Config,
+    at: (&str, &str, &str),
+    (identity, mac, has_ipv6): (&str, Mac, bool),
+    names: &[String],
+) -> Result<Value, CniError> {
+    let (container, interface, path) = at;
+    let socket = fabric.socket(mac);
+    // The path's folder is that of the configuration.
+    let text = socket.to_str().filter(|_| is_path(&socket)).ok_or_else(|| {
+        let what = format!("runtime: expected an absolute path of printable characters, found {socket:?}");
+        CniError::Config(what)
+    })?;
+    forget_vm(config, &socket, container, interface)?;
+    let form = Form::VhostUser { socket: text, connect: config.dan.is_some() };
+    let (name, place) = fabric.join(&Device { identity, netns: path, mac, form, has_ipv6 }, names)?;
+    if let Some(folder) = &config.dan
+        && let Err(error) = dan::put(folder, container, dan::device(interface, mac, text, &place))
+    {
+        // The first error is what matters.
+        let _ = fabric.remove(&name);
+        return Err(error);
+    }
+    Ok(result(config, at, (mac, mac), &place, Some(text)))
+}
+
+/// Removes what there is of a virtual machine besides its port: the entry in Kata's file, and the socket.
+fn forget_vm(config: &Config, socket: &Path, container: &str, interface: &str) -> Result<(), CniError> {
+    if let Some(folder) = &config.dan {
+        dan::take(folder, container, interface)?;
+    }
+    match std::fs::symlink_metadata(socket) {
+        // A monitor's. The fabric removes its own.
+        Ok(found) if found.file_type().is_socket() => match std::fs::remove_file(socket) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(system(format!("{}: {error}", socket.display())))
+            }
+            _ => Ok(()),
+        },
+        _ => Ok(()),
+    }
+}
+
 /// What ADD answers, in the version of the configuration.
 ///
 /// For a microVM it has the pair that firecracker-go-sdk looks for: the tap, and the guest's interface, which has the tap's name
-/// and the container's ID in place of a namespace. The address is the guest's.
-fn result(config: &Config, at: (&str, &str, &str), (own, mac): (Mac, Mac), place: &Place) -> Value {
+/// and the container's ID in place of a namespace. The address is the guest's. Behind a `socket` there is the guest's interface
+/// alone.
+fn result(
+    config: &Config,
+    at: (&str, &str, &str),
+    (own, mac): (Mac, Mac),
+    place: &Place,
+    socket: Option<&str>,
+) -> Value {
     let (container, interface, path) = at;
-    let mut device = json!({ "name": interface, "mac": own.to_string(), "sandbox": path });
+    let is_pair = config.vm == Some(Vm::Tap);
+    let sandbox = if socket.is_some() { container } else { path };
+    let mut device = json!({ "name": interface, "mac": own.to_string(), "sandbox": sandbox });
     if config.is_at_least("1.1.0") {
         device["mtu"] = place.mtu.into();
+        if let Some(socket) = socket {
+            device["socketPath"] = socket.into();
+        }
     }
     let ip_of = |ip: IpAddr, prefix: u8, router: Option<IpAddr>| {
-        let mut entry = json!({ "address": format!("{ip}/{prefix}"), "interface": u8::from(config.is_vm) });
+        let mut entry = json!({ "address": format!("{ip}/{prefix}"), "interface": u8::from(is_pair) });
         if let Some(router) = router {
             entry["gateway"] = router.to_string().into();
         }
@@ -227,15 +304,14 @@ fn result(config: &Config, at: (&str, &str, &str), (own, mac): (Mac, Mac), place
         false => json!({ "nameservers": nameservers, "domain": place.domain, "search": [place.domain] }),
     };
     let mut interfaces = vec![device];
-    if config.is_vm {
+    if is_pair {
         interfaces.push(json!({ "name": interface, "mac": mac.to_string(), "sandbox": container }));
     }
     json!({ "cniVersion": config.version, "interfaces": interfaces, "ips": ips, "routes": routes.collect::<Vec<_>>(), "dns": dns })
 }
 
 fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
-    let (container, interface, path) =
-        (environment.container()?, environment.device(config.is_vm)?, environment.netns()?);
+    let (container, interface, path) = (environment.container()?, environment.device(config.vm)?, environment.netns()?);
     let identity = config.identity(container, interface);
     let removed = Fabric::new(config).and_then(|fabric| match fabric.status() {
         Ok(status) => {
@@ -244,8 +320,12 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
         }
         Err(error) => Err(error),
     });
+    if config.vm == Some(Vm::VhostUser) {
+        let fabric = Fabric::new(config)?;
+        forget_vm(config, &fabric.socket(mac_of(config, &identity)), container, interface)?;
+    }
     // Of a namespace that is gone there is nothing left.
-    if let Some(netns) = path.and_then(|path| Netns::open(path).ok()) {
+    else if let Some(netns) = path.and_then(|path| Netns::open(path).ok()) {
         delete_device(&netns, interface, device_mac(config, &identity))?;
     }
     match removed {
@@ -260,7 +340,7 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
 
 fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     let (container, interface, path) =
-        (environment.container()?, environment.device(config.is_vm)?, environment.need_netns()?);
+        (environment.container()?, environment.device(config.vm)?, environment.need_netns()?);
     let identity = config.identity(container, interface);
     let mac = mac_of(config, &identity);
     let differs = |what: String| CniError::Differs { what };
@@ -280,35 +360,52 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
         return Err(differs(fault));
     }
     let netns = Netns::open(path).map_err(system)?;
-    let link = Interface::open(Some(&netns), interface).map_err(|e| differs(e.to_string()))?;
-    let there = link.mac().map_err(system)?;
-    let own = device_mac(config, &identity);
-    if there != own.0 {
-        return Err(differs(format!("\"{interface}\": expected the address {own}, found {}", Mac(there))));
+    if config.vm != Some(Vm::VhostUser) {
+        let link = Interface::open(Some(&netns), interface).map_err(|e| differs(e.to_string()))?;
+        let there = link.mac().map_err(system)?;
+        let own = device_mac(config, &identity);
+        if there != own.0 {
+            return Err(differs(format!("\"{interface}\": expected the address {own}, found {}", Mac(there))));
+        }
+    } else if let Some(folder) = &config.dan {
+        let (file, socket) = (dan::path(folder, container), fabric.socket(mac));
+        let there = dan::find(folder, container, interface)?;
+        let there = there.as_ref().and_then(dan::socket_of);
+        if there != socket.to_str() {
+            let expected = format!("device \"{interface}\" with the path {}", socket.display());
+            return Err(differs(format!("{}: expected {expected}, found {there:?}", file.display())));
+        }
     }
-    // A microVM's tap has a carrier only while a monitor has opened it.
-    if !found.up && !config.is_vm {
+    // A virtual machine's has a carrier only while a monitor has opened it.
+    if !found.up && config.vm.is_none() {
         return Err(differs(format!("port {} is down", found.name)));
     }
     let wanted = mac.to_string();
     // A guest's IPv6 addresses are its own choice.
-    let is_fixed = |ip: IpAddr| ip.is_ipv4() || !config.is_vm;
+    let is_fixed = |ip: IpAddr| ip.is_ipv4() || config.vm.is_none();
     let held = network.leases.iter().filter(|lease| lease.mac == wanted && lease.fixed && is_fixed(lease.ip));
     let held: Vec<IpAddr> = held.map(|lease| lease.ip).collect();
     if !held.iter().any(IpAddr::is_ipv4) {
         return Err(differs(format!("port {} has no address in the fabric", found.name)));
     }
     // An address that is not this namespace's cannot be bound to. A guest has its own.
-    for ip in held.iter().filter(|_| !config.is_vm) {
+    for ip in held.iter().filter(|_| config.vm.is_none()) {
         let bound = netns.run(|| UdpSocket::bind((*ip, 0)).map(drop)).map_err(system)?;
         bound.map_err(|_| differs(format!("\"{interface}\" has not the address {ip} any more")))?;
     }
-    same_addresses(config.prev_result.as_ref(), &held, usize::from(config.is_vm), interface).map_err(differs)
+    let index = usize::from(config.vm == Some(Vm::Tap));
+    same_addresses(config.prev_result.as_ref(), &held, index, interface, is_fixed).map_err(differs)
 }
 
 /// Compares the addresses that the fabric has for an interface with those of an earlier answer, where there is one. The interface
-/// is at `index` there.
-fn same_addresses(before: Option<&Value>, held: &[IpAddr], index: usize, interface: &str) -> Result<(), String> {
+/// is at `index` there, and its addresses are those that are `fixed`.
+fn same_addresses(
+    before: Option<&Value>,
+    held: &[IpAddr],
+    index: usize,
+    interface: &str,
+    fixed: impl Fn(IpAddr) -> bool,
+) -> Result<(), String> {
     let Some(entries) = before.and_then(|r| r.get("ips")).and_then(Value::as_array) else { return Ok(()) };
     let address = |entry: &Value| {
         let address = entry.get("address").and_then(Value::as_str).unwrap_or_default();
@@ -319,7 +416,7 @@ fn same_addresses(before: Option<&Value>, held: &[IpAddr], index: usize, interfa
     }
     // Plugins after this one may have added interfaces.
     let own = entries.iter().filter(|entry| entry.get("interface").and_then(Value::as_u64) == Some(index as u64));
-    match own.filter_map(address).find(|ip| !held.contains(ip)) {
+    match own.filter_map(address).find(|ip| fixed(*ip) && !held.contains(ip)) {
         Some(ip) => Err(format!("prevResult has the address {ip} of \"{interface}\", which the fabric does not have")),
         None => Ok(()),
     }
@@ -348,6 +445,14 @@ fn gc(config: &Config) -> Result<(), CniError> {
             failed = fabric.remove(&found.name).err().or(failed);
         }
     }
+    // Also those whose port the daemon has removed already.
+    for (container, interface) in config.dan.iter().flat_map(|folder| dan::all_in(folder, fabric.folder())) {
+        let identity = config.identity(&container, &interface);
+        let socket = fabric.socket(mac_of(config, &identity));
+        if !stay.contains(&identity) {
+            failed = forget_vm(config, &socket, &container, &interface).err().or(failed);
+        }
+    }
     failed.map_or(Ok(()), Err)
 }
 
@@ -365,13 +470,15 @@ mod tests {
             nameserver: Some(Ipv4Addr::new(10, 87, 0, 1)),
             domain: "demo.internal".into(),
             mtu: 1500,
-            six: (!config.is_vm).then(|| Place6 {
+            six: (config.vm != Some(Vm::Tap)).then(|| Place6 {
                 ip: "fd00:1:2:3::a57:9".parse().unwrap(),
                 router: "fd00:1:2:3::2".parse().ok(),
                 nameserver: "fd00:1:2:3::1".parse().ok(),
             }),
         };
-        result(&config, ("c1", "eth0", "/run/netns/x"), (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2])), &place)
+        let socket = (config.vm == Some(Vm::VhostUser)).then_some("/run/tombolo/demo/c.sock");
+        let macs = (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2]));
+        result(&config, ("c1", "eth0", "/run/netns/x"), macs, &place, socket)
     }
 
     #[test]
@@ -405,16 +512,28 @@ mod tests {
     }
 
     #[test]
+    fn the_interface_of_a_virtual_machine_at_a_socket_has_its_path_where_the_version_has_it() {
+        let answer11 = answer("1.1.0", r#","vm":"vhost-user""#);
+        assert_eq!(answer11["interfaces"].as_array().unwrap().len(), 1);
+        assert_eq!(answer11["interfaces"][0]["socketPath"], "/run/tombolo/demo/c.sock");
+        assert_eq!(answer11["interfaces"][0]["sandbox"], "c1", "it is not in the namespace");
+        assert_eq!((&answer11["ips"][0]["interface"], &answer11["ips"][1]["interface"]), (&json!(0), &json!(0)));
+        let answer10 = answer("1.0.0", r#","vm":"vhost-user","dan":"/run/dans""#);
+        assert_eq!(answer10["interfaces"][0].get("socketPath"), None);
+    }
+
+    #[test]
     fn addresses_of_an_earlier_answer_are_the_fabrics() {
         let answer = answer("1.1.0", "");
         let held: Vec<IpAddr> = vec!["10.87.0.9".parse().unwrap(), "fd00:1:2:3::a57:9".parse().unwrap()];
-        let same = |held: &[IpAddr]| same_addresses(Some(&answer), held, 0, "eth0");
+        let same = |held: &[IpAddr]| same_addresses(Some(&answer), held, 0, "eth0", |_| true);
         assert_eq!(same(&held), Ok(()));
-        assert_eq!(same_addresses(None, &held, 0, "eth0"), Ok(()));
+        assert_eq!(same_addresses(None, &held, 0, "eth0", |_| true), Ok(()));
         assert!(same(&held[..1]).unwrap_err().contains("has the address fd00:1:2:3::a57:9"));
         let other = [held[0], "fd00:1:2:3::7".parse().unwrap()];
         assert!(same(&other).unwrap_err().contains("does not have the address fd00:1:2:3::7"));
-        assert_eq!(same_addresses(Some(&answer), &[], 1, "eth0"), Ok(()), "another plugin's interface");
+        assert_eq!(same_addresses(Some(&answer), &[], 1, "eth0", |_| true), Ok(()), "another plugin's interface");
+        assert_eq!(same_addresses(Some(&answer), &held[..1], 0, "eth0", |ip| ip.is_ipv4()), Ok(()), "a guest's choice");
     }
 
     #[test]

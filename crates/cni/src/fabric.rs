@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::{Path, PathBuf};
 
 use tombolo_host::api::client::{Client, ClientError};
 use tombolo_host::api::report::{NetworkReport, PortReport, Status};
@@ -18,6 +19,8 @@ const TRIES: usize = 32;
 pub(crate) struct Fabric<'c> {
     client: Client,
     config: &'c Config,
+    /// Its folder of sockets.
+    folder: PathBuf,
 }
 
 /// The container's port.
@@ -123,6 +126,13 @@ fn address6(network: &NetworkReport, wanted: Option<Ipv6Addr>, ip: Ipv4Addr) -> 
     Ok(Some(ip6))
 }
 
+/// The address that a host with this MAC address gives itself in the /64 of `ip6` (RFC 4291, appendix A).
+fn slaac_address(ip6: Ipv6Addr, mac: Mac) -> Ipv6Addr {
+    let [a, b, c, d, e, f] = mac.0;
+    let suffix = u64::from_be_bytes([a ^ 2, b, c, 0xff, 0xfe, d, e, f]);
+    Ipv6Addr::from_bits(ip6.to_bits() >> 64 << 64 | u128::from(suffix))
+}
+
 impl<'c> Fabric<'c> {
     /// Nothing is connected yet.
     pub(crate) fn new(config: &'c Config) -> Result<Fabric<'c>, CniError> {
@@ -130,8 +140,19 @@ impl<'c> Fabric<'c> {
             Some(root) => root.clone(),
             None => rundir::runtime_root().map_err(|e| CniError::System(e.to_string()))?,
         };
-        let client = Client::new(&config.fabric, &root.join(&config.fabric).join("api.sock"))?;
-        Ok(Fabric { client, config })
+        let folder = root.join(&config.fabric);
+        let client = Client::new(&config.fabric, &folder.join("api.sock"))?;
+        Ok(Fabric { client, config, folder })
+    }
+
+    /// The vhost-user socket of a virtual machine. No two have the same MAC address.
+    pub(crate) fn socket(&self, mac: Mac) -> PathBuf {
+        self.folder.join(format!("{}.sock", plain_name(mac)))
+    }
+
+    /// The fabric's folder of sockets.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
     }
 
     pub(crate) fn status(&self) -> Result<Status, CniError> {
@@ -258,15 +279,22 @@ impl<'c> Fabric<'c> {
     }
 }
 
+/// What a port attaches to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Form<'a> {
+    /// A tap of this name in the namespace, and whether a monitor opens it.
+    Tap { interface: &'a str, monitor: bool },
+    /// A vhost-user socket, and whether the monitor listens there and the fabric connects.
+    VhostUser { socket: &'a str, connect: bool },
+}
+
 /// The interface that a port is for.
 #[derive(Clone, Debug)]
 pub(crate) struct Device<'a> {
     pub(crate) identity: &'a str,
     pub(crate) netns: &'a str,
-    pub(crate) interface: &'a str,
     pub(crate) mac: Mac,
-    /// Whether a monitor opens it.
-    pub(crate) is_vm: bool,
+    pub(crate) form: Form<'a>,
     /// Whether it can have an IPv6 address.
     pub(crate) has_ipv6: bool,
 }
@@ -274,16 +302,29 @@ pub(crate) struct Device<'a> {
 impl Device<'_> {
     /// Its section of a fabric file. All values were checked to be free of quotes and line ends.
     fn section(&self, name: &str, network: &str, (ip, ip6): (Ipv4Addr, Option<Ipv6Addr>), config: &Config) -> String {
-        let Device { identity, netns, interface, mac, is_vm, .. } = self;
-        let mut text = format!(
-            "[tap.{name}]\nnetwork = \"{network}\"\ndevice = \"{interface}\"\nadopt = true\nnetns = \"{netns}\"\n\
-             mac = \"{mac}\"\nip = \"{ip}\"\nguard = \"ip\"\ncontainer = \"{identity}\"\n"
-        );
-        if let Some(ip6) = ip6 {
-            text.push_str(&format!("ip6 = \"{ip6}\"\n"));
-        }
-        if *is_vm {
-            text.push_str("monitor = true\n");
+        let Device { identity, netns, mac, form, .. } = self;
+        let mut text = match form {
+            Form::Tap { interface, monitor } => {
+                let monitor = if *monitor { "monitor = true\n" } else { "" };
+                format!("[tap.{name}]\ndevice = \"{interface}\"\nadopt = true\n{monitor}")
+            }
+            Form::VhostUser { socket, connect } => {
+                format!("[port.{name}]\nkind = \"vhost-user\"\nsocket = \"{socket}\"\nconnect = {connect}\n")
+            }
+        };
+        text.push_str(&format!(
+            "network = \"{network}\"\nnetns = \"{netns}\"\nmac = \"{mac}\"\nip = \"{ip}\"\nguard = \"ip\"\n\
+             container = \"{identity}\"\n"
+        ));
+        // The kernel of a virtual machine also takes an address from router advertisements, and uses it as source. So the port
+        // learns its addresses, unless the runtime chose one, which then is reserved.
+        let listed = match form {
+            Form::Tap { .. } => ip6.map(|ip6| vec![ip6]),
+            Form::VhostUser { .. } => config.ip6.map(|ip6| vec![ip6, slaac_address(ip6, *mac)]),
+        };
+        if let Some(listed) = listed {
+            let listed: Vec<_> = listed.iter().map(|ip6| format!("\"{ip6}\"")).collect();
+            text.push_str(&format!("ip6 = [{}]\n", listed.join(", ")));
         }
         // The container's ingress is what it receives.
         let limits = &config.bandwidth;
@@ -331,8 +372,8 @@ mod tests {
         let config = crate::request::parse(input.as_bytes()).unwrap();
         let identity = config.identity("abc", "eth0");
         let mac = mac_of(&config, &identity);
-        let device =
-            Device { identity: &identity, netns: "/run/netns/x", interface: "eth0", mac, is_vm: false, has_ipv6: true };
+        let form = Form::Tap { interface: "eth0", monitor: false };
+        let device = Device { identity: &identity, netns: "/run/netns/x", mac, form, has_ipv6: true };
         let (ip, ip6) = (Ipv4Addr::new(10, 87, 0, 9), "fd00:1:2:3::a57:9".parse().ok());
         let section = device.section(&plain_name(mac), "lan", (ip, ip6), &config);
         let text =
@@ -345,6 +386,37 @@ mod tests {
         assert_eq!((rates.send.bits, rates.send.burst), (Some(5000), Some(1000)));
         assert_eq!((rates.receive.bits, rates.receive.burst), (Some(6000), Some(70_000)));
         assert!(member_name(&tap.name).is_some());
+    }
+
+    #[test]
+    fn the_section_of_a_vhost_user_socket_is_one_that_the_fabric_reads() {
+        let input = r#"{"cniVersion":"1.1.0","name":"pods","fabric":"demo","vm":"vhost-user"}"#;
+        let config = crate::request::parse(input.as_bytes()).unwrap();
+        let identity = config.identity("abc", "eth0");
+        let mac = mac_of(&config, &identity);
+        for connect in [false, true] {
+            let form = Form::VhostUser { socket: "/run/tombolo/demo/x.sock", connect };
+            let device = Device { identity: &identity, netns: "/run/netns/x", mac, form, has_ipv6: true };
+            let (ip, ip6) = (Ipv4Addr::new(10, 87, 0, 9), "fd00:1:2:3::a57:9".parse().ok());
+            let section = device.section("web", "lan", (ip, ip6), &config);
+            let text = format!(
+                "name = \"demo\"\n[network.lan]\nsubnet = \"10.87.0.0/24\"\nipv6 = \"fd00:1:2:3::/64\"\n{section}"
+            );
+            let fabric = tombolo_host::file::parse(&text, std::path::Path::new("/x/demo.toml")).unwrap();
+            let member = fabric.contained().next().unwrap();
+            assert_eq!((member.word, member.name, member.netns), ("port", "web", "/run/netns/x"));
+            assert_eq!(member.container, "pods/abc/eth0");
+            let socket = Some(PathBuf::from("/run/tombolo/demo/x.sock"));
+            assert_eq!(fabric.ports[0].kind, tombolo_host::file::PortKind::VhostUser { socket, queues: 1, connect });
+            assert_eq!((fabric.ports[0].mac, fabric.ports[0].ip), (Some(mac), Some(ip)));
+            assert_eq!(fabric.addresses6("lan")[0].2, Vec::<Ipv6Addr>::new(), "it learns its addresses");
+        }
+        // One that the runtime chose is its own, beside that of its MAC address.
+        let chosen = Config { ip6: "fd00:1:2:3::77".parse().ok(), ..config };
+        let form = Form::VhostUser { socket: "/run/x.sock", connect: false };
+        let device = Device { identity: &identity, netns: "/x", mac: Mac([2, 0, 0, 0, 0, 1]), form, has_ipv6: true };
+        let section = device.section("web", "lan", (Ipv4Addr::new(10, 87, 0, 9), chosen.ip6), &chosen);
+        assert!(section.contains("ip6 = [\"fd00:1:2:3::77\", \"fd00:1:2:3:0:ff:fe00:1\"]\n"), "{section}");
     }
 
     #[test]

@@ -4,11 +4,13 @@
 //! network configuration on standard input (CNI 0.3.1 to 1.1.0). The container gets a tap of the
 //! fabric's switch directly in its namespace, without a veth pair, so offloads are kept
 //! (docs/kubernetes.md). [`request`] checks what comes in, [`attach`] carries it out, [`fabric`]
-//! talks to the daemon, [`error`] has the codes. Nothing is kept between two calls: what is needed
+//! talks to the daemon, [`dan`] writes the files
+//! that Kata reads, [`error`] has the codes. Nothing is kept between two calls: what is needed
 //! is in the fabric and follows from the container's ID. So parallel calls need no lock.
 #![forbid(unsafe_code)]
 
 mod attach;
+mod dan;
 mod error;
 mod fabric;
 mod request;

@@ -4,7 +4,7 @@
 //! What passes here can be written into a section of a fabric file as it is.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -91,8 +91,8 @@ impl Environment {
     }
 
     /// The name of the device: of a microVM's tap it may be another than that of the interface.
-    pub(crate) fn device(&self, is_vm: bool) -> Result<&str, CniError> {
-        match self.arg("TC_REDIRECT_TAP_NAME").filter(|_| is_vm) {
+    pub(crate) fn device(&self, vm: Option<Vm>) -> Result<&str, CniError> {
+        match self.arg("TC_REDIRECT_TAP_NAME").filter(|_| vm == Some(Vm::Tap)) {
             Some(name) => interface_name("CNI_ARGS", name),
             None => self.interface(),
         }
@@ -182,6 +182,15 @@ pub(crate) struct Mapping {
     pub(crate) port: u16,
 }
 
+/// How the virtual machine of a container reaches the fabric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Vm {
+    /// By a tap in the container's namespace, which its monitor opens.
+    Tap,
+    /// By a vhost-user socket.
+    VhostUser,
+}
+
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct RuntimeConfig {
@@ -215,6 +224,8 @@ struct Raw {
     default_route: Option<bool>,
     #[serde(default)]
     vm: Option<String>,
+    #[serde(default)]
+    dan: Option<PathBuf>,
     #[serde(rename = "cni.dev/valid-attachments")]
     valid_attachments: Option<Vec<AttachmentId>>,
     // The name in libcni before 1.2.
@@ -236,8 +247,10 @@ pub(crate) struct Config {
     pub(crate) runtime: Option<PathBuf>,
     /// Whether the container's default route leads to the fabric.
     pub(crate) default_route: bool,
-    /// Whether the interface is a tap for the monitor of a microVM.
-    pub(crate) is_vm: bool,
+    /// What the interface is for a virtual machine; `None` for a container.
+    pub(crate) vm: Option<Vm>,
+    /// Folder of the files that Kata Containers reads.
+    pub(crate) dan: Option<PathBuf>,
     pub(crate) bandwidth: Bandwidth,
     pub(crate) mappings: Vec<Mapping>,
     pub(crate) ip: Option<Ipv4Addr>,
@@ -264,7 +277,7 @@ impl Config {
             return Err(no_mac("CNI_ARGS: MAC", mac));
         }
         if let Some(text) = environment.arg("IP").filter(|_| (self.ip, self.ip6) == (None, None)) {
-            (config.ip, config.ip6) = addresses("CNI_ARGS: IP", text.split(','), self.is_vm)?;
+            (config.ip, config.ip6) = addresses("CNI_ARGS: IP", text.split(','), self.vm)?;
         }
         Ok(config)
     }
@@ -333,7 +346,7 @@ fn no_mac(key: &str, mac: &str) -> CniError {
 fn addresses<'t>(
     key: &str,
     texts: impl Iterator<Item = &'t str>,
-    is_vm: bool,
+    vm: Option<Vm>,
 ) -> Result<(Option<Ipv4Addr>, Option<Ipv6Addr>), CniError> {
     let (mut ip, mut ip6) = (None, None);
     for text in texts {
@@ -347,13 +360,19 @@ fn addresses<'t>(
             return Err(wrong(key, "at most one address of each family", text));
         }
     }
-    match ip6.filter(|_| is_vm) {
+    match ip6.filter(|_| vm == Some(Vm::Tap)) {
         Some(ip6) => {
-            let expected = "no IPv6 address with \"vm\": a guest configures IPv6 itself";
+            let expected = "no IPv6 address with vm \"tap\": a guest configures IPv6 itself";
             Err(wrong(key, expected, &ip6.to_string()))
         }
         None => Ok((ip, ip6)),
     }
+}
+
+/// A path that is absolute, and can be written into a fabric file between quotes.
+pub(crate) fn is_path(path: &Path) -> bool {
+    let fit = |text: &str| text.bytes().all(|b| b.is_ascii_graphic() && b != b'"' && b != b'\\');
+    path.is_absolute() && path.to_str().is_some_and(|text| text.len() <= MAX_VARIABLE_BYTES && fit(text))
 }
 
 /// Reads a configuration.
@@ -383,8 +402,24 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
     if let Some(path) = raw.runtime.as_ref().filter(|p| !p.is_absolute()) {
         return Err(wrong("runtime", "an absolute path", &path.display().to_string()));
     }
-    if let Some(vm) = raw.vm.as_deref().filter(|vm| *vm != "tap") {
-        return Err(wrong("vm", "\"tap\", or no such key", vm));
+    let vm = match raw.vm.as_deref() {
+        None => None,
+        Some("tap") => Some(Vm::Tap),
+        Some("vhost-user") => Some(Vm::VhostUser),
+        Some(other) => return Err(wrong("vm", "\"tap\" or \"vhost-user\", or no such key", other)),
+    };
+    if let Some(dan) = &raw.dan {
+        let text = dan.display().to_string();
+        if vm != Some(Vm::VhostUser) {
+            return Err(wrong("dan", "it beside vm \"vhost-user\" alone", &text));
+        }
+        if !is_path(dan) {
+            return Err(wrong("dan", "an absolute path of printable characters", &text));
+        }
+    }
+    if vm == Some(Vm::VhostUser) && raw.dan.is_none() && version != "1.1.0" {
+        // Answers of other versions have no place for the socket's path.
+        return Err(wrong("cniVersion", "1.1.0 with vm \"vhost-user\", or the key dan", version));
     }
     let runtime = raw.runtime_config;
     let mappings = mappings(runtime.port_mappings.unwrap_or_default())?;
@@ -399,9 +434,8 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
             return Err(wrong(&format!("runtimeConfig.bandwidth.{key}"), expected, &rate.to_string()));
         }
     }
-    let is_vm = raw.vm.is_some();
     let ips = runtime.ips.iter().flatten().map(String::as_str);
-    let (ip, ip6) = addresses("runtimeConfig.ips", ips, is_vm)?;
+    let (ip, ip6) = addresses("runtimeConfig.ips", ips, vm)?;
     Ok(Config {
         version,
         name,
@@ -409,7 +443,8 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
         network: raw.network,
         runtime: raw.runtime,
         default_route: raw.default_route.unwrap_or(true),
-        is_vm,
+        vm,
+        dan: raw.dan,
         bandwidth,
         mappings,
         ip,
@@ -472,6 +507,10 @@ mod tests {
             (json!({ "network": "\"]\n" }), 7, "network"),
             (json!({ "runtime": "run" }), 7, "runtime"),
             (json!({ "vm": "kata" }), 7, "vm"),
+            (json!({ "vm": "vhost-user" }), 7, "1.1.0"),
+            (json!({ "vm": "vhost-user", "dan": "dans" }), 7, "absolute"),
+            (json!({ "vm": "vhost-user", "dan": "/a\"b" }), 7, "printable"),
+            (json!({ "vm": "tap", "dan": "/run/dans" }), 7, "dan"),
             (json!({ "runtimeConfig": { "ips": ["fd00::g"] } }), 7, "fd00::g"),
             (json!({ "runtimeConfig": { "ips": ["10.0.0.1", "10.0.0.2"] } }), 7, "one address of each family"),
             (json!({ "runtimeConfig": { "ips": ["fd00::1", "10.0.0.1", "fd00::2"] } }), 7, "fd00::2"),

@@ -590,6 +590,8 @@ fn keys(before: &Part, after: &Part) -> Vec<KeyChange> {
             out.maybe("mac", &a.mac, &b.mac);
             out.say("boot", &a.boot, &b.boot, |boot| boot.as_ref().map(boot_text));
             out.maybe("ip", &a.ip, &b.ip);
+            out.maybe("container", &a.container, &b.container);
+            out.maybe("netns", &a.netns, &b.netns);
             out.member((a.guard, &a.ip6, &a.traffic), (b.guard, &b.ip6, &b.traffic));
         }
         (Part::Link(a), Part::Link(b)) => {

@@ -1,4 +1,5 @@
-//! Taps that belong to containers (`container` of a tap): they go with the container's namespace.
+//! Ports that belong to containers (`container` of a tap or vhost-user port): they go with the
+//! container's namespace.
 //!
 //! # Purpose
 //! A descriptor of a tap keeps the network namespace alive that the tap is in, with every device in
@@ -12,7 +13,9 @@
 //!   that is given again, is another namespace.
 //! - The device is persistent, and is the container's. It is not deleted here: it ends with its
 //!   namespace, or the plugin deletes it. So a container keeps it while the daemon is away.
-//! - A daemon that starts forgets the taps whose namespace or device is gone. They are no fault.
+//! - A vhost-user port of a container's virtual machine has nothing in the namespace. The namespace
+//!   only tells how long the container lives.
+//! - A daemon that starts forgets the ports whose namespace or device is gone. They are no fault.
 //!
 //! # Limits
 //! The namespace of a container that dies without DEL is there for up to two seconds.
@@ -27,7 +30,7 @@ use tokio::sync::Mutex;
 use tombolo_port::link::{Interface, Netns};
 
 use super::{Running, Say};
-use crate::file::{Fabric, Tap, Target};
+use crate::file::{Contained, Fabric, Tap, Target};
 use crate::rundir::RunDir;
 
 /// How often the namespaces are looked at.
@@ -58,14 +61,17 @@ fn is_there(tap: &Tap) -> bool {
     interface().is_some_and(|mac| tap.monitor || mac == tap.mac.0)
 }
 
-/// Forgets the taps of containers that ended while no daemon ran.
+/// Forgets the ports of containers that ended while no daemon ran.
 pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fabric {
-    let gone: BTreeSet<String> =
-        spec.taps.iter().filter(|t| t.container.is_some() && !is_there(t)).map(|t| t.name.clone()).collect();
+    let taps = spec.taps.iter().filter(|t| t.container.is_some() && !is_there(t)).map(|t| t.name.clone());
+    let is_gone = |member: &Contained<'_>| member.word == "port" && inode(&path_of(member.netns)).is_none();
+    let ports = spec.contained().filter(is_gone).map(|member| member.name.to_string());
+    let gone: BTreeSet<String> = taps.chain(ports).collect();
     if gone.is_empty() {
         return spec;
     }
     spec.taps.retain(|t| !gone.contains(&t.name));
+    spec.ports.retain(|p| !gone.contains(&p.name));
     spec.forwards.retain(|f| !matches!(&f.target, Target::Name(name) if gone.contains(name)));
     dir.record(|o| {
         for addition in &mut o.additions {
@@ -81,23 +87,22 @@ pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fab
 }
 
 impl Running {
-    /// Notes which namespaces the taps of containers are in.
+    /// Notes which namespaces the ports of containers are for.
     pub(super) fn note_namespaces(&mut self) {
-        let taps = self.spec.taps.iter().filter(|t| t.container.is_some());
         let mut now = Namespaces::new();
-        for tap in taps {
-            let known = self.namespaces.get(&tap.name).copied();
+        for member in self.spec.contained() {
+            let known = self.namespaces.get(member.name).copied();
             // One that is gone already has none, which the next look finds.
-            let found = || tap.netns.as_deref().and_then(|netns| inode(&path_of(netns)));
-            now.insert(tap.name.clone(), known.or_else(found).unwrap_or_default());
+            let found = || inode(&path_of(member.netns));
+            now.insert(member.name.to_string(), known.or_else(found).unwrap_or_default());
         }
         self.namespaces = now;
     }
 
-    /// The taps of containers: name, the path of the namespace, and which that was.
+    /// The ports of containers: name, the path of the namespace, and which that was.
     fn containers(&self) -> Vec<(String, PathBuf, Inode)> {
-        let of = |t: &Tap| Some((t.name.clone(), path_of(t.netns.as_deref()?), *self.namespaces.get(&t.name)?));
-        self.spec.taps.iter().filter(|t| t.container.is_some()).filter_map(of).collect()
+        let of = |m: Contained<'_>| Some((m.name.to_string(), path_of(m.netns), *self.namespaces.get(m.name)?));
+        self.spec.contained().filter_map(of).collect()
     }
 }
 

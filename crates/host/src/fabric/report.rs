@@ -341,11 +341,9 @@ impl Running {
         if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
             details.insert("machine".into(), machine);
         }
-        if let Some(tap) = self.spec.taps.iter().find(|t| t.name == *p.name)
-            && let Some(container) = &tap.container
-        {
-            details.insert("container".into(), container.clone());
-            details.insert("netns".into(), tap.netns.clone().unwrap_or_default());
+        if let Some(member) = self.spec.contained().find(|member| *member.name == *p.name) {
+            details.insert("container".into(), member.container.into());
+            details.insert("netns".into(), member.netns.into());
         }
         PortReport {
             name: p.name.to_string(),

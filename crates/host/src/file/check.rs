@@ -569,8 +569,8 @@ impl Check<'_, '_, '_> {
     fn containers6(&mut self) {
         let fabric = self.fabric;
         for network in fabric.networks.iter().filter(|n| n.ipv6.is_some()) {
-            let mut containers = fabric.taps.iter().filter(|t| t.container.is_some() && t.network == network.name);
-            let Some(prefix) = network.ipv6.filter(|_| containers.clone().next().is_some()) else { continue };
+            let containers: Vec<_> = fabric.contained().filter(|member| member.network == network.name).collect();
+            let Some(prefix) = network.ipv6.filter(|_| !containers.is_empty()) else { continue };
             let mut taken: HashMap<Ipv6Addr, Vec<String>> = HashMap::new();
             for (word, last) in [("the network itself", 0), ("the gateway", 1)] {
                 taken.entry(Ipv6Addr::from_bits(prefix.to_bits() | last)).or_default().push(word.into());
@@ -583,12 +583,12 @@ impl Check<'_, '_, '_> {
                 let leased = Ipv6Addr::from_bits(prefix.to_bits() | u128::from(ip.to_bits()));
                 taken.entry(leased).or_default().push(name.into());
             }
-            for tap in &mut containers {
-                let (at, net_at) = (&format!("tap.{}", tap.name)[..], &path_of(&network.name)[..]);
-                let Ip6::Only(list) = &tap.ip6 else { continue };
+            for member in containers {
+                let (at, net_at) = (&format!("{}.{}", member.word, member.name)[..], &path_of(&network.name)[..]);
+                let Ip6::Only(list) = member.ip6 else { continue };
                 for ip in list.iter().filter(|p| p.bits == 128).map(|p| p.base) {
                     let others = taken.get(&ip).into_iter().flatten();
-                    let Some(other) = others.into_iter().find(|name| **name != tap.name) else { continue };
+                    let Some(other) = others.into_iter().find(|name| **name != member.name) else { continue };
                     let found = format!("{ip}, which is that of {other}");
                     let leans_on = [(at, "network"), (net_at, "ipv6"), (at, "container")];
                     self.fault((at, "ip6"), &leans_on, "an address that no other member has", found, None);

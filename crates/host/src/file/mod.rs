@@ -31,9 +31,9 @@ mod traffic;
 
 pub(crate) use boot::boot_text;
 pub use model::{
-    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType, MirrorDecl,
-    Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink, Uplink6, Vxlan,
-    Worker,
+    Accel, Attach, Boot, Contained, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType,
+    MirrorDecl, Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink,
+    Uplink6, Vxlan, Worker,
 };
 pub use model::{Ipv6, Mac, Network};
 pub use names::names;

@@ -750,6 +750,27 @@ pub struct PortDecl {
     pub traffic: Traffic,
     /// What the peer boots from the network, in place of what the network says.
     pub boot: Option<BootConfig>,
+    /// The container whose virtual machine the peer is: the port goes with the container's namespace.
+    pub container: Option<String>,
+    /// Name or path of that namespace. The port has nothing in it.
+    pub netns: Option<String>,
+}
+
+/// A member that belongs to a container, which a runtime made by CNI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Contained<'f> {
+    /// "tap" or "port".
+    pub word: &'static str,
+    /// The member's name.
+    pub name: &'f str,
+    /// The network that it joins.
+    pub network: &'f str,
+    /// The name of the network in the runtime's configuration, the container's ID and the interface.
+    pub container: &'f str,
+    /// Name or path of the container's namespace.
+    pub netns: &'f str,
+    /// The IPv6 addresses that its guard lets it use.
+    pub ip6: &'f Ip6,
 }
 
 /// Transport of a forward.
@@ -912,6 +933,16 @@ impl Fabric {
         let ports = self.ports.iter().filter(|p| p.network == network);
         let taps = taps.map(|t| (t.name.clone(), Some(t.mac), fixed(&t.ip6)));
         machines.chain(taps).chain(ports.map(|p| (p.name.clone(), p.mac, fixed(&p.ip6)))).collect()
+    }
+
+    /// The members that belong to containers.
+    pub fn contained(&self) -> impl Iterator<Item = Contained<'_>> {
+        let taps = self.taps.iter().map(|t| ("tap", &t.name, &t.network, &t.container, &t.netns, &t.ip6));
+        let ports = self.ports.iter().map(|p| ("port", &p.name, &p.network, &p.container, &p.netns, &p.ip6));
+        taps.chain(ports).filter_map(|(word, name, network, container, netns, ip6)| {
+            let (container, netns) = (container.as_deref()?, netns.as_deref()?);
+            Some(Contained { word, name, network, container, netns, ip6 })
+        })
     }
 
     /// What the DHCP server of a network tells clients to boot. A member's own settings take the place of the network's, but for

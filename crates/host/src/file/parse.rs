@@ -600,7 +600,12 @@ impl<'t> Reader<'_, 't> {
             s.missing("mac");
         }
         let (ip6, traffic) = (ip6(&mut s), traffic(&mut s));
-        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard, ip6, traffic, boot });
+        let (container, netns) = (s.text("container", container_id), s.string("netns"));
+        if container.is_some() && netns.is_none() {
+            s.missing("netns");
+        }
+        let port = PortDecl { name, network, kind, mac, ip, guard, ip6, traffic, boot, container, netns };
+        self.fabric.ports.push(port);
     }
 
     fn link(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
