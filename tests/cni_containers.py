@@ -645,6 +645,76 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         assert not f.status()["forwards"] and not cni.ports() and "dnat ip to" not in rules()
 
 
+@timeout(120)
+def test_a_port_that_another_fabric_forwards_is_told_before_it_is_taken():
+    need_root()
+    plugin()
+    with scratch() as folder, scratch() as other, Namespace() as outside, Namespace() as one, contextlib.ExitStack() as stack:
+        way_out6(outside)
+        forward = '[[forward]]\nlisten = "{}:8080"\nto = "10.236.1.9:80"\n'
+        text = kernel_uplink().format(name=f"first{os.getpid()}") + 'ipv6 = "fd00:6::/64"\n'
+        text += forward.format("0.0.0.0") + forward.format("[2001:db8:5::1]").replace("10.236.1.9", "[fd00:6::9]")
+        stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        second = kernel_uplink().format(name=f"second{os.getpid()}").replace("10.236.", "10.237.") + 'ipv6 = "fd00:7::/64"\n'
+        took = f'fabric "first{os.getpid()}" of this machine forwards'
+        # Another protocol, port or address is free.
+        free = second + forward.format("0.0.0.0").replace("10.236", "10.237").replace(":8080", ":8081")
+        f = stack.enter_context(Fabric(other, free, netns=outside, own_mounts=False))
+        for listen in ("0.0.0.0", "198.51.100.2", "[2001:db8:5::1]", "[::]"):
+            f.file.write_text(second + forward.format(listen).replace("10.236.1.9", "[fd00:7::9]" if "[" in listen else "10.237.1.9"))
+            done = f.cli("apply", f.file, check=False)
+            assert done.returncode and took in done.stdout + done.stderr and "choose another port" in done.stdout + done.stderr, done
+        # So it is for a fabric that starts, and for a container.
+        f.stop()
+        done = f.cli("up", f.file, check=False, seconds=60)
+        assert done.returncode and took in done.stderr, done
+        f.file.write_text(free)
+        f.start()
+        said = refused(100, Cni(f, "1.1.0"), "ADD", "c1", path(one), runtimeConfig={"portMappings": [{"hostPort": 8080, "containerPort": 80}]})
+        assert took in said, said
+        assert "eth0" not in one.ip("link")
+        Cni(f, "1.1.0")("ADD", "c1", path(one), runtimeConfig={"portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "udp"}]})
+
+
+@timeout(120)
+def test_apply_keeps_the_port_mappings_of_containers():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, contextlib.ExitStack() as stack:
+        way_out6(outside)
+        text = kernel_uplink().format(name=f"kept{os.getpid()}")
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        cni = Cni(f, "1.1.0")
+        config = {"runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80}, {"hostPort": 8084, "containerPort": 80, "hostIP": "::1"}]}}
+        result = cni("ADD", "c1", path(one), **config)
+        server = ("import socket, threading\ndef serve(c):\n c.sendall(b'from the container\\n')\n for d in iter(lambda: c.recv(99), b''): c.sendall(d)\n c.close()\n"
+                  "with socket.create_server(('::', 80), family=socket.AF_INET6, dualstack_ipv6=True) as s:\n"
+                  " while True: threading.Thread(target=serve, args=s.accept()[:1], daemon=True).start()")
+        stack.enter_context(Process(["python3", "-c", server], name="server", netns=one))
+        until("the mapping leads to the container", lambda: listens(outside, "198.51.100.2", "8080"), 30)
+        # A connection through the mapping goes on while the file changes under it: one member and one forward more, then fewer.
+        talk = stack.enter_context(Process(["busybox", "nc", "198.51.100.2", "8080"], name="talk", netns=outside, stdin=True))
+        talk.wait_line(lambda line: line == "from the container", 30)
+        more = f'[tap.extra]\nnetns = "{path(two)}"\nip = "10.236.1.9"\n[[forward]]\nlisten = "0.0.0.0:9000"\nto = "extra:80"\n'
+        for n, (changed, forwards) in enumerate(((text + more, 3), (text, 2))):
+            f.file.write_text(changed)
+            said = f.cli("apply", f.file).stdout
+            assert "c1 was added while the fabric ran, and stays" in said and "refused" not in said, said
+            assert len(f.status()["forwards"]) == forwards and set(cni.ports()) == {"c1"}, f.status()["forwards"]
+            talk.send(f"word {n}\n")
+            talk.wait_line(lambda line: line == f"word {n}", 30)  # noqa: B023
+            for address, port in (("198.51.100.2", "8080"), ("::1", "8084")):
+                until(f"the mapping of {address}", lambda: listens(outside, address, port), 30)  # noqa: B023
+            cni("CHECK", "c1", path(one), prevResult=result, **config)
+        # A forward of the file at the mapping's port is refused, and says what has it.
+        f.file.write_text(text + more.replace("9000", "8080"))
+        done = f.cli("apply", f.file, check=False)
+        assert done.returncode and "c1 was added while the fabric ran, and does not fit" in done.stderr and "8080" in done.stderr, done
+        assert listens(outside, "198.51.100.2", "8080")
+        cni("DEL", "c1", path(one), **config)
+        assert not f.status()["forwards"]
+
+
 @timeout(60)
 def test_port_mappings_through_a_user_uplink_are_refused_with_what_to_do():
     with fabric() as f, Namespace() as one:

@@ -34,11 +34,11 @@
 //! first, wherever it was 1, and 1 again last.
 
 use std::fmt::Write as _;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::file::{Uplink, Uplink6};
+use crate::file::{Proto, Uplink, Uplink6};
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
 use crate::routes;
@@ -67,6 +67,9 @@ pub enum KernelError {
 pub fn table(fabric: &str) -> String {
     format!("tombolo_{}", fabric.replace('-', "_"))
 }
+
+/// The chain of a table with the forwards of connections from outside.
+const FORWARDS: &str = "forwards";
 
 /// How the names of all taps of kernel uplinks begin ([`crate::plan::kernel_device`]).
 const DEVICES: &str = "tb-*";
@@ -126,7 +129,7 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
         "table inet {table} {{}}\ndelete table inet {table}\ntable inet {table} {{\n  \
          chain early {{\n    type filter hook prerouting priority raw; policy accept;\n{early}  }}\n  \
          chain forward {{\n    type filter hook forward priority filter; policy accept;\n{inwards}{outwards}{rest}  }}\n  \
-         chain forwards {{\n    type nat hook prerouting priority dstnat; policy accept;\n{dnat}  }}\n  \
+         chain {FORWARDS} {{\n    type nat hook prerouting priority dstnat; policy accept;\n{dnat}  }}\n  \
          chain own {{\n    type nat hook output priority -100; policy accept;\n{dnat}  }}\n  \
          chain source {{\n    type nat hook postrouting priority srcnat; policy accept;\n{source}  }}\n}}\n"
     )
@@ -178,6 +181,54 @@ pub fn has_table(table: &str) -> Result<bool, KernelError> {
     let output = run(command.args(["list", "tables", "inet"]), b"", LIMIT);
     let output = output.map_err(|e| KernelError::Nft { what: "list tables inet", said: e.to_string() })?;
     Ok(String::from_utf8_lossy(&output.stdout).lines().any(|line| line.trim() == format!("table inet {table}")))
+}
+
+/// Listeners that the rules of other fabrics have in this network namespace, each with the fabric's name. No socket shows
+/// them. Without nft, or the right to ask it, none are known.
+pub(crate) fn listeners_of_others(fabric: &str) -> Vec<(String, Proto, SocketAddr)> {
+    let Some(program) = which("nft") else { return vec![] };
+    let nft = |words: &[&str]| {
+        let output = run(Command::new(&program).args(words), b"", LIMIT).ok().filter(|output| output.status.success());
+        output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default()
+    };
+    let own = table(fabric);
+    let mut out = Vec::new();
+    for table in nft(&["list", "tables", "inet"]).lines().filter_map(|line| line.trim().strip_prefix("table inet ")) {
+        let Some(other) = table.strip_prefix("tombolo_").filter(|_| table != own) else { continue };
+        let listeners = listeners(&nft(&["-j", "list", "chain", "inet", table, FORWARDS]));
+        out.extend(listeners.into_iter().map(|(proto, at)| (other.replace('_', "-"), proto, at)));
+    }
+    out
+}
+
+/// The listeners of a chain of forwards as [`rules`] makes it, from nft's JSON (libnftables-json(5)). What is not understood
+/// is left out.
+fn listeners(json: &str) -> Vec<(Proto, SocketAddr)> {
+    let Ok(value) = serde_json::from_str::<serde_json::Value>(json) else { return vec![] };
+    let rules =
+        value["nftables"].as_array().into_iter().flatten().filter_map(|object| object["rule"]["expr"].as_array());
+    let of_rule = |all: &Vec<serde_json::Value>| {
+        let to = all.iter().find_map(|e| e.get("dnat"))?;
+        let matches = || all.iter().filter_map(|e| e.get("match"));
+        let payload = |protocol: &str, field: &str| {
+            let is_it = |m: &&serde_json::Value| {
+                m["op"] == "=="
+                    && m["left"]["payload"]["protocol"] == protocol
+                    && m["left"]["payload"]["field"] == field
+            };
+            matches().find(is_it).map(|m| &m["right"])
+        };
+        let port = |proto: Proto| Some((proto, payload(proto.word(), "dport")?.as_u64()?));
+        let (proto, port) = port(Proto::Tcp).or_else(|| port(Proto::Udp))?;
+        let (family, any) = match to["family"].as_str()? {
+            "ip" => ("ip", IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
+            "ip6" => ("ip6", IpAddr::V6(Ipv6Addr::UNSPECIFIED)),
+            _ => return None,
+        };
+        let ip = payload(family, "daddr").map_or(Some(any), |ip| ip.as_str()?.parse().ok())?;
+        Some((proto, SocketAddr::new(ip, u16::try_from(port).ok()?)))
+    };
+    rules.filter_map(of_rule).collect()
 }
 
 /// Puts the rules in force.
@@ -339,6 +390,28 @@ mod tests {
         );
         let fabric = file::parse(&text, Path::new("t.toml")).unwrap();
         fabric.networks.iter().filter_map(|n| crate::plan::uplink(&fabric, n).1).collect()
+    }
+
+    #[test]
+    fn listeners_of_another_fabric_are_read_from_what_nft_says() {
+        // nft 1.0.6, of rules as above.
+        let json = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
+            {"chain": {"family": "inet", "table": "tombolo_a", "name": "forwards", "handle": 1, "hook": "prerouting"}},
+            {"rule": {"expr": [{"match": {"op": "==", "left": {"meta": {"key": "nfproto"}}, "right": "ipv4"}},
+                {"match": {"op": "==", "left": {"fib": {"result": "type", "flags": ["daddr"]}}, "right": "local"}},
+                {"match": {"op": "==", "left": {"payload": {"protocol": "tcp", "field": "dport"}}, "right": 8080}},
+                {"counter": {"packets": 0, "bytes": 0}}, {"dnat": {"family": "ip", "addr": "10.1.2.3", "port": 80}}]}},
+            {"rule": {"expr": [{"match": {"op": "==", "left": {"payload": {"protocol": "ip6", "field": "daddr"}}, "right": "fd00::1"}},
+                {"match": {"op": "==", "left": {"payload": {"protocol": "udp", "field": "dport"}}, "right": 53}},
+                {"dnat": {"family": "ip6", "addr": "fd01::2", "port": 53}}]}},
+            {"rule": {"expr": [{"match": {"op": "==", "left": {"payload": {"protocol": "ip6", "field": "daddr"}}, "right": "fd00::"}},
+                {"dnat": {"family": "ip6", "addr": "fd01::2"}}]}},
+            {"rule": {"expr": 7}}, {"rule": {"expr": [{"dnat": {"family": "ip", "addr": "10.1.2.3"}}]}}]}"#;
+        let expected = [(Proto::Tcp, "0.0.0.0:8080".parse().unwrap()), (Proto::Udp, "[fd00::1]:53".parse().unwrap())];
+        assert_eq!(listeners(json), expected);
+        for other in ["", "{}", "[]", r#"{"nftables":[7,{"rule":{}}]}"#, r#"{"nftables":{}}"#] {
+            assert!(listeners(other).is_empty(), "{other}");
+        }
     }
 
     #[test]

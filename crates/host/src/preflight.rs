@@ -27,6 +27,7 @@ use tombolo_ring::vxlan::overhead_bytes;
 
 use crate::fabric::standing::Standing;
 use crate::file::{self, Boot, Fabric, Image, Machine, Places, PortKind, Problem, Proto, Tap, Uplink, Vxlan, nearest};
+use crate::kernel;
 use crate::plan::{self, Facts, PlanError};
 use crate::process;
 use crate::qemu::probe::which;
@@ -396,12 +397,21 @@ impl Look<'_> {
     }
 
     fn forwards(&mut self) {
+        // Asked for once, and only where there is something to compare.
+        let mut others = None;
         for (i, f) in self.fabric.forwards.iter().enumerate() {
-            let by_passt = self.fabric.network(&f.network).is_some_and(|n| n.uplink == Uplink::User);
-            if !by_passt || self.standing.is_some_and(|s| s.listens(f.proto, f.listen)) {
+            if self.standing.is_some_and(|s| s.listens(f.proto, f.listen)) {
                 continue;
             }
-            let Err((found, hint)) = free_for_passt(f.proto, f.listen) else { continue };
+            let taken = match self.fabric.network(&f.network).map(|n| &n.uplink) {
+                Some(Uplink::User) => free_for_passt(f.proto, f.listen).err(),
+                Some(Uplink::Kernel) => {
+                    let others = others.get_or_insert_with(|| kernel::listeners_of_others(&self.fabric.name));
+                    forwarded_by(others, f.proto, f.listen)
+                }
+                _ => None,
+            };
+            let Some((found, hint)) = taken else { continue };
             let expected = "an address and port at which this machine can listen";
             self.say((&format!("forward[{i}]"), "listen"), expected, found, Some(hint));
         }
@@ -441,6 +451,21 @@ pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), (String, Stri
         Proto::Udp => UdpSocket::bind(listen).map(drop),
     };
     bound.map_err(|error| why_not(proto, listen, &error))
+}
+
+/// Whether another fabric forwards what comes to the listener: which one, and what to do.
+pub(crate) fn forwarded_by(
+    others: &[(String, Proto, SocketAddr)],
+    proto: Proto,
+    listen: SocketAddr,
+) -> Option<(String, String)> {
+    let meets = |other: &SocketAddr| {
+        let any = other.ip().is_unspecified() || listen.ip().is_unspecified();
+        other.port() == listen.port() && other.is_ipv4() == listen.is_ipv4() && (any || other.ip() == listen.ip())
+    };
+    let (name, _, other) = others.iter().find(|(_, p, other)| *p == proto && meets(other))?;
+    let found = format!("{} {listen}: fabric \"{name}\" of this machine forwards {other}", proto.word());
+    Some((found, "choose another port, or end that fabric".into()))
 }
 
 /// As [`free`], for passt, which listens at an IPv6 address for IPv6 alone.

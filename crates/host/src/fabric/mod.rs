@@ -1027,6 +1027,7 @@ impl Running {
     /// listens.
     fn can_forward(&self, spec: &Fabric, forwards: &[file::Forward], names: &[String]) -> Result<(), FabricError> {
         let before = self.spec.forwards.len();
+        let mut others = None;
         for (i, forward) in forwards.iter().enumerate() {
             let at = format!("forward[{}]", before + i);
             let own = matches!(&forward.target, file::Target::Name(name) if names.contains(name));
@@ -1044,7 +1045,10 @@ impl Running {
                 );
                 return Err(FabricError::State(text));
             }
-            if let Err((found, hint)) = crate::preflight::free(forward.proto, forward.listen) {
+            let (proto, listen) = (forward.proto, forward.listen);
+            let others = others.get_or_insert_with(|| crate::kernel::listeners_of_others(&self.spec.name));
+            let forwarded = crate::preflight::forwarded_by(others, proto, listen);
+            if let Some((found, hint)) = crate::preflight::free(proto, listen).err().or(forwarded) {
                 return Err(FabricError::State(format!("{at}.listen: {found}; {hint}")));
             }
         }
