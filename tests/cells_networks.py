@@ -157,10 +157,11 @@ def test_answers_to_far_hosts_leave_by_the_router_of_the_network_they_came_from(
 
 
 # A router of one interface: answers each solicitation, as RFC 4861 has it, with the options that its arguments give. For each line of its input
-# it sends an advertisement to all nodes: "LIFETIME VALID".
+# it sends an advertisement to all nodes: "LIFETIME VALID [MTU]"; without an MTU it has no such option.
 ROUTER = """
 import select, socket, struct, sys
-name, prefix, server, lifetime, valid = sys.argv[1:4] + [int(word) for word in sys.argv[4:6]]
+name, prefix, server = sys.argv[1:4]
+values = [int(word) for word in sys.argv[4:]]
 raw = socket.socket(socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_ICMPV6)
 index = socket.if_nametoindex(name)
 watch = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86dd))
@@ -168,11 +169,13 @@ watch.bind((name, 0))
 raw.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 255)
 raw.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, index)
 
-def advertise(lifetime, valid):
+def advertise(lifetime, valid, mtu=0):
     packed = lambda address: socket.inet_pton(socket.AF_INET6, address)
     message = struct.pack("!BBHBBHII", 134, 0, 0, 64, 0, lifetime, 0, 0)
     message += struct.pack("!BBBBIII", 3, 4, 64, 0xc0, valid, valid, 0) + packed(prefix)
     message += struct.pack("!BBHI", 25, 3, 0, 600) + packed(server)
+    if mtu:
+        message += struct.pack("!BBHI", 5, 1, 0, mtu)
     source = packed("fe80::1") + struct.pack("@I", index)
     raw.sendmsg([message], [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, source)], 0, ("ff02::1", 0, 0, index))
 
@@ -183,12 +186,13 @@ while True:
             frame, (_, _, kind, *_) = watch.recvfrom(2000)
             if kind != socket.PACKET_OUTGOING and frame[20] == 58 and frame[54] == 133:
                 print("solicited", flush=True)
-                advertise(lifetime, valid)
+                advertise(*values)
         else:
             line = sys.stdin.readline()
             if not line:
                 sys.exit(0)
             advertise(*[int(word) for word in line.split()])
+            print("advertised", line, end="", flush=True)
 """
 MAC6 = "02:00:00:00:86:0a"
 PREFIX, SERVER6 = "fd86::", "fd86::53"
@@ -201,14 +205,14 @@ def pings6(space, address, count=1):
 
 
 @contextlib.contextmanager
-def cell_and_router(app, line, lifetime=1800, valid=7200):
+def cell_and_router(app, line, lifetime=1800, valid=7200, mtu=0):
     with Namespace() as space:
         space.tap("tap0")
         # As a router, the kernel listens to the group of all routers, and solicits none.
         space.run("sysctl", "-qw", "net.ipv6.conf.tap0.accept_dad=0", "net.ipv6.conf.all.forwarding=1")
         for address in ("fd86::1/64", "fe80::1/64"):
             space.ip("address", "add", address, "dev", "tap0", "nodad")
-        words = [sys.executable, "-c", ROUTER, "tap0", PREFIX, SERVER6, str(lifetime), str(valid)]
+        words = [sys.executable, "-c", ROUTER, "tap0", PREFIX, SERVER6, str(lifetime), str(valid), str(mtu)]
         router = Process(words, name="router", netns=space, stdin=True)
         try:
             router.wait_line(lambda line: "routing" in line, 60)
@@ -245,6 +249,50 @@ def test_a_cell_takes_its_address_from_a_router_and_sleeps():
         # One answer was enough.
         solicited = sum("solicited" in line for _, line in router.lines)
         assert solicited <= 3, router.tail()
+
+
+def segments(space, family, address):
+    """The largest segment that a cell says it takes, and the largest IPv6 packet of its answer that came."""
+    with socket_in(space.name, socket.AF_PACKET, socket.SOCK_RAW) as watch, socket_in(space.name, family) as client:
+        watch.bind(("tap0", 0x86DD))
+        client.settimeout(30)
+        client.connect((address, 80))
+        takes = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+        client.sendall(b"GET /bytes/20000 HTTP/1.0\r\n\r\n")
+        got = 0
+        while part := client.recv(65536):
+            got += len(part)
+        assert got > 20000
+        watch.setblocking(False)
+        largest = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                frame, (_, _, kind, *_) = watch.recvfrom(65536)
+                if kind != socket.PACKET_OUTGOING:
+                    largest = max(largest, len(frame) - 14)
+        return takes, largest
+
+
+@timeout(300)
+def test_a_cell_sends_no_larger_packets_than_a_router_says():
+    # The device has an MTU of 1500: QEMU tells none.
+    with cell_and_router("httpd", "ip=10.86.0.10/24", mtu=1300) as (space, router, guest):
+        space.ip("address", "add", "10.86.0.1/24", "dev", "tap0")
+        guest.wait_line(lambda line: "MTU 1300 by router advertisement" in line, PATIENCE_S)
+        guest.wait_line(lambda line: f"{SLAAC}/64 by router advertisement" in line, PATIENCE_S)
+        until("an echo", lambda: pings6(space, SLAAC), PATIENCE_S)
+        assert segments(space, socket.AF_INET6, SLAAC) == (1240, 1300)
+        assert segments(space, socket.AF_INET, "10.86.0.10")[0] == 1260
+        # What no link of IPv6 has is ignored, and the device's own is the most. Addresses and routes stay.
+        router.send("1800 7200 900\n")
+        router.wait_line(lambda line: "advertised 1800 7200 900" in line, PATIENCE_S)
+        router.send("1800 7200 1280\n")
+        guest.wait_line(lambda line: "MTU 1280 by router advertisement" in line, PATIENCE_S)
+        assert segments(space, socket.AF_INET6, SLAAC) == (1220, 1280)
+        router.send("1800 7200 9000\n")
+        guest.wait_line(lambda line: "MTU 1500 by router advertisement" in line, PATIENCE_S)
+        assert segments(space, socket.AF_INET6, SLAAC) == (1440, 1500)
+        assert not [line for _, line in guest.lines if "MTU 900" in line]
 
 
 @timeout(300)

@@ -14,7 +14,7 @@ use smoltcp::wire::{EthernetAddress, IpCidr};
 /// How often a virtio device without interrupts is looked at.
 const POLLING_NS: u64 = 1_000_000;
 const DEFAULT_MTU: usize = 1500;
-const ETHERNET_HEADER_BYTES: usize = 14;
+pub(crate) const ETHERNET_HEADER_BYTES: usize = 14;
 
 /// What a device tells the stack: frames of the MTU, no sums of TCP and UDP wanted, and frames of `segmented_bytes` to be cut where
 /// it takes those of IPv4. Those of IPv6 are cut by the stack: smoltcp 0.14 drops what is longer than the MTU there.
@@ -236,6 +236,38 @@ pub(crate) struct ReceivedFrame<'d>(&'d [u8]);
 impl RxToken for ReceivedFrame<'_> {
     fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {
         read(self.0)
+    }
+}
+
+/// A device of which the stack is to use smaller frames than it has.
+pub(crate) struct Narrowed<'n> {
+    pub(crate) device: &'n mut NetDevice,
+    /// Largest packet, in bytes, without the Ethernet header.
+    pub(crate) mtu: usize,
+}
+
+impl Device for Narrowed<'_> {
+    type RxToken<'d>
+        = ReceivedFrame<'d>
+    where
+        Self: 'd;
+    type TxToken<'d>
+        = TransmitPermit<'d>
+    where
+        Self: 'd;
+
+    fn receive(&mut self, now: Instant) -> Option<(ReceivedFrame<'_>, TransmitPermit<'_>)> {
+        self.device.receive(now)
+    }
+
+    fn transmit(&mut self, now: Instant) -> Option<TransmitPermit<'_>> {
+        self.device.transmit(now)
+    }
+
+    fn capabilities(&self) -> DeviceCapabilities {
+        let mut caps = self.device.capabilities();
+        caps.max_transmission_unit = caps.max_transmission_unit.min(self.mtu.saturating_add(ETHERNET_HEADER_BYTES));
+        caps
     }
 }
 

@@ -1,4 +1,4 @@
-//! IPv6 addresses from router advertisements (RFC 4862), routers and DNS servers with them (RFC 4861, RFC 8106). Pure.
+//! IPv6 addresses from router advertisements (RFC 4862), routers, the MTU and DNS servers with them (RFC 4861, RFC 8106). Pure.
 //!
 //! The stack below can do the first part, but then its time of the next look no longer says what its sockets wait for, and a cell
 //! that is idle would have to look every few milliseconds. This module names each time at which it has something to do: the next
@@ -41,10 +41,13 @@ const HOP_LIMIT: u8 = 255;
 /// Longer advertisements are ignored.
 const MAX_ADVERT_BYTES: usize = 1500;
 const PREFIX_INFORMATION: u8 = 3;
+const LINK_MTU: u8 = 5;
 const RECURSIVE_DNS: u8 = 25;
 const ON_LINK: u8 = 0x80;
 const AUTONOMOUS: u8 = 0x40;
 const PREFIX_BITS: u8 = 64;
+/// RFC 8200 §5: every link of IPv6 takes packets of this size. A smaller MTU is not believed.
+const LEAST_MTU: u32 = 1280;
 const FOREVER: u64 = u64::MAX;
 
 /// Whether a frame is a router advertisement, as far as its types tell.
@@ -109,6 +112,8 @@ pub(crate) struct Slaac {
     addresses: Vec<Lease<Taken>>,
     routers: Vec<Lease<Ipv6Address>>,
     servers: Vec<Lease<Ipv6Address>>,
+    /// What the last router that told one has as the MTU of the link. It has no lifetime.
+    mtu: Option<u32>,
     /// When routers are asked for the next time; `None` when one has answered.
     solicit_at_ns: Option<u64>,
     interval_ns: u64,
@@ -122,6 +127,7 @@ impl Slaac {
             addresses: Vec::new(),
             routers: Vec::new(),
             servers: Vec::new(),
+            mtu: None,
             solicit_at_ns: enabled.then_some(now_ns),
             interval_ns: if enabled { FIRST_INTERVAL_NS } else { 0 },
         }
@@ -153,6 +159,11 @@ impl Slaac {
     /// The DNS server.
     pub(crate) fn server(&self) -> Option<Ipv6Address> {
         self.servers.first().map(|lease| lease.value)
+    }
+
+    /// The MTU of the link in bytes, as routers have it. That of the device is the most.
+    pub(crate) fn mtu(&self) -> Option<usize> {
+        self.mtu.map(|mtu| mtu as usize)
     }
 
     /// Whether a solicitation is to be sent now.
@@ -192,7 +203,8 @@ impl Slaac {
         own.map(|lease| lease.value.duplicate = true).is_some()
     }
 
-    /// Takes a router advertisement, from its IPv6 header on. Returns whether addresses, routers or servers changed.
+    /// Takes a router advertisement, from its IPv6 header on. Returns whether addresses, routers, servers or
+    /// the MTU changed.
     pub(crate) fn receive(&mut self, packet: &[u8], now_ns: u64) -> bool {
         if !self.is_enabled() {
             return false;
@@ -210,8 +222,18 @@ impl Slaac {
             changed |= match kind {
                 PREFIX_INFORMATION if option.len() == 32 => self.take_prefix(option, now_ns),
                 RECURSIVE_DNS if option.len() >= 24 => self.take_servers(option, now_ns),
+                LINK_MTU if option.len() == 8 => self.take_mtu(word(option, 4)),
                 _ => false,
             };
+        }
+        changed
+    }
+
+    /// RFC 4861 §6.3.4.
+    fn take_mtu(&mut self, mtu: u32) -> bool {
+        let changed = mtu >= LEAST_MTU && self.mtu != Some(mtu);
+        if changed {
+            self.mtu = Some(mtu);
         }
         changed
     }
@@ -354,6 +376,24 @@ mod tests {
         assert!(!slaac.receive(&packet, 2 * SECOND_NS), "the same again is no change");
         assert!(slaac.expire(602 * SECOND_NS) && slaac.server().is_none() && slaac.router().is_some());
         assert!(slaac.expire(7202 * SECOND_NS) && slaac.addresses().next().is_none() && slaac.poll_at().is_none());
+    }
+
+    #[test]
+    fn the_mtu_of_a_router_is_taken_where_ipv6_has_such_links() {
+        let option = |mtu: u32| [&[LINK_MTU, 1, 0, 0][..], &mtu.to_be_bytes()].concat();
+        let mut slaac = Slaac::new(MAC, true, 0);
+        assert!(slaac.receive(&advert(1800, &[]), 0) && slaac.mtu().is_none());
+        assert!(slaac.receive(&advert(1800, &[option(1400)]), 0));
+        assert!(!slaac.receive(&advert(1800, &[option(1400)]), 0), "the same again is no change");
+        for wrong in [0, 1, 1279] {
+            assert!(!slaac.receive(&advert(1800, &[option(wrong)]), 0), "{wrong}");
+        }
+        let long = [&[LINK_MTU, 2, 0, 0][..], &1500u32.to_be_bytes(), &[0; 8]].concat();
+        assert!(!slaac.receive(&advert(1800, &[long]), 0), "an option of another length");
+        assert_eq!(slaac.mtu(), Some(1400));
+        assert!(!slaac.receive(&advert(1800, &[]), 0) && slaac.mtu() == Some(1400), "it stays");
+        assert!(slaac.receive(&advert(1800, &[option(u32::MAX)]), 0));
+        assert_eq!(slaac.mtu(), Some(u32::MAX as usize), "the device's is less");
     }
 
     #[test]

@@ -13,7 +13,7 @@
 //! All state is in [`Stack`], borrowed for the length of one call; tasks hold a [`Net`](crate::Net), a reference to it.
 
 use crate::config::{Config, Ipv4Config, NicConfig, VifConfig};
-use crate::device::NetDevice;
+use crate::device::{ETHERNET_HEADER_BYTES, Narrowed, NetDevice};
 use crate::executor::Executor;
 use crate::ivshmem::link::Links;
 use crate::loss::{LossDetector, Watched};
@@ -30,7 +30,7 @@ use alloc::vec::Vec;
 use core::cell::RefCell;
 use core::task::Waker;
 use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
-use smoltcp::phy::{Device, TxToken};
+use smoltcp::phy::{Device, DeviceCapabilities, TxToken};
 use smoltcp::socket::{dhcpv4, dns};
 use smoltcp::time::Instant;
 use smoltcp::wire::{DhcpOption, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
@@ -87,6 +87,9 @@ pub(crate) struct Nic {
     formed: Vec<IpCidr>,
     /// The DNS server that DHCP told.
     dhcp_server: Option<IpAddress>,
+    /// Largest packet that the interface sends, in bytes: that of the device, or a smaller one that a router tells.
+    mtu: usize,
+    seed: u64,
     is_up: bool,
 }
 
@@ -127,6 +130,11 @@ impl Shared {
     fn now(&self) -> Instant {
         instant(self.now_ns())
     }
+}
+
+/// The largest packet that a device sends, in bytes.
+fn packet_bytes(caps: &DeviceCapabilities) -> usize {
+    caps.max_transmission_unit - ETHERNET_HEADER_BYTES
 }
 
 /// The stack's clock counts microseconds.
@@ -177,12 +185,14 @@ impl Nic {
             dns,
             slaac: Slaac::new(mac, has_device && nic.slaac, now_ns),
             losses: RefCell::new(LossDetector::new(device.capabilities().max_transmission_unit)),
-            device,
             neighbors: Neighbors::default(),
             config: nic.clone(),
             dhcp,
             formed: Vec::new(),
             dhcp_server: None,
+            mtu: packet_bytes(&device.capabilities()),
+            device,
+            seed,
             is_up: false,
         }
     }
@@ -305,8 +315,27 @@ impl Nic {
         }
     }
 
+    /// Uses the MTU that a router tells, if the device's is larger. The stack reads that of a device when an interface is made.
+    /// So the interface is made again, with its addresses and routes. Sockets ask it for each segment.
+    fn fit_mtu(&mut self, now_ns: u64) {
+        let mtu = packet_bytes(&self.device.capabilities()).min(self.slaac.mtu().unwrap_or(usize::MAX));
+        if mtu == self.mtu {
+            return;
+        }
+        let mut config = smoltcp::iface::Config::new(self.device.mac().into());
+        config.random_seed = self.seed ^ now_ns;
+        let mut next = Interface::new(config, &mut Narrowed { device: &mut self.device, mtu }, instant(now_ns));
+        let addresses = self.interface.ip_addrs();
+        next.update_ip_addrs(|all| all.extend(addresses.iter().copied()));
+        self.interface.routes_mut().update(|before| next.routes_mut().update(|routes| routes.clone_from(before)));
+        self.interface = next;
+        self.mtu = mtu;
+        println!("tombolo-cell: MTU {mtu} by router advertisement");
+    }
+
     /// What router advertisements say becomes the interface's addresses, route and DNS server.
     fn apply_slaac(&mut self, config: &Config, now_ns: u64) {
+        self.fit_mtu(now_ns);
         let Nic { interface, slaac, config: nic, formed, .. } = self;
         let wanted: Vec<IpCidr> = slaac.addresses().map(IpCidr::Ipv6).collect();
         let gone: Vec<IpCidr> = formed.iter().filter(|own| !wanted.contains(own)).copied().collect();
