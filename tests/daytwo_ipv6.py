@@ -220,6 +220,26 @@ def test_a_hostile_neighbour_routes_serves_and_claims_nothing():
 
 
 @timeout(120)
+def test_a_port_claims_as_many_addresses_as_the_file_says():
+    with members() as (fabric, spaces, _):
+        mac, whole = MAC["rogue"], text(spaces)
+        own = automatic(spaces["rogue"], "rogue")
+        prefix = ipaddress.IPv6Network(f"{own}/64", strict=False)
+        claims = [packet(mac, "::", "ff02::1:ff00:9", 58, bytes([135, 0, 0, 0, 0, 0, 0, 0]) + prefix[0x9000 + n].packed, 2) for n in range(10)]
+        # Its own address is one of them; what it has stays when the number changes.
+        for limit, dropped in ((3, 8), (6, 5), (11, 0)):
+            fabric.file.write_text(whole.replace(f'mac = "{mac}"\n', f'mac = "{mac}"\nip6_limit = {limit}\n'))
+            said = fabric.cli("apply", fabric.file).stdout
+            assert f"→ {limit}" in said and "ip6_limit" in said and "restarted" not in said.splitlines()[0], said
+            before, rogue = drops(fabric, "rogue", "address_limit"), drops(fabric, "rogue", "rogue_router")
+            last = packet(mac, local(mac), ALL_NODES, 58, bytes([134]) + bytes(15), 2)
+            send(spaces["rogue"], "rogue", [*claims, last])
+            until("all were looked at", lambda: drops(fabric, "rogue", "rogue_router") > rogue)  # noqa: B023
+            assert drops(fabric, "rogue", "address_limit") - before == dropped, limit
+        assert any(f"11 of {prefix}" in words for words in fabric.port("rogue")["guard"]), fabric.port("rogue")["guard"]
+
+
+@timeout(120)
 def test_another_prefix_takes_the_place_of_the_first_while_the_fabric_runs():
     with members('ipv6 = "fd12:3456:789a:1::/64"') as (fabric, spaces, _):
         first = automatic(spaces["auto"], "auto")

@@ -473,6 +473,7 @@ impl Keys {
     fn member(&mut self, (guard, ip6, traffic): Limits<'_>, (guard_b, ip6_b, traffic_b): Limits<'_>) {
         self.say("guard", &guard, &guard_b, |g| Some(g.word().into()));
         self.say("ip6", ip6, ip6_b, ip6_text);
+        self.maybe("ip6_limit", &traffic.ip6_limit, &traffic_b.ip6_limit);
         self.say("allow", &traffic.roles, &traffic_b.roles, |r| {
             let all =
                 [(r.router, "router-advertisements"), (r.dhcp_server, "dhcp-server"), (r.gateway, "gateway-addresses")];

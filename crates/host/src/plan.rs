@@ -186,8 +186,8 @@ pub struct PortGuard {
     pub ip: Option<Ipv4Addr>,
     /// Its IPv6 addresses besides that of its MAC, where it is held to them.
     pub ip6: Option<Vec<Prefix6>>,
-    /// The prefix of which it may claim addresses in place of a list.
-    pub learn6: Option<Ipv6Addr>,
+    /// The prefix of which it may claim addresses in place of a list, and how many.
+    pub learn6: Option<(Ipv6Addr, u8)>,
 }
 
 impl PortGuard {
@@ -195,10 +195,10 @@ impl PortGuard {
         guard: file::Guard,
         mac: Mac,
         ip: Option<Ipv4Addr>,
-        ip6: &Ip6,
+        (ip6, limit): (&Ip6, Option<u8>),
         prefix: Option<Ipv6Addr>,
     ) -> Option<PortGuard> {
-        let learn6 = prefix.filter(|_| *ip6 == Ip6::Unsaid);
+        let learn6 = prefix.filter(|_| *ip6 == Ip6::Unsaid).map(|prefix| (prefix, limit.unwrap_or(guard::LIMIT)));
         let ip6 = match ip6 {
             Ip6::Unsaid if learn6.is_some() => None,
             Ip6::Unsaid => ip.map(|_| vec![]),
@@ -220,7 +220,7 @@ impl PortGuard {
             None => guard,
         };
         let guard = match self.learn6 {
-            Some(prefix) => guard.learning(Learn { prefix, limit: guard::LIMIT, strict: self.ip.is_some() }),
+            Some((prefix, limit)) => guard.learning(Learn { prefix, limit, strict: self.ip.is_some() }),
             None => guard,
         };
         guard.pinned()
@@ -402,7 +402,7 @@ fn attached(fabric: &Fabric, m: &Machine, facts: &Facts, at: &str) -> Result<Att
             }
         };
         let prefix = fabric.network(&nic.network).and_then(|n| n.ipv6);
-        let guard = PortGuard::new(m.guard, nic.mac, nic.ip, &m.ip6, prefix);
+        let guard = PortGuard::new(m.guard, nic.mac, nic.ip, (&m.ip6, m.traffic.ip6_limit), prefix);
         ports.push(PortPlan {
             name,
             network: nic.network.clone(),
@@ -607,7 +607,7 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
         name: t.name.clone(),
         network: t.network.clone(),
         attachment,
-        guard: PortGuard::new(t.guard, t.mac, t.ip, &t.ip6, network.and_then(|n| n.ipv6)),
+        guard: PortGuard::new(t.guard, t.mac, t.ip, (&t.ip6, t.traffic.ip6_limit), network.and_then(|n| n.ipv6)),
         traffic: t.traffic.clone(),
         mtu: network.map_or(1500, |n| n.mtu),
         machine: None,
@@ -643,7 +643,13 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         network: p.network.clone(),
         attachment,
         guard: p.mac.and_then(|mac| {
-            PortGuard::new(p.guard, mac, p.ip, &p.ip6, fabric.network(&p.network).and_then(|n| n.ipv6))
+            PortGuard::new(
+                p.guard,
+                mac,
+                p.ip,
+                (&p.ip6, p.traffic.ip6_limit),
+                fabric.network(&p.network).and_then(|n| n.ipv6),
+            )
         }),
         traffic: p.traffic.clone(),
         mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
@@ -675,7 +681,7 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
     let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
     // The router's MAC belongs to it alone, even if a port without a guard sends with it; what it
     // forwards comes from anywhere.
-    let guard = PortGuard::new(file::Guard::Mac, mac, None, &Ip6::Any, None);
+    let guard = PortGuard::new(file::Guard::Mac, mac, None, (&Ip6::Any, None), None);
     // The host and passt are trusted. Behind a bridge is a real network, whose routers and DHCP servers are not ours to refuse.
     let roles = Roles { gateway: !matches!(n.uplink, Uplink::Bridge { .. }), ..Roles::ALL };
     let port = |attachment| PortPlan {

@@ -613,6 +613,20 @@ impl Check<'_, '_, '_> {
                 self.fault((&at, "ip6"), &leans_on, "it beside guard = \"ip\" alone", found, hint);
             }
         }
+        let machines = fabric.machines.iter().map(|m| (path_of_machine(m), m.guard, asked(&m.ip6), &m.traffic));
+        let taps = fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.guard, asked(&t.ip6), &t.traffic));
+        let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.guard, asked(&p.ip6), &p.traffic));
+        for (at, guard, listed, traffic) in machines.chain(taps).chain(ports) {
+            if traffic.ip6_limit.is_some() && (listed || guard != Guard::Ip) {
+                let leans_on = [(&at[..], "guard"), (&at, "ip6"), (&at, "mac"), (&at, "ip")];
+                let found = match listed {
+                    true => "it with `ip6`".to_string(),
+                    false => format!("it with guard = \"{}\"", guard.word()),
+                };
+                let expected = "it beside guard = \"ip\" alone, without `ip6`";
+                self.fault((&at, "ip6_limit"), &leans_on, expected, found, Some("leave it out".into()));
+            }
+        }
         let machines = fabric.machines.iter().map(|m| {
             let unknown = m.nics.iter().find(|n| n.ip.is_none());
             (path_of_machine(m), m.guard, unknown.map(|n| n.network.as_str()))
@@ -686,8 +700,20 @@ impl Check<'_, '_, '_> {
                 // "xen" says who runs it, too.
                 let attach = ["attach"].into_iter().filter(|_| m.attach != Attach::Xen);
                 for key in attach.chain([
-                    "region", "queues", "guard", "ip6", "allow", "storm", "rate", "class", "groups", "isolated",
-                    "vlan", "trunk", "native",
+                    "region",
+                    "queues",
+                    "guard",
+                    "ip6",
+                    "ip6_limit",
+                    "allow",
+                    "storm",
+                    "rate",
+                    "class",
+                    "groups",
+                    "isolated",
+                    "vlan",
+                    "trunk",
+                    "native",
                 ]) {
                     self.idle((at, key), &[(at, "network")], "without a network", reason);
                 }

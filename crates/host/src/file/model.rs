@@ -415,6 +415,8 @@ pub struct Traffic {
     pub isolation: Isolation,
     /// The VLANs that it is in; `None` where the file does not say.
     pub vlans: Option<Membership>,
+    /// Most IPv6 addresses that it may claim at a time; `None` for [`tombolo_switch::guard::LIMIT`].
+    pub ip6_limit: Option<u8>,
 }
 
 /// A rule, and the network that it is for; every one where none is named.

@@ -47,8 +47,14 @@ const GUARDS: &str = "which source addresses it may use: \"mac\" its own Etherne
 const IP6: Key = key(
     "ip6",
     "\"any\", an IPv6 address or prefix like \"fd00::7\" or \"2001:db8:1::/64\", or a list of them",
-    "what it claims first of the network's prefix, at most 16 addresses; [] with `ipv6` off where its IPv4 address is known",
+    "what it claims first of the network's prefix, at most `ip6_limit` addresses; [] with `ipv6` off where its IPv4 address is known",
     "guard \"ip\": the IPv6 addresses that it may use in IPv6 and neighbour discovery, besides the link-local one of its MAC",
+);
+const IP6_LIMIT: Key = key(
+    "ip6_limit",
+    "a number from 1 to 255",
+    "16",
+    "guard \"ip\" without `ip6`: how many IPv6 addresses it may claim; one that it has not used for an hour does not count",
 );
 const ALLOW: Key = key(
     "allow",
@@ -168,6 +174,7 @@ const MACHINE_KEYS: &[Key] = &[
     QUEUES,
     key("guard", GUARD, "\"ip\" where its address is known, else \"mac\"", GUARDS),
     IP6,
+    IP6_LIMIT,
     ALLOW,
     STORM,
     RATE,
@@ -375,6 +382,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key("ip", "an IPv4 address inside the network", "none", "address set on the device"),
             key("guard", GUARD, "\"off\"", GUARDS),
             IP6,
+            IP6_LIMIT,
             ALLOW,
             STORM,
             RATE,
@@ -481,6 +489,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             BOOT,
             key("guard", GUARD, "\"ip\" with `ip`, \"mac\" with `mac` alone, else \"off\"", GUARDS),
             IP6,
+            IP6_LIMIT,
             ALLOW,
             STORM,
             RATE,

@@ -72,6 +72,7 @@ pub(super) fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
         groups: policy::groups(s),
         isolation: policy::isolation(s),
         vlans: policy::vlans(s),
+        ip6_limit: s.number("ip6_limit", 1, 255).map(|n| n as u8),
     }
 }
 
