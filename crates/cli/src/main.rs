@@ -14,6 +14,7 @@ mod check;
 mod complete;
 mod confine;
 mod doctor;
+mod domain_watch;
 mod down;
 mod events;
 mod examples;
@@ -146,6 +147,9 @@ enum Command {
     /// Pass calls on between a link of a fabric and the services of this machine; the daemon starts it
     #[command(hide = true)]
     LinkBridge(link_bridge::LinkBridge),
+    /// Watch a domain of Xen that was restored, and copy its console; the daemon starts it
+    #[command(hide = true)]
+    DomainWatch(domain_watch::DomainWatch),
     /// Start a machine's QEMU confined; the daemon uses it
     #[command(hide = true)]
     Confine(confine::Confine),
@@ -189,6 +193,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Man(man) => man.run(),
         Command::FdStore(fd_store) => fd_store.run(),
         Command::LinkBridge(bridge) => bridge.run(),
+        Command::DomainWatch(watch) => watch.run(),
         Command::Confine(confine) => confine.run(),
     }
 }

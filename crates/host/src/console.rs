@@ -16,6 +16,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::log::shown;
@@ -58,6 +59,11 @@ pub(crate) fn make_output(runtime: &Path, machine: &str) -> io::Result<File> {
     let _ = std::fs::remove_file(crate::stamps::path_of(&log));
     crate::rundir::private_file(&log)?;
     OpenOptions::new().append(true).open(&log)
+}
+
+/// The output of a machine that goes on, for another process to write to.
+pub(crate) fn continue_output(runtime: &Path, machine: &str) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(0o600).open(log_path(runtime, machine))
 }
 
 /// Where a console begins that has been cut, and 0 for one that has not.

@@ -11,6 +11,7 @@
 //! | --- | --- |
 //! | QEMU | `-name tombolo/FABRIC/NAME` and the path of its monitor's socket |
 //! | xl | its last words, `create -q -F -c RUNTIME/NAME.xl`; its domain by the owner record |
+//! | watcher of a domain | `tombolo domain-watch NUMBER RUNTIME/NAME.xl` |
 //! | passt | its name for itself, `RUNTIME/PORT/passt`; also [`HELPER_VARIABLE`], and the owner record |
 //! | fd store of links | `tombolo keeper RUNTIME/keeper.sock` |
 //! | bridge of a link | `tombolo link-bridge RUNTIME/LINK.link.sock`; also the owner record, since a process can change its arguments |
@@ -261,11 +262,13 @@ fn parent(pid: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// The machine whose domain an `xl` with these arguments creates, if its configuration is in `runtime`.
+/// The machine whose domain an `xl` with these arguments creates, or a `tombolo domain-watch` watches, if its configuration is
+/// in `runtime`.
 pub(crate) fn machine_of_xl(words: &[String], runtime: &Path) -> Option<String> {
     let path = Path::new(words.last()?);
     let name = path.file_name()?.to_str()?.strip_suffix(".xl")?;
-    (path.parent() == Some(runtime) && words.ends_with(&xen::config::words(runtime, name))).then(|| name.to_string())
+    let creates = path.parent() == Some(runtime) && words.ends_with(&xen::config::words(runtime, name));
+    (creates || xen::watcher::is_watcher(words, runtime, name)).then(|| name.to_string())
 }
 
 /// Running machines of a fabric whose monitor socket is in `runtime`: (machine's name, process, arguments). They are

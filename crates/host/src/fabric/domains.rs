@@ -2,14 +2,25 @@
 //!
 //! The process of such a machine is the `xl` that creates its domain and waits for its end ([`crate::xen`]). What is
 //! different from QEMU is here: a domain outlives a killed `xl`, and the log of `xl`, not its exit status, tells the end.
+//!
+//! # Saved domains
+//! `xl save` suspends a domain, writes it into a file, and destroys it. To the fabric the machine is stopped, and no restart
+//! policy starts it. `xl restore` makes a domain of the same name and UUID. XenStore tells of each new domain ([`follow`]), so
+//! the fabric finds it, and starts a `tombolo domain-watch` as the machine's process ([`crate::xen::watcher`]). The port finds
+//! the domain by its name as after any start. A checkpoint (`xl save -c`), or a save that fails, resumes the domain, which
+//! is found in the same way.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Weak;
+use std::time::Duration;
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 
-use tombolo_port::xen::console_of;
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::io::unix::AsyncFd;
+use tombolo_port::xen::{DomainEvent, DomainEvents, console_of};
 
 use super::ending::{Ending, end_all};
 use super::{FabricError, Running};
@@ -17,8 +28,16 @@ use crate::api::report::DomainReport;
 use crate::plan::{MachinePlan, Plan};
 use crate::rundir::write_whole;
 use crate::xen::config::{self, Domain};
-use crate::xen::toolstack;
+use crate::xen::toolstack::{self, Listed, SUSPENDED, State};
+use crate::xen::watcher;
 use crate::{console, process};
+
+/// How often a domain is looked at that is being saved or restored: no event tells that this is over.
+const LOOK: Duration = Duration::from_millis(500);
+/// How long an `xl` or XenStore that did not answer is left alone.
+const AGAIN: Duration = Duration::from_secs(5);
+/// Time that an `xl` has to end after SIGTERM.
+const GRACE: Duration = Duration::from_secs(2);
 
 /// What the log of an `xl` says.
 fn read_log(path: &Path) -> String {
@@ -29,16 +48,141 @@ fn read_log(path: &Path) -> String {
 /// another process had started it.
 pub(super) fn classify_end(log: &Path, status: Option<ExitStatus>) -> (String, bool) {
     toolstack::end_in_log(&read_log(log)).unwrap_or_else(|| {
+        let who = if read_log(log).starts_with(watcher::FIRST_WORDS) { "the domain's watcher" } else { "xl" };
         let how = match status.map(|status| (status.code(), status.signal())) {
-            Some((Some(code), _)) => format!("xl ended with exit code {code}"),
-            Some((None, Some(signal))) => format!("xl was ended by signal {signal}, and the domain was destroyed"),
-            _ => "xl ended, how is not known, and the domain was destroyed".into(),
+            Some((Some(code), _)) => format!("{who} ended with exit code {code}"),
+            Some((None, Some(signal))) => format!("{who} was ended by signal {signal}, and the domain was destroyed"),
+            _ => format!("{who} ended, how is not known, and the domain was destroyed"),
         };
         (how, false)
     })
 }
 
+/// Whether the log of what watched a domain ends with its suspension.
+pub(super) fn is_suspended(log: &Path) -> bool {
+    toolstack::is_suspended_in_log(&read_log(log))
+}
+
+/// Ends the `xl` of a domain that was suspended. It only waits for its own child, which copies the console, and would
+/// take what is printed from the next one. Blocks for up to a few seconds.
+pub(super) fn end_xl(process: &process::Process) {
+    if process.is_running() {
+        // Started as the leader of a group, whose number is not reused as long as it runs.
+        let _ = Pid::from_raw(process.pid as i32).map(|leader| kill_process_group(leader, Signal::TERM));
+        // One that cannot be signalled is no longer ours.
+        let _ = process.end(GRACE);
+    }
+}
+
+/// Follows a domain that was suspended: takes note of its end, and has it watched again once it goes on. `pid` is the ended
+/// process of a machine that still counts as running; it does so until the domain is gone, so that none of its name is created
+/// meanwhile. Ends when the machine is another's affair: started, stopped, or removed.
+pub(super) async fn follow(fabric: &Weak<tokio::sync::Mutex<Running>>, machine: &str, pid: Option<u32>) {
+    let (mut pid, mut events) = (pid, None);
+    loop {
+        let Some(running) = fabric.upgrade() else { return };
+        let Some(domain) = running.lock().await.suspended_domain(machine, pid) else { return };
+        drop(running);
+        // The task does not panic.
+        let found = tokio::task::spawn_blocking(move || toolstack::look_up(&domain)).await.unwrap_or(Ok(None));
+        let Some(running) = fabric.upgrade() else { return };
+        let mut running = running.lock().await;
+        // It may have been stopped or started meanwhile.
+        if running.suspended_domain(machine, pid).is_none() {
+            return;
+        }
+        let trouble = match found {
+            Ok(Some(Listed { state: State::ShutDown(SUSPENDED), .. } | Listed { is_paused: true, .. })) => {
+                drop(running);
+                tokio::time::sleep(LOOK).await;
+                continue;
+            }
+            Ok(Some(Listed { id, .. })) => match running.watch_domain(machine, id) {
+                Ok(()) => return,
+                Err(error) => Err(error.to_string()),
+            },
+            Ok(None) => {
+                if let Some(pid) = pid.take() {
+                    running.machine_ended(machine, pid);
+                }
+                Ok(())
+            }
+            Err(why) => Err(why),
+        };
+        let say = running.say.clone();
+        drop(running);
+        let waited = match trouble {
+            Ok(()) => next_domain(&mut events).await.map_err(|error| format!("XenStore: {error}")),
+            trouble => trouble,
+        };
+        if let Err(why) = waited {
+            say(&format!("{machine}: its suspended domain is looked for again in {} s: {why}", AGAIN.as_secs()));
+            events = None;
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+}
+
+/// Waits until a domain has come.
+async fn next_domain(events: &mut Option<AsyncFd<DomainEvents>>) -> std::io::Result<()> {
+    let events = match events {
+        Some(events) => events,
+        None => {
+            let open = || DomainEvents::open(&[DomainEvent::Introduced]);
+            let opened = tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)??;
+            #[expect(
+                deprecated,
+                reason = "unsound for a type that gives another descriptor each time; this one does not"
+            )]
+            let watched = AsyncFd::new(opened)?;
+            events.insert(watched)
+        }
+    };
+    loop {
+        let mut ready = events.readable_mut().await?;
+        if ready.get_inner_mut().take()? {
+            return Ok(());
+        }
+        ready.clear_ready();
+    }
+}
+
 impl Running {
+    /// The domain of a machine that was suspended, and is still to be followed: see [`follow`].
+    fn suspended_domain(&self, machine: &str, pid: Option<u32>) -> Option<Domain> {
+        let running = self.machines.get(machine).filter(|m| m.pid == pid && !m.is_ending)?;
+        let domain = running.plan.domain.clone()?;
+        let is_saved = || self.unfit_domain(&domain).is_none() && is_suspended(&self.log_path(machine));
+        (pid.is_some() || is_saved()).then_some(domain)
+    }
+
+    /// Machines of the plan whose domains were saved, as far as the plan still has the same domains.
+    pub(super) fn saved_machines(&self, plan: &Plan) -> Vec<String> {
+        let is_saved = |machine: &&MachinePlan| {
+            let fits = machine.domain.as_ref().is_some_and(|domain| self.unfit_domain(domain).is_none());
+            fits && is_suspended(&self.log_path(&machine.name))
+        };
+        plan.machines.iter().filter(is_saved).map(|machine| machine.name.clone()).collect()
+    }
+
+    /// Starts the process that watches a domain which goes on after it was suspended.
+    fn watch_domain(&mut self, machine: &str, id: u32) -> Result<(), FabricError> {
+        let runtime = self.facts.runtime.clone();
+        let spawn = |source| FabricError::Spawn {
+            what: format!("`tombolo {}` for {machine}", watcher::COMMAND),
+            source,
+            hint: "`tombolo doctor` says what is missing",
+        };
+        let printed = console::continue_output(&runtime, machine).map_err(spawn)?;
+        let complaints = self.complaints(machine).map_err(spawn)?;
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("tombolo").args(watcher::words(&runtime, machine, id));
+        command.stdin(Stdio::null()).stdout(printed).stderr(complaints).process_group(0);
+        let child = process::spawn(&mut command).map_err(spawn)?;
+        self.goes_on(machine, child, &format!("its domain goes on, as number {id}"));
+        Ok(())
+    }
+
     /// Starts the `xl` that creates a machine's domain, with the machine's console as its standard streams.
     pub(super) fn spawn_xl(&mut self, plan: &MachinePlan, domain: &Domain) -> Result<Child, FabricError> {
         let runtime = self.facts.runtime.clone();
@@ -83,12 +227,12 @@ impl Running {
 
     /// Destroys domains of the record, and of the plan, that no `xl` watches: all but those of the machines that are
     /// `kept`. Takes them out of the record.
-    pub(super) async fn destroy_left(&mut self, plan: Option<&Plan>, kept: &[(String, u32)]) {
+    pub(super) async fn destroy_left(&mut self, plan: Option<&Plan>, kept: &[String]) {
         let Some(dir) = &self.dir else { return };
         let planned = plan.iter().flat_map(|plan| &plan.machines).filter_map(|machine| machine.domain.as_ref());
         let mut all: BTreeMap<&str, &Domain> = planned.map(|d| (d.uuid.as_str(), d)).collect();
         all.extend(dir.owner().domains.iter().map(|d| (d.uuid.as_str(), d)));
-        let is_kept = |d: &Domain| kept.iter().any(|(name, _)| *name == d.machine);
+        let is_kept = |d: &Domain| kept.contains(&d.machine);
         let left: Vec<Domain> = all.into_values().filter(|d| !is_kept(d)).cloned().collect();
         // Side by side: without a daemon each takes ten seconds.
         let tasks = left.into_iter().map(|domain| {
@@ -168,5 +312,8 @@ mod tests {
         assert!(classify_end(&log, None).0.contains("how is not known"));
         std::fs::write(&log, "Domain 3 has shut down, reason code 0 0x0\n").unwrap();
         assert_eq!(classify_end(&log, killed()), ("the domain powered off".into(), true));
+        std::fs::write(&log, format!("{} of web (domid 3)\n", watcher::FIRST_WORDS)).unwrap();
+        let watched = classify_end(&log, killed()).0;
+        assert_eq!(watched, "the domain's watcher was ended by signal 9, and the domain was destroyed");
     }
 }

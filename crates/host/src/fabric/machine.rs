@@ -137,11 +137,12 @@ pub(crate) async fn ended(process: Process) -> bool {
 }
 
 /// Waits until a process has ended, and meanwhile keeps what it writes from growing; `false` if that cannot be watched, or the
-/// fabric has gone.
+/// fabric has gone. It does not wait any longer for a process that `is_useless`.
 pub(super) async fn ended_trimming(
     process: Process,
     logs: &[&Path],
     fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>,
+    is_useless: impl Fn() -> bool,
 ) -> bool {
     let mut gone = std::pin::pin!(ended(process));
     loop {
@@ -153,20 +154,27 @@ pub(super) async fn ended_trimming(
         if fabric.strong_count() == 0 {
             return false;
         }
+        if is_useless() {
+            return true;
+        }
     }
 }
 
 /// Destroys the domain of a machine whose `xl` has ended, if it is still there: that was killed. Until this is done the machine
-/// counts as running, so that none of that name is created meanwhile.
+/// counts as running, so that none of that name is created meanwhile. A suspended domain is followed instead.
 async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, machine: &str, pid: u32) {
-    let domain = {
+    let (domain, log) = {
         let Some(running) = fabric.upgrade() else { return };
         let mut running = running.lock().await;
+        let log = running.log_path(machine);
         let Some(it) = running.machines.get_mut(machine).filter(|m| m.pid == Some(pid)) else { return };
         it.is_gone = true;
-        running.domain_of(machine)
+        (running.domain_of(machine), log)
     };
     let Some(domain) = domain else { return };
+    if domains::is_suspended(&log) {
+        return domains::follow(fabric, machine, Some(pid)).await;
+    }
     let asked = domain.clone();
     // The task does not panic.
     let done = tokio::task::spawn_blocking(move || toolstack::destroy(&asked)).await.unwrap_or(Ok(false));
@@ -358,6 +366,38 @@ impl Running {
         self.tell_who_is_away();
     }
 
+    /// Takes note of a machine whose domain was saved under the daemon before, and may be restored.
+    pub(crate) fn leave_saved(&mut self, plan: &MachinePlan) {
+        let (how, well) = domains::classify_end(&self.log_path(&plan.name), None);
+        let console = console::log_path(&self.facts.runtime, &plan.name);
+        let mut machine = RunningMachine::new(plan, console);
+        machine.ended = Some(Ended { how, well, last_lines: vec![] });
+        // What depends on it was started with it.
+        machine.was_up = true;
+        self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
+        let (me, name) = (self.me.clone(), plan.name.clone());
+        tokio::spawn(async move { domains::follow(&me, &name, None).await });
+    }
+
+    /// Takes note of another process of a machine that goes on, whose own has ended.
+    pub(super) fn goes_on(&mut self, name: &str, child: Child, how: &str) {
+        let pid = child.id();
+        let Some(machine) = self.machines.get_mut(name) else { return };
+        if let Some(mut before) = machine.child.replace(child) {
+            let _ = before.try_wait();
+        }
+        machine.pid = Some(pid);
+        (machine.adopted, machine.is_gone, machine.stopped) = (false, false, false);
+        machine.since = Instant::now();
+        self.note_member(pid);
+        self.tell_who_is_away();
+        self.watch_machine(name, pid);
+        self.settle(name, pid);
+        (self.say)(&format!("{name}: {how}; process {pid} watches it"));
+        self.events.add(Kind::Start, Facts::of(name).pid(pid), &format!("{name}: {how}"));
+    }
+
     /// Notes all that run as ready to be adopted: in a handover their connections go on,
     /// independent of their drivers.
     pub(crate) fn note_all_settled(&mut self) {
@@ -415,6 +455,7 @@ impl Running {
     fn watch_machine(&self, name: &str, pid: u32) {
         let (me, name) = (self.me.clone(), name.to_string());
         let (mut process, ticks) = (Process::open(pid), process::start_ticks(pid));
+        let is_domain = self.domain_of(&name).is_some();
         tokio::spawn(async move {
             loop {
                 let (console, complaints) = {
@@ -424,8 +465,10 @@ impl Running {
                     (console.unwrap_or_default(), running.log_path(&name))
                 };
                 let logs = [&*console, &*complaints];
+                // The `xl` of a domain that was suspended waits for the end of its console only.
+                let is_useless = || is_domain && domains::is_suspended(&complaints);
                 if let Some(process) = process.take()
-                    && ended_trimming(process, &logs, &me).await
+                    && ended_trimming(process, &logs, &me, is_useless).await
                 {
                     break;
                 }
@@ -436,6 +479,10 @@ impl Running {
                 if process::has_gone(pid, ticks) {
                     break;
                 }
+            }
+            if is_domain && let Some(process) = Process::open(pid).filter(|_| process::start_ticks(pid) == ticks) {
+                // The task does not panic.
+                let _ = tokio::task::spawn_blocking(move || domains::end_xl(&process)).await;
             }
             domain_ended(&me, &name, pid).await;
             let Some(running) = me.upgrade() else { return };
@@ -487,7 +534,8 @@ impl Running {
         machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
         let stopped = machine.stopped;
         let wanted = restart == Restart::Always || restart == Restart::OnFailure && !well;
-        let again = (!stopped && wanted).then(|| machine.failed());
+        let is_saved = is_domain && domains::is_suspended(&log);
+        let again = (!stopped && wanted && !is_saved).then(|| machine.failed());
         self.tell_who_is_away();
         let facts = Facts::of(name).pid(pid).cause(&how);
         if stopped {
@@ -500,7 +548,11 @@ impl Running {
             text.push_str(&format!("\n    | {line}"));
         }
         (self.say)(&text);
-        let (kind, word) = if well { (Kind::Exit, "ended by itself") } else { (Kind::Death, "failed") };
+        let (kind, word) = match (well, is_saved) {
+            (_, true) => (Kind::Exit, "was saved"),
+            (true, _) => (Kind::Exit, "ended by itself"),
+            (false, _) => (Kind::Death, "failed"),
+        };
         self.events.add(kind, facts, &format!("{name} {word}{then}"));
         again
     }

@@ -527,9 +527,10 @@ impl Running {
         self.start_links(plan)?;
         self.take_doors();
         let (adopted, mut ending) = self.sort_recorded(plan);
+        let kept: Vec<String> = adopted.iter().map(|(name, _)| name.clone()).chain(self.saved_machines(plan)).collect();
         if !self.taking_over {
             end_all(std::mem::take(&mut ending), &self.say).await;
-            self.destroy_left(Some(plan), &adopted).await;
+            self.destroy_left(Some(plan), &kept).await;
             self.undo_leftover(plan)?;
         }
         for worker in self.spec.workers.clone() {
@@ -559,7 +560,7 @@ impl Running {
         if self.taking_over {
             self.teach();
             end_all(ending, &self.say).await;
-            self.destroy_left(Some(plan), &adopted).await;
+            self.destroy_left(Some(plan), &kept).await;
             self.undo_leftover(plan)?;
             self.kernel_rules(plan)?;
         }
@@ -577,6 +578,8 @@ impl Running {
         for machine in &plan.machines {
             if let Some((_, pid)) = adopted.iter().find(|(name, _)| *name == machine.name) {
                 self.adopt(machine, pid)?;
+            } else if kept.contains(&machine.name) {
+                self.leave_saved(machine);
             } else if let Some((how, _)) = self.take_state(format!("idle/{}", machine.name)) {
                 self.leave_idle(machine, &String::from_utf8_lossy(&how));
             } else {

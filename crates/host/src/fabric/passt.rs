@@ -394,7 +394,7 @@ impl Running {
                 let Some(running) = me.upgrade() else { return };
                 running.lock().await.log_path(&port)
             };
-            if !super::machine::ended_trimming(process, &[&log], &me).await {
+            if !super::machine::ended_trimming(process, &[&log], &me, || false).await {
                 return;
             }
             let pause = {

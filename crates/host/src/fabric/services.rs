@@ -203,7 +203,7 @@ impl Running {
         tokio::spawn(async move {
             // One that is not there has ended.
             if let Some(process) = process
-                && !super::machine::ended_trimming(process, &[&log], &me).await
+                && !super::machine::ended_trimming(process, &[&log], &me, || false).await
             {
                 return;
             }

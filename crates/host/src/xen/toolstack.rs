@@ -48,19 +48,41 @@ fn classify_host(
     }
 }
 
-/// The numbers of the domains of that UUID in what `xl vm-list` says: lines of UUID, number and name. One that has ended is
-/// listed as long as somebody has a page of it, beside the next of the same UUID.
-fn ids_in(list: &str, uuid: &str) -> Vec<u32> {
-    let lines = list.lines().filter(|line| line.split_whitespace().next() == Some(uuid));
-    lines.filter_map(|line| line.split_whitespace().nth(1)?.parse().ok()).collect()
+/// `SHUTDOWN_suspend` of Xen's public interface (sched.h): a domain that waits to be resumed, or whose memory is being saved.
+pub(crate) const SUSPENDED: u32 = 2;
+
+/// What a domain is at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    /// It runs, or is paused.
+    Runs,
+    /// It has shut down, for that reason (`SHUTDOWN_*`), and was not destroyed yet.
+    ShutDown(u32),
+    /// There is none of that number, or it is dying.
+    Gone,
 }
 
-/// Whether a domain is there and not dying, in what `xl list` says: lines of name, number, memory, processors, state and time.
-fn is_living(list: &str, id: u32) -> bool {
-    list.lines().any(|line| {
+/// A domain in what `xl list -v` says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Listed {
+    pub(crate) id: u32,
+    pub(crate) state: State,
+    /// Its processors are not run, as before a restore is complete.
+    pub(crate) is_paused: bool,
+}
+
+/// The domains in lines of name, number, memory, processors, state letters, time, UUID, reason of a shutdown, and label. One
+/// that has ended is listed as long as a process has a page of it, beside the next of the same UUID.
+fn listed(list: &str) -> impl Iterator<Item = (&str, Listed)> {
+    list.lines().filter_map(|line| {
         let words: Vec<_> = line.split_whitespace().rev().collect();
-        let [_, state, _, _, number, ..] = words[..] else { return false };
-        number.parse() == Ok(id) && !state.contains('d')
+        let [_, reason, uuid, _, letters, _, _, id, ..] = words[..] else { return None };
+        let state = match (letters.contains('d'), u32::from_str_radix(reason, 16)) {
+            (true, _) => State::Gone,
+            (false, Ok(reason)) => State::ShutDown(reason),
+            (false, Err(_)) => State::Runs,
+        };
+        Some((uuid, Listed { id: id.parse().ok()?, state, is_paused: letters.contains('p') }))
     })
 }
 
@@ -74,14 +96,46 @@ fn xl(program: &Path, words: &[&str], limit: Duration) -> Result<String, String>
     }
 }
 
+fn list(program: &Path) -> Result<String, String> {
+    xl(program, &["list", "-v"], LIMIT)
+}
+
+fn program() -> Result<PathBuf, String> {
+    which("xl").ok_or_else(|| "no xl in PATH".into())
+}
+
 /// The domains of a UUID that are not dying.
-fn living(program: &Path, uuid: &str) -> Result<Vec<u32>, String> {
-    let ids = ids_in(&xl(program, &["vm-list"], LIMIT)?, uuid);
-    if ids.is_empty() {
-        return Ok(ids);
-    }
-    let list = xl(program, &["list"], LIMIT)?;
-    Ok(ids.into_iter().filter(|id| is_living(&list, *id)).collect())
+fn living(program: &Path, uuid: &str) -> Result<Vec<Listed>, String> {
+    let list = list(program)?;
+    let own = listed(&list).filter(|(of, one)| *of == uuid && one.state != State::Gone);
+    Ok(own.map(|(_, one)| one).collect())
+}
+
+/// A domain as it is now; `None` if there is none, or it is dying.
+///
+/// # Errors
+/// What `xl` says, as a sentence.
+pub(crate) fn look_up(domain: &Domain) -> Result<Option<Listed>, String> {
+    Ok(living(&program()?, &domain.uuid)?.pop())
+}
+
+/// What the domain of that number is at.
+///
+/// # Errors
+/// What `xl` says, as a sentence.
+pub(crate) fn state_of(id: u32) -> Result<State, String> {
+    let list = list(&program()?)?;
+    Ok(listed(&list).find(|(_, one)| one.id == id).map_or(State::Gone, |(_, one)| one.state))
+}
+
+/// Destroys the domain of that number, if it is there.
+///
+/// # Errors
+/// What `xl` says, as a sentence; the domain may be there still.
+pub(crate) fn destroy_number(id: u32) -> Result<(), String> {
+    let destroyed = xl(&program()?, &["destroy", &id.to_string()], DESTROY_LIMIT).map(drop);
+    // It may end by itself at the same time, or by the `xl` that restored it.
+    destroyed.or_else(|why| if state_of(id) == Ok(State::Gone) { Ok(()) } else { Err(why) })
 }
 
 /// Destroys a domain and waits until its devices are gone. Whether there was one.
@@ -89,14 +143,15 @@ fn living(program: &Path, uuid: &str) -> Result<Vec<u32>, String> {
 /// # Errors
 /// What `xl` says, as a sentence; the domain may run on.
 pub fn destroy(domain: &Domain) -> Result<bool, String> {
-    let program = which("xl").ok_or("no xl in PATH")?;
-    let ids = living(&program, &domain.uuid)?;
+    let program = program()?;
+    let there = living(&program, &domain.uuid)?;
     // It may end by itself at the same time: what counts is what is left.
-    let tried: Vec<_> = ids.iter().map(|id| xl(&program, &["destroy", &id.to_string()], DESTROY_LIMIT)).collect();
+    let tried: Vec<_> = there.iter().map(|one| destroy_number(one.id)).collect();
     match living(&program, &domain.uuid)?.first() {
-        None => Ok(!ids.is_empty()),
+        None => Ok(!there.is_empty()),
         Some(left) => {
-            Err(tried.into_iter().find_map(Result::err).unwrap_or_else(|| format!("domain {left} is still there")))
+            let why = || format!("domain {} is still there", left.id);
+            Err(tried.into_iter().find_map(Result::err).unwrap_or_else(why))
         }
     }
 }
@@ -109,23 +164,28 @@ pub fn id_in_log(log: &str) -> Option<u32> {
 /// How a domain ended, by the log of the `xl` that created it: in words, and whether it ended well. `None` where the log
 /// tells of no end.
 pub fn end_in_log(log: &str) -> Option<(String, bool)> {
-    // sched.h of Xen's public interface: SHUTDOWN_*.
     let meaning = |code: u32| match code {
         0 => ("the domain powered off".to_string(), true),
         1 => ("the domain asked for a reboot".into(), false),
-        2 => ("the domain was suspended".into(), false),
+        SUSPENDED => ("the domain was saved or migrated; `xl restore` continues it".into(), true),
         3 => ("the domain crashed".into(), false),
         4 => ("the domain's watchdog fired".into(), false),
         code => (format!("the domain shut down for reason {code}"), false),
     };
-    let code = |line: &str| -> Option<u32> {
-        line.split_once("has shut down, reason code ")?.1.split_whitespace().next()?.parse().ok()
-    };
-    // The last word counts: a domain that was suspended may go on.
-    log.lines().rev().find_map(|line| match code(line) {
+    log.lines().rev().find_map(|line| match shutdown_reason(line) {
         Some(code) => Some(meaning(code)),
         None => line.contains("has been destroyed").then(|| ("the domain was destroyed".to_string(), false)),
     })
+}
+
+/// Whether the log of what watched a domain ends with its suspension: it is saved, is being saved, or goes on unwatched.
+pub(crate) fn is_suspended_in_log(log: &str) -> bool {
+    log.lines().rev().find_map(shutdown_reason) == Some(SUSPENDED)
+}
+
+/// The reason (sched.h of Xen's public interface: `SHUTDOWN_*`) in a line of `xl`'s log about a domain that has shut down.
+fn shutdown_reason(line: &str) -> Option<u32> {
+    line.split_once("has shut down, reason code ")?.1.split_whitespace().next()?.parse().ok()
 }
 
 #[cfg(test)]
@@ -147,26 +207,25 @@ mod tests {
         assert!(told(Some("xen"), dom0(), None).contains("apt install xen-utils"));
     }
 
-    /// What xl 4.17 printed.
-    const LIST: &str = "UUID                                  ID    name\n\
-         00000000-0000-0000-0000-000000000000  0    Domain-0                      \n\
-         01020304-0506-4708-890a-0b0c0d0e0f10  12    demo.web                      \n";
+    /// What xl 4.17 printed, with other numbers.
+    const LIST: &str = "Name                                        ID   Mem VCPUs\tState\tTime(s)   UUID                            Reason-Code\tSecurity Label\n\
+         Domain-0                                     0   320     1     r-----      12.0 00000000-0000-0000-0000-000000000000        -                -\n\
+         (null)                                      12     0     1     --ps-d       0.3 01020304-0506-4708-890a-0b0c0d0e0f10        0                -\n\
+         demo.web                                    15    64     1     -b----       0.1 01020304-0506-4708-890a-0b0c0d0e0f10        -                -\n\
+         demo.db                                     16    64     1     ---s--       0.1 01020304-0506-4708-890a-0b0c0d0e0f11        2                -\n\
+         demo.new                                    17    64     1     --p---       0.1 01020304-0506-4708-890a-0b0c0d0e0f12        -                -\n";
 
     #[test]
-    fn domains_are_found_by_their_uuid() {
-        let uuid = "01020304-0506-4708-890a-0b0c0d0e0f10";
-        assert_eq!(ids_in(LIST, uuid), [12]);
-        assert_eq!(ids_in(&format!("{LIST}{uuid}  15    demo.web\n"), uuid), [12, 15]);
-        assert!(ids_in(LIST, "01020304-0506-4708-890a-0b0c0d0e0f11").is_empty() && ids_in(LIST, "UUID").is_empty());
-    }
-
-    #[test]
-    fn a_domain_that_is_dying_is_told_from_one_that_lives() {
-        let list = "Name                                        ID   Mem VCPUs\tState\tTime(s)\n\
-             Domain-0                                     0   320     1     r-----      41.1\n\
-             (null)                                      12     0     1     --ps-d       0.3\n\
-             demo.web                                    15    32     1     -b----       0.1\n";
-        assert_eq!([0, 12, 15, 16].map(|id| is_living(list, id)), [true, false, true, false]);
+    fn domains_are_listed_with_what_they_are_at() {
+        let all: Vec<_> = listed(LIST).map(|(uuid, one)| (&uuid[34..], one.id, one.state, one.is_paused)).collect();
+        let expected = [
+            ("00", 0, State::Runs, false),
+            ("10", 12, State::Gone, true),
+            ("10", 15, State::Runs, false),
+            ("11", 16, State::ShutDown(SUSPENDED), false),
+            ("12", 17, State::Runs, true),
+        ];
+        assert_eq!(all, expected);
     }
 
     #[test]
@@ -180,5 +239,8 @@ mod tests {
         let crash = "Domain 12 has shut down, reason code 3 0x3\nAction for shutdown reason code 3 is destroy\nDomain 12 needs to be cleaned up: destroying the domain\nDone. Exiting now";
         assert_eq!(end(crash), ("the domain crashed".into(), false));
         assert_eq!(end("Domain 12 has been destroyed."), ("the domain was destroyed".into(), false));
+        let saved = "Domain 12 has shut down, reason code 2 0x2\nDomain has suspended.\nDone. Exiting now";
+        assert!(end(saved).1 && end(saved).0.contains("xl restore"));
+        assert!(is_suspended_in_log(saved) && !is_suspended_in_log(crash) && !is_suspended_in_log(begun));
     }
 }

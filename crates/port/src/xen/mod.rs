@@ -50,8 +50,8 @@
 //! connected.
 
 mod connection;
-mod console;
 mod control;
+mod domains;
 mod exchange;
 mod platform;
 mod store;
@@ -62,7 +62,7 @@ mod transport;
 use std::sync::{Arc, mpsc};
 
 use connection::{ARENA_BYTES, Connection};
-pub use console::console_of;
+pub use domains::{DomainEvent, DomainEvents, console_of};
 use exchange::Exchange;
 use platform::{Linux, Machine};
 use rustix::io::Errno;

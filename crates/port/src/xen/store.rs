@@ -4,7 +4,7 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::BTreeSet;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 use tombolo_ring::xen::XenError;
 use tombolo_ring::xen::store::{self, Content, Inbox, MAX_MESSAGE_BYTES, Request, StoreError};
@@ -56,6 +56,12 @@ pub(super) struct Store {
     /// Tokens of watches that had an event.
     events: BTreeSet<String>,
     transaction: u32,
+}
+
+impl AsFd for Store {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
 }
 
 impl Store {
@@ -152,6 +158,13 @@ impl Store {
     /// Forgets the events that came. What they are about is read again anyway.
     pub(super) fn take_events(&mut self) {
         self.events.clear();
+    }
+
+    /// Reads and forgets the events that have come, without waiting; whether there were any.
+    pub(super) fn poll_events(&mut self) -> Result<bool, AskError> {
+        // Answers that come now answer nothing.
+        while self.read_one()?.is_some() {}
+        Ok(!std::mem::take(&mut self.events).is_empty())
     }
 
     /// A node's value; `None` where there is none.
