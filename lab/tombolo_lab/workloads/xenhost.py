@@ -181,12 +181,12 @@ class Dom0:
             counts[HYPERCALLS[function]] += int(hits)
         return counts
 
-    def frames(self):
-        """That passed between dom0 and its guest, both ways."""
+    def traffic(self):
+        """Frames and bytes that passed between dom0 and its guest, both ways."""
         folder = f"/sys/class/net/{self.interface()}/statistics"
-        return sum(
-            map(int, self.xen.run(f"cat {folder}/rx_packets {folder}/tx_packets").text.split())
-        )
+        counts = self.xen.run(f"cd {folder}; cat rx_packets tx_packets rx_bytes tx_bytes").text
+        frames_in, frames_out, bytes_in, bytes_out = map(int, counts.split())
+        return frames_in + frames_out, bytes_in + bytes_out
 
     def ping(self, address, count):
         text = self.xen.run(f"/usr/bin/ping -n -q -i 0.01 -c {count} {address}", 60 + count).text
@@ -219,7 +219,7 @@ class Dom0:
 
     def tcp(self, address, seconds):
         """Both ways, and what dom0 asked of the hypervisor meanwhile."""
-        before, frames = self.hypercalls(), self.frames()
+        before, (frames, moved) = self.hypercalls(), self.traffic()
         rows = {}
         for key, flags in (("tcp_to_mbit_s", ""), ("tcp_from_mbit_s", "-R")):
             text = self.xen.run(
@@ -229,10 +229,13 @@ class Dom0:
             if not rates or not float(rates[-1]):
                 raise tools.ToolError(f"iperf to {address}:\n{text}")
             rows[key] = float(rates[-1]) / 1000
-        frames, after = self.frames() - frames, self.hypercalls()
+        (frames_then, moved_then), after = self.traffic(), self.hypercalls()
+        frames, moved = frames_then - frames, moved_then - moved
         for what in before:
             rows[f"{what}_per_frame"] = (after[what] - before[what]) / frames
-        rows["hypercalls_per_frame"] = sum(after[what] - before[what] for what in before) / frames
+        calls = sum(after[what] - before[what] for what in before)
+        rows["hypercalls_per_frame"] = calls / frames
+        rows["hypercalls_per_mb"] = calls / moved * 1e6
         return rows
 
     def udp(self, address, seconds):
