@@ -10,10 +10,12 @@
 //!   take READY and the queues, or             was the flag 0? set it, raise the vector
 //!   pending_sel and the bits
 //!   work, arm the rings, look again
-//!   sti; hlt
+//!   flag still 0? sti; hlt
 //! ```
 //!
 //! An event after the first line raises the vector, which stays pending in the local APIC until `hlt` sees it. So none is lost.
+//! The look at the flag before `hlt` ([`Events::have_come`]) costs one read. Without it a vector that an emulator loses while
+//! the cell works would leave the cell asleep for ever: Xen raises no other one while the flag is set.
 //!
 //! * FIFO ([`tombolo_ring::xen::events`]): one word for each channel, and queues that keep the order of the events. One turn takes
 //!   a limited number, and the cell does not sleep over the rest.
@@ -193,6 +195,12 @@ impl Events {
         }
     }
 
+    /// Whether Xen has set the flag since the last [`Events::take`]: there are events to take.
+    pub(super) fn have_come(&self) -> bool {
+        // One that comes from here on is the vector's affair.
+        self.shared.as_foreign().read_array(UPCALL_PENDING).is_some_and(|[flag]: [u8; 1]| flag != 0)
+    }
+
     /// Whether the last call took less than there was, of which nothing will tell.
     pub(super) fn has_left(&self) -> bool {
         self.fifo.borrow().as_ref().is_some_and(|fifo| fifo.queues.has_left())
@@ -234,8 +242,11 @@ mod tests {
         for (at, value) in [(EVENT_MASK + 8, !(1 << 6)), (EVENT_PENDING + 8, 1 << 6 | 1 << 7), (PENDING_SEL, 1 << 1)] {
             shared.store_u64(at, value, Relaxed).unwrap();
         }
+        assert!(!events.have_come());
         shared.write_array(UPCALL_PENDING, [1u8]).unwrap();
+        assert!(events.have_come());
         events.take();
+        assert!(!events.have_come());
         assert!(events.has_fired(70) && events.take_fired(70) && !events.take_fired(71));
         assert_eq!(shared.as_foreign().read_array(UPCALL_PENDING), Some([0]));
         assert_eq!(events.form(), "two-level");

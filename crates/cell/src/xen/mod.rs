@@ -402,7 +402,9 @@ impl Domain {
                 self.timer.at_ns.set(until_ns);
             }
         }
-        wait_for_interrupt();
+        if !self.events.have_come() {
+            wait_for_interrupt();
+        }
     }
 }
 
