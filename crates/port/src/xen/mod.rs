@@ -61,7 +61,7 @@ mod transport;
 
 use std::sync::{Arc, mpsc};
 
-use connection::{ARENA_BYTES, Connection};
+use connection::{ARENA_BYTES, Connection, FIRSTS_BYTES};
 pub use domains::{DomainEvent, DomainEvents, console_of};
 use exchange::Exchange;
 use platform::{Linux, Machine};
@@ -131,6 +131,7 @@ pub struct XenPort {
     exchange: Arc<Exchange>,
     connection: Option<Box<Connection>>,
     arena: Pages,
+    firsts: Pages,
     config: XenConfig,
     /// Closed when the control thread has ended.
     thread_ends: Option<mpsc::Receiver<()>>,
@@ -178,8 +179,8 @@ impl XenPort {
             control::run(&*machine, &its_config, &for_thread);
         };
         std::thread::Builder::new().name("xen-vif".into()).spawn(run).map_err(XenOpenError::Thread)?;
-        let arena = Pages::new(ARENA_BYTES);
-        Ok(XenPort { exchange, connection: None, arena, config, thread_ends: Some(ends) })
+        let (arena, firsts) = (Pages::new(ARENA_BYTES), Pages::new(FIRSTS_BYTES));
+        Ok(XenPort { exchange, connection: None, arena, firsts, config, thread_ends: Some(ends) })
     }
 }
 
@@ -214,7 +215,7 @@ impl Port for XenPort {
 
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
         match &mut self.connection {
-            Some(connection) => connection.transmit(batch, which, drops),
+            Some(connection) => connection.transmit(&mut self.firsts, batch, which, drops),
             None => {
                 drops.count(Reason::LinkDown, which.len() as u64);
                 Ok(Sent::default())
