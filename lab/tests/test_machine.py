@@ -157,6 +157,28 @@ class Cpu(unittest.TestCase):
             self.assertTrue(tasks[2].is_kernel)
 
 
+class Load(unittest.TestCase):
+    def test_what_others_took_is_no_load(self):
+        self.assertAlmostEqual(usage(seconds=2.0, busy_cpus=1.5, others_cpus=0.5).load_s, 2)
+        # Both are counted in ticks, at not quite the same moments.
+        self.assertIsNone(usage(busy_cpus=0.5, others_cpus=0.51).load_s)
+        self.assertIsNone(usage(busy_cpus=0.51, others_cpus=0.5).load_s)
+
+    def test_a_process_of_ours_is_load(self):
+        child = burn(120)  # killed below
+        try:
+            with Meter({"child": child.pid}) as meter:
+                worked(child.pid, 0.3)
+        finally:
+            child.kill()
+            child.wait()
+        found = meter.usage
+        took_s = found.processes["child"].cpus * found.seconds
+        # The whole machine's time is sampled by ticks, that of processes is exact.
+        self.assertGreater(found.load_s, took_s / 2)
+        self.assertLessEqual(found.busy_cpus, os.cpu_count() * 1.1)
+
+
 class Age(unittest.TestCase):
     def test_a_process_grows_older_from_its_start_on(self):
         with subprocess.Popen(["sleep", "30"]) as process:

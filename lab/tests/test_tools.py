@@ -157,6 +157,14 @@ class Reports(unittest.TestCase):
         with self.assertRaisesRegex(tools.ToolError, "has no"):
             tools.sockperf_report("sockperf: ERROR: connection refused")
 
+    def test_iperf3_takes_whole_seconds_and_several_streams(self):
+        for streams, more in ((1, []), (4, ["-P", "4"])):
+            done = unittest.mock.Mock(stdout=IPERF3_TCP)
+            with unittest.mock.patch.object(tools, "bounded", return_value=done) as run:
+                tools.iperf3("space", "10.0.0.1", "tcp", False, 0.3, 0, 0, streams)
+            words = run.call_args[0][0]
+            self.assertEqual(words[4:], ["iperf3", "-J", "-c", "10.0.0.1", "-t", "1", *more])
+
     def test_iperf3_gives_what_was_received(self):
         udp = tools.iperf3_report(IPERF3_UDP)
         self.assertEqual((udp["sent"], udp["lost"], udp["jitter_ms"]), (2498, 5, 0.0074))

@@ -99,6 +99,7 @@ class _Counters:
     irq: int
     softirq: int
     stolen: int
+    busy: int
     interrupts: int
     context_switches: int
     softirqs: dict[str, int]
@@ -124,6 +125,7 @@ class _Counters:
             irq=cpu[5],
             softirq=cpu[6],
             stolen=cpu[7],
+            busy=sum(cpu[:3]) + cpu[5] + cpu[6],
             interrupts=int(stat["intr"].split(" ", 1)[0]),
             context_switches=int(stat["ctxt"]),
             softirqs=_softirqs(),
@@ -213,6 +215,14 @@ class Usage:
     context_switches_s: float
     softirqs_s: dict[str, float] = field(default_factory=dict)
     processes: dict[str, ProcessUsage] = field(default_factory=dict)
+    busy_cpus: float = 0.0  # all that was neither idle nor stolen
+
+    @property
+    def load_s(self) -> float | None:
+        """CPU seconds of the whole machine, softirqs included, without other processes'. None where
+        those took so much that the difference says nothing."""
+        found = (self.busy_cpus - self.others_cpus) * self.seconds
+        return found if found > RESOLUTION_S else None
 
     def disturbance(self, others_cpus: float, stolen_cpus: float) -> str | None:
         """Why a point with this usage is disturbed, or None. The resolution is allowed for."""
@@ -272,7 +282,7 @@ class Meter:
             seconds=seconds,
             **{
                 f"{name}_cpus": cpus(name)
-                for name in ("ours", "kernel", "irq", "softirq", "stolen")
+                for name in ("ours", "kernel", "irq", "softirq", "stolen", "busy")
             },
             others_cpus=_spent(then.others, now.others) / HERTZ / seconds,
             interrupts_s=(now.interrupts - then.interrupts) / seconds,

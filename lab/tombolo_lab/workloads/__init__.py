@@ -65,6 +65,7 @@ REGISTRY: dict[str, str] = {
     "stress": "tombolo_lab.workloads.network:Stress",
     "trust": "tombolo_lab.workloads.trust:Trust",
     "tuning": "tombolo_lab.workloads.network:Tuning",
+    "tunnel": "tombolo_lab.workloads.tunnel:Tunnel",
     "netfront": "tombolo_lab.workloads.netfront:Netfront",
     "xen": "tombolo_lab.workloads.xen:Xen",
 }

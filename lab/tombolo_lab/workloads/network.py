@@ -12,7 +12,6 @@ has its round trip. To a namespace of this host it may be that of iperf 3 or soc
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -235,7 +234,7 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
 def load_seconds(cell: dict) -> float:
     """How long the load lasts: iperf 3 and sockperf take whole seconds."""
     is_whole = cell["tool"] in ("iperf3", "sockperf")
-    return max(1, math.ceil(cell["seconds"])) if is_whole else cell["seconds"]
+    return tools.whole_seconds(cell["seconds"]) if is_whole else cell["seconds"]
 
 
 def iperf_row(end: endpoints.End, cell: dict, offered: str) -> dict:

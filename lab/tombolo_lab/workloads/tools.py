@@ -146,6 +146,11 @@ def iperf3_report(text: str) -> dict:
     return row | {"retransmitted": end["sum_sent"].get("retransmits")}
 
 
+def whole_seconds(seconds: float) -> int:
+    """How long iperf3 sends, which takes whole seconds."""
+    return max(1, math.ceil(seconds))
+
+
 def iperf3(
     space: object,
     address: str,
@@ -154,13 +159,15 @@ def iperf3(
     seconds: float,
     size: int,
     bits_s: float,
+    streams: int = 1,
 ) -> dict:
     """iperf3's client; 0 bits a second are as fast as TCP goes. iperf3 takes whole seconds."""
-    words: list[object] = ["iperf3", "-J", "-c", address, "-t", max(1, math.ceil(seconds))]
+    words: list[object] = ["iperf3", "-J", "-c", address, "-t", whole_seconds(seconds)]
     words += ["-u"] if protocol == "udp" else []
     words += ["-l", size] if size else []
     words += ["-b", round(bits_s)] if bits_s else []
     words += ["-R"] if down else []
+    words += ["-P", streams] if streams > 1 else []
     return iperf3_report(bounded(inside(space, *words), 3 * seconds + 30).stdout)
 
 
