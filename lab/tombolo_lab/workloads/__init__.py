@@ -49,6 +49,7 @@ REGISTRY: dict[str, str] = {
     "bypass": "tombolo_lab.workloads.bypass:Bypass",
     "calls": "tombolo_lab.workloads.calls:Calls",
     "cell-calls": "tombolo_lab.workloads.calls:CellCalls",
+    "converge": "tombolo_lab.workloads.converge:Converge",
     "deadlines": "tombolo_lab.workloads.rpc:Deadlines",
     "direct": "tombolo_lab.workloads.links:Direct",
     "forwarder": "tombolo_lab.workloads.forwarder:Forwarder",
