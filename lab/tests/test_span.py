@@ -1,4 +1,4 @@
-"""Workloads of several machines: what the simulation prints."""
+"""Workloads of several machines: what is lost, and what the simulation prints."""
 
 import json
 import subprocess
@@ -8,7 +8,31 @@ import unittest.mock
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tombolo_lab.workloads import converge, tools
+from tombolo_lab.workloads import converge, machines, tools
+
+
+class Answers(unittest.TestCase):
+    def test_each_call_is_to_have_one_answer(self):
+        for outcomes, answered, lost in (
+            ({"served": 10}, 10, 0),
+            ({"served": 9, "timed out": 1}, 9, 1),  # it did not come, or
+            ({"served": 9, "timed out": 1}, 10, 1),  # its answer did not
+            ({"timed out": 10}, 0, 10),
+            ({"served": 10}, 12, 2),  # some were answered twice
+        ):
+            with self.subTest(outcomes=outcomes, answered=answered):
+                self.assertEqual(machines.lost(10, outcomes, answered), lost)
+
+    def test_answers_are_of_any_kind_and_count_once(self):
+        answers = {"served": 7, "overran": 3, "late": 1, "expired": 2}
+        workload = machines.Machines()
+        with unittest.mock.patch.object(workload, "said", return_value={"answers": answers}):
+            self.assertEqual(workload.answers(("folder", "server", "client")), 10)
+        with (
+            unittest.mock.patch.object(workload, "said", return_value=None),
+            self.assertRaisesRegex(tools.ToolError, "stats"),
+        ):
+            workload.answers(("folder", "server", "client"))
 
 
 class Converge(unittest.TestCase):
