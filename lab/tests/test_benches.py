@@ -160,6 +160,41 @@ class Figures(unittest.TestCase):
         self.assertEqual((benches.ratio(None, 2), benches.ratio(1, 3)), (None, 0.333))
 
 
+class Span(unittest.TestCase):
+    def line(self, name, change):
+        """The line of one part, with measures changed by `change(cell, measures)`."""
+        part = next(p for p in benches.load("span").PARTS if p.experiment == name)
+        run = synthetic(part, options("span"))
+        for point in run.points:
+            change(point["cell"], point["measures"])
+        return benches.load("span").line({name: run})
+
+    def test_the_tunnel_is_compared_by_rate_and_by_cpu_time(self):
+        values = {"tombolo": (900.0, 4.0), "kernel": (1000.0, 3.0), "kernel-again": (1100.0, 6.0)}
+
+        def change(cell, measures):
+            measures["tcp_mbit_s"], measures["small_cpu_us"] = values[cell["port"]]
+
+        line = self.line("tunnel", change)
+        ratios, noise = line["ratios"], line["noise"]
+        self.assertEqual((ratios["tcp_vs_kernel"], ratios["small_vs_kernel"]), (0.9, 0.75))
+        self.assertEqual((noise["tcp_vs_kernel"], noise["small_vs_kernel"]), (1.1, 0.5))
+
+    def test_lost_answers_are_those_of_all_calls(self):
+        lost = {"tcp": None, "plain": 1, "tls": 2, "local": 0}
+        line = self.line("machines", lambda cell, m: m.update(lost_answers=lost[cell["row"]]))
+        self.assertEqual(line["lost_answers"], 3 * 3)
+
+    def test_the_longest_time_to_agree_counts_and_a_change_is_told_to_each_machine(self):
+        def change(cell, measures):
+            self.assertEqual(cell["loss"], 0.0)
+            measures |= {"join_ms": 255.0, "move_max_ms": 2.0, "heal_ms": 2960.0, "dead_s": 14.2}
+            measures |= {"bytes_per_change": 4198.0, "messages_per_change": 99.0}
+
+        line = self.line("converge", change)
+        self.assertEqual((line["converge_ms_100"], line["bytes_per_change"]), (2960.0, 42.4))
+
+
 class Bypass(unittest.TestCase):
     def matrix(self, rate_of, blocks=6):
         """The line of one load between two taps, with a rate by path and block."""
