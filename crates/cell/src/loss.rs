@@ -34,7 +34,9 @@
 //!
 //! **Failure.** A wrong guess costs one segment sent twice, and the stack halves its congestion window. A peer that
 //! acknowledges each segment of a flight that was only late gets each of them twice, as after the stack's own timeout. What
-//! a peer writes changes only the record of its own connection.
+//! a peer writes changes only the record of its own connection. A third party that does not see the connection must guess
+//! its sequence numbers: as in the stack, a segment counts only if it lies in the receive window (RFC 9293 §3.10.7.4,
+//! RFC 5961 §5.2), be it an acknowledgement or a reset. A SYN never changes a connection that is there.
 
 use alloc::collections::{BTreeMap, VecDeque};
 use core::cell::RefCell;
@@ -42,13 +44,15 @@ use smoltcp::phy::{ChecksumCapabilities, Device, DeviceCapabilities, PacketMeta,
 use smoltcp::time::Instant;
 use smoltcp::wire::{
     EthernetAddress, EthernetFrame, EthernetProtocol, EthernetRepr, IpAddress, IpEndpoint, IpProtocol, IpRepr,
-    Ipv4Packet, Ipv6Packet, TcpControl, TcpPacket, TcpRepr, TcpSeqNumber,
+    Ipv4Packet, Ipv6Packet, TcpControl, TcpOption, TcpPacket, TcpRepr, TcpSeqNumber,
 };
 
 /// Acknowledgements that each tell of more data above a gap, after which the gap is a loss (RFC 6675 §2).
 const DUP_THRESH: usize = 3;
 /// Before there is a measurement (RFC 6298 §2.1).
 const INITIAL_TIMEOUT_NS: u64 = 1_000_000_000;
+/// The largest shift of a window (RFC 7323 §2.3).
+const MAX_WINDOW_SHIFT: u8 = 14;
 /// The variance counts four times (RFC 6298 §2.3).
 const VARIANCE_FACTOR: u64 = 4;
 
@@ -88,6 +92,8 @@ struct Segment {
     seq: TcpSeqNumber,
     ack: Option<TcpSeqNumber>,
     window: u16,
+    /// The shift of later windows, which only a SYN tells.
+    window_shift: u8,
     payload_bytes: usize,
     syn: bool,
     fin: bool,
@@ -126,6 +132,7 @@ impl Segment {
             seq: tcp.seq_number(),
             ack: tcp.ack().then(|| tcp.ack_number()),
             window: tcp.window_len(),
+            window_shift: if tcp.syn() { window_shift(tcp.options()) } else { 0 },
             payload_bytes: tcp.payload().len(),
             syn: tcp.syn(),
             fin: tcp.fin(),
@@ -133,6 +140,18 @@ impl Segment {
             selective: ranges.map(|r| r.map(|(left, right)| (TcpSeqNumber(left as i32), TcpSeqNumber(right as i32)))),
         })
     }
+}
+
+/// The window scale option of a SYN; without one, later windows are not scaled.
+fn window_shift(mut options: &[u8]) -> u8 {
+    while let Ok((rest, option)) = TcpOption::parse(options) {
+        match option {
+            TcpOption::WindowScale(shift) => return shift.min(MAX_WINDOW_SHIFT),
+            TcpOption::EndOfList => return 0,
+            _ => options = rest,
+        }
+    }
+    0
 }
 
 /// Bytes from one sequence number on to another; very many where `to` is before `from`.
@@ -147,6 +166,24 @@ struct LastAck {
     to_mac: EthernetAddress,
     seq: TcpSeqNumber,
     window: u16,
+}
+
+/// What the cell last told the peer of its receive window.
+#[derive(Clone, Copy, Debug)]
+struct ReceiveWindow {
+    /// The cell's acknowledgement number.
+    start: TcpSeqNumber,
+    bytes: usize,
+}
+
+impl ReceiveWindow {
+    /// Whether the stack takes a segment, or answers it as a keep-alive: one byte before the window. The stack may have taken
+    /// data that it has not acknowledged yet, so what follows a full window counts as well.
+    fn admits(&self, segment: &Segment) -> bool {
+        let begins_within = distance(self.start - 1, segment.seq) <= 1 + self.bytes;
+        let end = distance(self.start, segment.seq + segment.payload_bytes);
+        begins_within || segment.payload_bytes > 0 && (1..=self.bytes).contains(&end)
+    }
 }
 
 /// Why a segment is taken for lost.
@@ -166,6 +203,10 @@ struct Connection {
     /// The byte after the last one that was sent; a FIN does not count.
     next: TcpSeqNumber,
     fin_sent: bool,
+    /// `None` until the cell has acknowledged the peer's SYN.
+    receive_window: Option<ReceiveWindow>,
+    /// By which the cell's windows are scaled, at most. 0 if its SYN was not seen, so that the window is taken for a smaller one.
+    receive_shift: u8,
     /// `None` until the peer has sent a segment whose window is scaled as all later ones are: any but its SYN.
     last_ack: Option<LastAck>,
     /// Bytes above the gap that the peer told of, and how many acknowledgements told of more since the gap is the first.
@@ -193,6 +234,8 @@ impl Connection {
             unacknowledged: first,
             next: first,
             fin_sent: false,
+            receive_window: None,
+            receive_shift: 0,
             last_ack: None,
             selective_bytes: 0,
             selective_acks: 0,
@@ -210,6 +253,13 @@ impl Connection {
 
     fn is_waiting(&self) -> bool {
         self.unacknowledged < self.next
+    }
+
+    /// Notes what an outgoing segment tells of the receive window. That of a SYN is not scaled.
+    fn advertised(&mut self, segment: &Segment) {
+        let shift = if segment.syn { 0 } else { self.receive_shift };
+        let bytes = usize::from(segment.window) << shift;
+        self.receive_window = segment.ack.map(|start| ReceiveWindow { start, bytes }).or(self.receive_window);
     }
 
     /// How long nothing may be acknowledged (RFC 6298 §2, §5.5).
@@ -391,11 +441,20 @@ impl LossDetector {
         let Some(segment) = Segment::read(frame) else { return };
         let flow = Flow { remote: segment.from, local: segment.to };
         let Some(connection) = self.connections.get_mut(&flow) else { return };
-        let Some(number) = segment.ack.filter(|_| !segment.rst) else {
-            // A reset, or the SYN of the next connection with these ends.
+        match connection.receive_window {
+            // As the stack, which takes no other SYN and no segment outside its window. The cell's own SYN begins the next
+            // connection with these ends.
+            Some(window) if segment.syn || !window.admits(&segment) => return,
+            Some(_) => {}
+            // The answer to the cell's SYN acknowledges exactly that.
+            None if (segment.syn || segment.rst) && segment.ack == Some(connection.next) => {}
+            None => return,
+        }
+        if segment.rst {
             self.connections.remove(&flow);
             return;
-        };
+        }
+        let Some(number) = segment.ack else { return };
         // As the stack: it believes neither old acknowledgements nor those of what was not sent.
         let allowed = connection.flight_bytes() + usize::from(connection.fin_sent);
         if distance(connection.unacknowledged, number) > allowed {
@@ -439,14 +498,21 @@ impl LossDetector {
             let is_again = self.connections.get(&flow).is_some_and(|before| before.next == first);
             let mut connection = Connection::new(first, now_ns);
             connection.sample = (!is_again).then_some((first, now_ns));
+            connection.receive_shift = segment.window_shift;
+            connection.advertised(&segment);
             self.insert(flow, connection);
             return;
+        }
+        if let Some(connection) = self.connections.get_mut(&flow) {
+            connection.advertised(&segment);
         }
         if segment.payload_bytes == 0 && !segment.fin {
             return;
         }
         if !self.connections.contains_key(&flow) {
-            self.insert(flow, Connection::new(segment.seq, now_ns));
+            let mut connection = Connection::new(segment.seq, now_ns);
+            connection.advertised(&segment);
+            self.insert(flow, connection);
         }
         let Some(connection) = self.connections.get_mut(&flow) else { return };
         let end = segment.seq + segment.payload_bytes;
@@ -495,7 +561,8 @@ impl LossDetector {
                 (REPEATS, window) => window - 1,
                 (_, window) => window,
             };
-            return Some(AckFrame::new(&flow, &LastAck { window, ..last }, connection.unacknowledged));
+            let seq = connection.receive_window.map_or(last.seq, |own| last.seq.max(own.start));
+            return Some(AckFrame::new(&flow, &LastAck { window, seq, ..last }, connection.unacknowledged));
         }
     }
 }
@@ -603,7 +670,8 @@ impl<D: Device> Device for Watched<'_, D> {
     fn receive(&mut self, now: Instant) -> Option<(Self::RxToken<'_>, Self::TxToken<'_>)> {
         let (detector, now_ns) = (self.detector, nanoseconds(now));
         if let Some(ack) = detector.borrow_mut().next_repeat() {
-            return Some((WatchedFrame::Repeat(ack), WatchedPermit { permit: None, detector, now_ns }));
+            let permit = WatchedPermit { permit: None, detector, now_ns };
+            return Some((WatchedFrame::Repeat(ack), permit));
         }
         let (frame, permit) = self.device.receive(now)?;
         let permit = WatchedPermit { permit: Some(permit), detector, now_ns };

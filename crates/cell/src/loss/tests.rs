@@ -19,6 +19,8 @@ const PEER_PORT: u16 = 50_000;
 const PEER_SEQ: TcpSeqNumber = TcpSeqNumber(-3);
 const MTU: usize = 1500;
 const SEGMENT_BYTES: usize = MTU - 40;
+/// The window that the frames of [`own_frame`] tell.
+const OWN_WINDOW: u16 = 8192;
 /// Frames of this size are cut by the device.
 const SEGMENTED_BYTES: usize = 61_428;
 /// From one end to the other.
@@ -92,6 +94,27 @@ fn tcp_frame(tcp: &TcpRepr<'_>, from: IpAddress, to: IpAddress) -> Vec<u8> {
         ip.emit(&mut *packet, &checksums);
         tcp.emit(&mut TcpPacket::new_unchecked(&mut packet[ip.header_len()..]), &from, &to, &checksums);
     })
+}
+
+/// A segment of the cell, built without its stack.
+fn own_frame(seq_number: TcpSeqNumber, payload: &[u8]) -> Vec<u8> {
+    let repr = TcpRepr {
+        src_port: OWN_PORT,
+        dst_port: PEER_PORT,
+        seq_number,
+        ack_number: Some(PEER_SEQ + 1),
+        window_len: OWN_WINDOW,
+        payload,
+        ..Peer::new(0).repr()
+    };
+    tcp_frame(&repr, OWN.into(), PEER.into())
+}
+
+/// A segment of the peer, from its number `seq_number` on.
+fn peer_frame(seq_number: TcpSeqNumber, ack_number: TcpSeqNumber, control: TcpControl) -> Vec<u8> {
+    let ack_number = Some(ack_number);
+    let repr = TcpRepr { seq_number, ack_number, control, window_len: 60_000, ..Peer::new(0).repr() };
+    tcp_frame(&repr, PEER.into(), OWN.into())
 }
 
 /// A receiver as Linux has it: what comes early is kept and told of, what finds no room is dropped, and then the window is closed.
@@ -694,9 +717,7 @@ fn no_acknowledgement_harms_the_detector() {
     let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
     let first = TcpSeqNumber(i32::MAX - 5000);
     let data = [0; SENT];
-    let sent =
-        TcpRepr { src_port: OWN_PORT, dst_port: PEER_PORT, seq_number: first, payload: &data, ..Peer::new(0).repr() };
-    let frame = tcp_frame(&sent, OWN.into(), PEER.into());
+    let frame = own_frame(first, &data);
     let mut losses = 0;
     for round in 0..50_000u64 {
         if round.is_multiple_of(8) {
@@ -734,14 +755,7 @@ fn no_acknowledgement_harms_the_detector() {
 fn acknowledgements_of_what_was_not_sent_or_long_ago_are_not_believed() {
     let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
     let first = TcpSeqNumber(i32::MAX - 100);
-    let sent = TcpRepr {
-        src_port: OWN_PORT,
-        dst_port: PEER_PORT,
-        seq_number: first,
-        payload: &[0; 500],
-        ..Peer::new(0).repr()
-    };
-    detector.outgoing(&tcp_frame(&sent, OWN.into(), PEER.into()), S);
+    detector.outgoing(&own_frame(first, &[0; 500]), S);
     let mut flight = |number: TcpSeqNumber| {
         let repr = TcpRepr { ack_number: Some(number), window_len: 1000, ..Peer::new(0).repr() };
         detector.incoming(&tcp_frame(&repr, PEER.into(), OWN.into()), S);
@@ -792,7 +806,8 @@ fn a_frame_of_the_detector_is_read_as_what_it_was_made_of() {
         let last = LastAck { from_mac: PEER_MAC, to_mac: OWN_MAC, seq: PEER_SEQ, window: 777 };
         let AckFrame { bytes, len } = AckFrame::new(&flow, &last, TcpSeqNumber(-1));
         let read = Segment::read(&bytes[..len]).unwrap();
-        assert_eq!((read.from, read.to, read.from_mac, read.to_mac), (flow.remote, flow.local, PEER_MAC, OWN_MAC));
+        assert_eq!((read.from, read.to, read.from_mac), (flow.remote, flow.local, PEER_MAC));
+        assert_eq!(EthernetFrame::new_unchecked(&bytes[..]).dst_addr(), OWN_MAC);
         assert_eq!((read.seq, read.ack, read.window), (PEER_SEQ, Some(TcpSeqNumber(-1)), 777));
         assert_eq!((read.payload_bytes, read.syn, read.fin, read.rst), (0, false, false, false));
         let tcp = TcpPacket::new_checked(&bytes[len - TCP_HEADER_BYTES..len]).unwrap();
@@ -818,4 +833,90 @@ fn the_records_have_a_limit_and_the_one_unused_for_longest_goes_first() {
     let ports: Vec<u16> = detector.connections.keys().map(|flow| flow.local.port).collect();
     assert_eq!(ports.len(), MAX_CONNECTIONS);
     assert!(ports.contains(&0) && ports.contains(&60_000) && !ports.contains(&1));
+}
+
+#[test]
+fn a_third_party_that_guesses_acknowledgements_does_no_harm() {
+    let peer = Peer { acks_every: 1, jitters: true, ..Peer::new(60_000) };
+    let mut net = Net::new(true, peer, 1_000_000, |_, _| false);
+    assert!(net.run(S, |net| net.peer.taken > 500_000));
+    assert!(net.run(S, |net| net.to_cell.is_empty() && !net.to_peer.is_empty()));
+    // A forged acknowledgement that is believed would cover this loss.
+    net.drops = Box::new(once(std::vec![net.peer.taken]));
+    let unacknowledged = |net: &Net| net.detector.borrow().connections.values().next().map(|c| c.unacknowledged);
+    let before = unacknowledged(&net);
+    let flight = net.detector.borrow().connections.values().next().map_or(0, Connection::flight_bytes);
+    assert!(flight > 10_000, "{flight}");
+    let start = PEER_SEQ + 1;
+    let window = net.detector.borrow().connections.values().next().unwrap().receive_window.unwrap();
+    assert_eq!((window.start, window.bytes), (start, 8192), "the receive buffer of the socket");
+    // Of both halves of the numbers, and just outside the window on either side.
+    let below = [2, 100, 1 << 20, 1 << 30];
+    let above = [window.bytes + 1, window.bytes + 100, 1 << 20, 1 << 30];
+    let wild = below.map(|bytes: usize| start - bytes).into_iter().chain(above.map(|bytes| start + bytes));
+    for seq in wild {
+        for control in [TcpControl::None, TcpControl::Rst, TcpControl::Syn, TcpControl::Fin] {
+            let number = net.peer.first + net.peer.taken + flight / 2;
+            let frame = peer_frame(seq, number, control);
+            net.detector.borrow_mut().incoming(&frame, net.now_ns);
+            assert_eq!(unacknowledged(&net), before, "{control:?} at {seq}");
+            net.say(frame);
+        }
+    }
+    // A SYN in the window changes no connection of the stack either.
+    let number = net.peer.first + net.peer.taken + flight / 2;
+    net.detector.borrow_mut().incoming(&peer_frame(start, number, TcpControl::Syn), net.now_ns);
+    assert_eq!(unacknowledged(&net), before);
+    assert!(net.transfer(5 * S).is_some());
+    assert_eq!(net.losses(), 1);
+    // But a reset in the window ends the connection, and the record.
+    let frame = peer_frame(start, net.peer.first + net.peer.taken, TcpControl::Rst);
+    net.detector.borrow_mut().incoming(&frame, net.now_ns);
+    assert_eq!(unacknowledged(&net), None);
+}
+
+#[test]
+fn the_receive_window_ends_where_the_stack_says() {
+    let start = TcpSeqNumber(i32::MAX - 10);
+    let admits = |bytes: usize, offset: i32, payload_bytes: usize| {
+        let mut segment =
+            Segment::read(&peer_frame(TcpSeqNumber(start.0.wrapping_add(offset)), start, TcpControl::None));
+        segment.as_mut().unwrap().payload_bytes = payload_bytes;
+        ReceiveWindow { start, bytes }.admits(&segment.unwrap())
+    };
+    for (offset, expected) in [(-2, false), (-1, true), (0, true), (100, true), (101, false), (i32::MIN, false)] {
+        assert_eq!(admits(100, offset, 0), expected, "nothing at {offset}");
+    }
+    // What was sent again may begin before the window.
+    for (offset, payload_bytes, expected) in
+        [(-50, 50, false), (-50, 51, true), (-50, 150, true), (-50, 151, false), (90, 500, true), (101, 1, false)]
+    {
+        assert_eq!(admits(100, offset, payload_bytes), expected, "{payload_bytes} bytes at {offset}");
+    }
+    assert!(admits(0, 0, 0) && !admits(0, 1, 0));
+}
+
+#[test]
+fn windows_of_the_cell_are_scaled_as_its_syn_says() {
+    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let first = TcpSeqNumber(100);
+    let syn = TcpRepr {
+        src_port: OWN_PORT,
+        dst_port: PEER_PORT,
+        control: TcpControl::Syn,
+        seq_number: first - 1,
+        ack_number: Some(PEER_SEQ + 1),
+        window_len: 60_000,
+        max_seg_size: Some(SEGMENT_BYTES as u16),
+        window_scale: Some(3),
+        ..Peer::new(0).repr()
+    };
+    let bytes = |detector: &LossDetector| {
+        detector.connections.values().next().and_then(|c| c.receive_window).map(|window| window.bytes)
+    };
+    detector.outgoing(&tcp_frame(&syn, OWN.into(), PEER.into()), S);
+    assert_eq!(bytes(&detector), Some(60_000), "that of a SYN is not scaled");
+    // A segment without a payload tells it as well.
+    detector.outgoing(&own_frame(first, &[]), S);
+    assert_eq!(bytes(&detector), Some(8 * usize::from(OWN_WINDOW)));
 }
