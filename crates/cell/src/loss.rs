@@ -40,6 +40,7 @@
 
 use alloc::collections::{BTreeMap, VecDeque};
 use core::cell::RefCell;
+use core::num::NonZeroU16;
 use smoltcp::phy::{ChecksumCapabilities, Device, DeviceCapabilities, PacketMeta, RxToken, TxToken};
 use smoltcp::time::Instant;
 use smoltcp::wire::{
@@ -71,7 +72,6 @@ const REPEATS: u8 = 5;
 const HOP_LIMIT: u8 = 64;
 
 const ETHERNET_HEADER_BYTES: usize = 14;
-const IPV4_HEADER_BYTES: usize = 20;
 const IPV6_HEADER_BYTES: usize = 40;
 const TCP_HEADER_BYTES: usize = 20;
 const MAX_ACK_BYTES: usize = ETHERNET_HEADER_BYTES + IPV6_HEADER_BYTES + TCP_HEADER_BYTES;
@@ -207,6 +207,8 @@ struct Connection {
     receive_window: Option<ReceiveWindow>,
     /// By which the cell's windows are scaled, at most. 0 if its SYN was not seen, so that the window is taken for a smaller one.
     receive_shift: u8,
+    /// Payload of a full segment: as the device was last told to cut, or the largest that was sent whole.
+    segment_bytes: usize,
     /// `None` until the peer has sent a segment whose window is scaled as all later ones are: any but its SYN.
     last_ack: Option<LastAck>,
     /// Bytes above the gap that the peer told of, and how many acknowledgements told of more since the gap is the first.
@@ -236,6 +238,7 @@ impl Connection {
             fin_sent: false,
             receive_window: None,
             receive_shift: 0,
+            segment_bytes: 0,
             last_ack: None,
             selective_bytes: 0,
             selective_acks: 0,
@@ -302,13 +305,8 @@ impl Connection {
     }
 
     /// Takes an acknowledgement of `number`, which is not less than the last one; returns why the segment there is lost, if it is.
-    fn acknowledged(
-        &mut self,
-        number: TcpSeqNumber,
-        segment: &Segment,
-        segment_bytes: usize,
-        now_ns: u64,
-    ) -> Option<Evidence> {
+    fn acknowledged(&mut self, number: TcpSeqNumber, segment: &Segment, now_ns: u64) -> Option<Evidence> {
+        let segment_bytes = self.segment_bytes;
         let mut evidence = None;
         if number > self.unacknowledged {
             if let Some((end, since_ns)) = self.sample
@@ -381,8 +379,6 @@ pub(crate) struct LossDetector {
     repeats: VecDeque<Repeat>,
     /// Not later than the first deadline.
     look_at_ns: Option<u64>,
-    /// Payload of a full segment.
-    segment_bytes: usize,
     losses: u64,
 }
 
@@ -394,15 +390,9 @@ fn look_before(look_at_ns: &mut Option<u64>, deadline_ns: Option<u64>) {
 }
 
 impl LossDetector {
-    /// For a device whose frames have up to `frame_bytes`.
-    pub(crate) fn new(frame_bytes: usize) -> LossDetector {
-        LossDetector {
-            connections: BTreeMap::new(),
-            repeats: VecDeque::new(),
-            look_at_ns: None,
-            segment_bytes: frame_bytes.saturating_sub(ETHERNET_HEADER_BYTES + IPV4_HEADER_BYTES + TCP_HEADER_BYTES),
-            losses: 0,
-        }
+    /// Watches nothing yet.
+    pub(crate) fn new() -> LossDetector {
+        LossDetector { connections: BTreeMap::new(), repeats: VecDeque::new(), look_at_ns: None, losses: 0 }
     }
 
     /// Segments that were found lost so far.
@@ -477,7 +467,7 @@ impl LossDetector {
                 window: segment.window,
             });
         }
-        if let Some(evidence) = connection.acknowledged(number, &segment, self.segment_bytes, now_ns) {
+        if let Some(evidence) = connection.acknowledged(number, &segment, now_ns) {
             connection.lost(evidence, now_ns);
             self.losses += 1;
             self.repeats.push_back(Repeat { flow, left: REPEATS });
@@ -485,8 +475,8 @@ impl LossDetector {
         look_before(&mut self.look_at_ns, connection.deadline_ns);
     }
 
-    /// Looks at a frame that the stack sends.
-    fn outgoing(&mut self, frame: &[u8], now_ns: u64) {
+    /// Looks at a frame that the stack sends. The device cuts it into segments with a payload of `cut_bytes`, if given.
+    fn outgoing(&mut self, frame: &[u8], cut_bytes: Option<NonZeroU16>, now_ns: u64) {
         let Some(segment) = Segment::read(frame) else { return };
         let flow = Flow { remote: segment.to, local: segment.from };
         if segment.rst {
@@ -523,6 +513,9 @@ impl LossDetector {
         }
         connection.used_ns = now_ns;
         connection.fin_sent |= segment.fin;
+        // What is not cut may be less than a full segment.
+        let whole_bytes = connection.segment_bytes.max(segment.payload_bytes);
+        connection.segment_bytes = cut_bytes.map_or(whole_bytes, |bytes| usize::from(bytes.get()));
         if connection.next < end {
             connection.next = end;
             connection.sample.get_or_insert((end, now_ns));
@@ -634,16 +627,17 @@ impl<R: RxToken> RxToken for WatchedFrame<'_, R> {
 pub(crate) struct WatchedPermit<'d, T> {
     permit: Option<T>,
     detector: &'d RefCell<LossDetector>,
+    cut_bytes: Option<NonZeroU16>,
     now_ns: u64,
 }
 
 impl<T: TxToken> TxToken for WatchedPermit<'_, T> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
-        let WatchedPermit { permit, detector, now_ns } = self;
+        let WatchedPermit { permit, detector, cut_bytes, now_ns } = self;
         match permit {
             Some(permit) => permit.consume(len, |bytes| {
                 let built = build(bytes);
-                detector.borrow_mut().outgoing(bytes, now_ns);
+                detector.borrow_mut().outgoing(bytes, cut_bytes, now_ns);
                 built
             }),
             None => build(&mut alloc::vec![0; len]),
@@ -651,6 +645,7 @@ impl<T: TxToken> TxToken for WatchedPermit<'_, T> {
     }
 
     fn set_meta(&mut self, meta: PacketMeta) {
+        self.cut_bytes = meta.segmentation_offload_size;
         if let Some(permit) = &mut self.permit {
             permit.set_meta(meta);
         }
@@ -670,18 +665,18 @@ impl<D: Device> Device for Watched<'_, D> {
     fn receive(&mut self, now: Instant) -> Option<(Self::RxToken<'_>, Self::TxToken<'_>)> {
         let (detector, now_ns) = (self.detector, nanoseconds(now));
         if let Some(ack) = detector.borrow_mut().next_repeat() {
-            let permit = WatchedPermit { permit: None, detector, now_ns };
+            let permit = WatchedPermit { permit: None, detector, cut_bytes: None, now_ns };
             return Some((WatchedFrame::Repeat(ack), permit));
         }
         let (frame, permit) = self.device.receive(now)?;
-        let permit = WatchedPermit { permit: Some(permit), detector, now_ns };
+        let permit = WatchedPermit { permit: Some(permit), detector, cut_bytes: None, now_ns };
         Some((WatchedFrame::Device { frame, detector, now_ns }, permit))
     }
 
     fn transmit(&mut self, now: Instant) -> Option<Self::TxToken<'_>> {
         let (detector, now_ns) = (self.detector, nanoseconds(now));
         let permit = self.device.transmit(now)?;
-        Some(WatchedPermit { permit: Some(permit), detector, now_ns })
+        Some(WatchedPermit { permit: Some(permit), detector, cut_bytes: None, now_ns })
     }
 
     fn capabilities(&self) -> DeviceCapabilities {

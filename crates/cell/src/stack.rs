@@ -184,7 +184,7 @@ impl Nic {
             sockets,
             dns,
             slaac: Slaac::new(mac, has_device && nic.slaac, now_ns),
-            losses: RefCell::new(LossDetector::new(device.capabilities().max_transmission_unit)),
+            losses: RefCell::new(LossDetector::new()),
             neighbors: Neighbors::default(),
             config: nic.clone(),
             dhcp,

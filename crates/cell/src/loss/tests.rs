@@ -19,6 +19,7 @@ const PEER_PORT: u16 = 50_000;
 const PEER_SEQ: TcpSeqNumber = TcpSeqNumber(-3);
 const MTU: usize = 1500;
 const SEGMENT_BYTES: usize = MTU - 40;
+const CUT_BYTES: Option<NonZeroU16> = NonZeroU16::new(SEGMENT_BYTES as u16);
 /// The window that the frames of [`own_frame`] tell.
 const OWN_WINDOW: u16 = 8192;
 /// Frames of this size are cut by the device.
@@ -282,7 +283,7 @@ impl Net {
         socket.listen(OWN_PORT).unwrap();
         let mut sockets = SocketSet::new(Vec::new());
         let socket = sockets.add(socket);
-        let detector = RefCell::new(LossDetector::new(wire.capabilities().max_transmission_unit));
+        let detector = RefCell::new(LossDetector::new());
         let mut net = Net {
             now_ns: S,
             wire,
@@ -714,7 +715,7 @@ fn random() -> impl FnMut() -> u64 {
 fn no_acknowledgement_harms_the_detector() {
     const SENT: usize = 10_000;
     let mut random = random();
-    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let mut detector = LossDetector::new();
     let first = TcpSeqNumber(i32::MAX - 5000);
     let data = [0; SENT];
     let frame = own_frame(first, &data);
@@ -722,9 +723,9 @@ fn no_acknowledgement_harms_the_detector() {
     for round in 0..50_000u64 {
         if round.is_multiple_of(8) {
             losses += detector.losses();
-            detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+            detector = LossDetector::new();
         }
-        detector.outgoing(&frame, round * MS);
+        detector.outgoing(&frame, CUT_BYTES, round * MS);
         let places = [0, 1, 5000, SENT as u32, 15_000, 1 << 31, u32::MAX];
         let mut number = || {
             let near = [0, 1, u32::MAX][(random() % 3) as usize];
@@ -753,9 +754,9 @@ fn no_acknowledgement_harms_the_detector() {
 
 #[test]
 fn acknowledgements_of_what_was_not_sent_or_long_ago_are_not_believed() {
-    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let mut detector = LossDetector::new();
     let first = TcpSeqNumber(i32::MAX - 100);
-    detector.outgoing(&own_frame(first, &[0; 500]), S);
+    detector.outgoing(&own_frame(first, &[0; 500]), CUT_BYTES, S);
     let mut flight = |number: TcpSeqNumber| {
         let repr = TcpRepr { ack_number: Some(number), window_len: 1000, ..Peer::new(0).repr() };
         detector.incoming(&tcp_frame(&repr, PEER.into(), OWN.into()), S);
@@ -820,10 +821,10 @@ fn a_frame_of_the_detector_is_read_as_what_it_was_made_of() {
 
 #[test]
 fn the_records_have_a_limit_and_the_one_unused_for_longest_goes_first() {
-    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let mut detector = LossDetector::new();
     let send = |detector: &mut LossDetector, port: u16, now_ns: u64| {
         let repr = TcpRepr { src_port: port, payload: b"x", ..Peer::new(0).repr() };
-        detector.outgoing(&tcp_frame(&repr, OWN.into(), PEER.into()), now_ns);
+        detector.outgoing(&tcp_frame(&repr, OWN.into(), PEER.into()), CUT_BYTES, now_ns);
     };
     for port in 0..MAX_CONNECTIONS as u16 {
         send(&mut detector, port, 1000 + u64::from(port));
@@ -898,7 +899,7 @@ fn the_receive_window_ends_where_the_stack_says() {
 
 #[test]
 fn windows_of_the_cell_are_scaled_as_its_syn_says() {
-    let mut detector = LossDetector::new(MTU + ETHERNET_HEADER_BYTES);
+    let mut detector = LossDetector::new();
     let first = TcpSeqNumber(100);
     let syn = TcpRepr {
         src_port: OWN_PORT,
@@ -914,9 +915,35 @@ fn windows_of_the_cell_are_scaled_as_its_syn_says() {
     let bytes = |detector: &LossDetector| {
         detector.connections.values().next().and_then(|c| c.receive_window).map(|window| window.bytes)
     };
-    detector.outgoing(&tcp_frame(&syn, OWN.into(), PEER.into()), S);
+    detector.outgoing(&tcp_frame(&syn, OWN.into(), PEER.into()), None, S);
     assert_eq!(bytes(&detector), Some(60_000), "that of a SYN is not scaled");
     // A segment without a payload tells it as well.
-    detector.outgoing(&own_frame(first, &[]), S);
+    detector.outgoing(&own_frame(first, &[]), None, S);
     assert_eq!(bytes(&detector), Some(8 * usize::from(OWN_WINDOW)));
+}
+
+#[test]
+fn a_small_segment_size_of_the_peer_holds_for_its_connection_alone() {
+    const SMALL: usize = 536;
+    let mut detector = LossDetector::new();
+    let first = TcpSeqNumber(0);
+    let acknowledge = |detector: &mut LossDetector, at: usize, now_ns: u64| {
+        detector.incoming(&peer_frame(PEER_SEQ + 1, first + at, TcpControl::None), now_ns);
+    };
+    // A device that cuts, and one that does not.
+    for cut in [true, false] {
+        detector.connections.clear();
+        if cut {
+            detector.outgoing(&own_frame(first, &[0; 10 * SMALL]), NonZeroU16::new(SMALL as u16), S);
+        } else {
+            (0..10).for_each(|at| detector.outgoing(&own_frame(first + at * SMALL, &[0; SMALL]), None, S));
+        }
+        acknowledge(&mut detector, SMALL, S + MS);
+        let before = detector.losses();
+        detector.expire(4 * S);
+        assert_eq!(detector.losses(), before + 1);
+        // Two segments at once: the first was only late, and so is the rest.
+        acknowledge(&mut detector, 3 * SMALL, 4 * S + MS);
+        assert_eq!(detector.losses(), before + 1, "cut {cut}");
+    }
 }
