@@ -37,6 +37,9 @@
 //! a peer writes changes only the record of its own connection. A third party that does not see the connection must guess
 //! its sequence numbers: as in the stack, a segment counts only if it lies in the receive window (RFC 9293 §3.10.7.4,
 //! RFC 5961 §5.2), be it an acknowledgement or a reset. A SYN never changes a connection that is there.
+//!
+//! **Pauses.** Deadlines are judged when the device has no more frames, so acknowledgements that came while the cell did not
+//! run count. Under a load that leaves frames over in each turn, they are judged once per [`MAX_RING_FRAMES`] frames.
 
 use alloc::collections::{BTreeMap, VecDeque};
 use core::cell::RefCell;
@@ -68,6 +71,8 @@ const MAX_CONNECTIONS: usize = 2048;
 /// An acknowledgement with another window clears the stack's count of duplicates, one with the right window follows, and three
 /// more are duplicates of that.
 const REPEATS: u8 = 5;
+/// No receive ring of a device holds more frames.
+const MAX_RING_FRAMES: usize = 4096;
 /// Of the frames of the detector, which no router sees.
 const HOP_LIMIT: u8 = 64;
 
@@ -379,6 +384,8 @@ pub(crate) struct LossDetector {
     repeats: VecDeque<Repeat>,
     /// Not later than the first deadline.
     look_at_ns: Option<u64>,
+    /// Frames that the device received since deadlines were judged last.
+    unjudged_frames: usize,
     losses: u64,
 }
 
@@ -392,7 +399,13 @@ fn look_before(look_at_ns: &mut Option<u64>, deadline_ns: Option<u64>) {
 impl LossDetector {
     /// Watches nothing yet.
     pub(crate) fn new() -> LossDetector {
-        LossDetector { connections: BTreeMap::new(), repeats: VecDeque::new(), look_at_ns: None, losses: 0 }
+        LossDetector {
+            connections: BTreeMap::new(),
+            repeats: VecDeque::new(),
+            look_at_ns: None,
+            unjudged_frames: 0,
+            losses: 0,
+        }
     }
 
     /// Segments that were found lost so far.
@@ -400,13 +413,14 @@ impl LossDetector {
         self.losses
     }
 
-    /// When to call [`LossDetector::expire`] next. Can be too early.
+    /// When to receive next, even without a frame. Can be too early.
     pub(crate) fn poll_at(&self) -> Option<u64> {
         self.look_at_ns
     }
 
     /// Looks for segments that were not acknowledged in time.
-    pub(crate) fn expire(&mut self, now_ns: u64) {
+    fn expire(&mut self, now_ns: u64) {
+        self.unjudged_frames = 0;
         if self.look_at_ns.is_none_or(|at| now_ns < at) {
             return;
         }
@@ -664,11 +678,22 @@ impl<D: Device> Device for Watched<'_, D> {
 
     fn receive(&mut self, now: Instant) -> Option<(Self::RxToken<'_>, Self::TxToken<'_>)> {
         let (detector, now_ns) = (self.detector, nanoseconds(now));
-        if let Some(ack) = detector.borrow_mut().next_repeat() {
-            let permit = WatchedPermit { permit: None, detector, cut_bytes: None, now_ns };
-            return Some((WatchedFrame::Repeat(ack), permit));
+        let repeated =
+            |ack| (WatchedFrame::Repeat(ack), WatchedPermit { permit: None, detector, cut_bytes: None, now_ns });
+        if detector.borrow().unjudged_frames >= MAX_RING_FRAMES {
+            detector.borrow_mut().expire(now_ns);
         }
-        let (frame, permit) = self.device.receive(now)?;
+        let repeat = detector.borrow_mut().next_repeat();
+        if let Some(ack) = repeat {
+            return Some(repeated(ack));
+        }
+        let Some((frame, permit)) = self.device.receive(now) else {
+            // All that came until now was looked at.
+            let mut detector = detector.borrow_mut();
+            detector.expire(now_ns);
+            return detector.next_repeat().map(repeated);
+        };
+        detector.borrow_mut().unjudged_frames += 1;
         let permit = WatchedPermit { permit: Some(permit), detector, cut_bytes: None, now_ns };
         Some((WatchedFrame::Device { frame, detector, now_ns }, permit))
     }

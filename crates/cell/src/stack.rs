@@ -621,7 +621,6 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             let stack = &mut *shared.stack.borrow_mut();
             for nic in &mut stack.nics {
                 nic.device.begin_turn(shared.now_ns());
-                nic.losses.borrow_mut().expire(shared.now_ns());
                 if nic.device.take_up() {
                     nic.announce(shared.now_ns());
                 }

@@ -349,7 +349,6 @@ impl Net {
     fn turn(&mut self) {
         let now = Instant::from_micros((self.now_ns / 1000) as i64);
         if self.is_watched {
-            self.detector.borrow_mut().expire(self.now_ns);
             let mut device = Watched { device: &mut self.wire, detector: &self.detector };
             self.interface.poll(now, &mut device, &mut self.sockets);
             self.write();
@@ -946,4 +945,34 @@ fn a_small_segment_size_of_the_peer_holds_for_its_connection_alone() {
         acknowledge(&mut detector, 3 * SMALL, 4 * S + MS);
         assert_eq!(detector.losses(), before + 1, "cut {cut}");
     }
+}
+
+#[test]
+fn acknowledgements_that_came_while_the_cell_did_not_run_are_read_before_deadlines_are_judged() {
+    let peer = Peer { acks_every: 2, ..Peer::new(60_000) };
+    let mut net = Net::new(true, peer, 400_000, |_, _| false);
+    assert!(net.run(S, |net| net.peer.taken > 150_000));
+    assert!(net.run(S, |net| net.to_peer.is_empty() && !net.to_cell.is_empty()));
+    net.now_ns += 700 * MS;
+    assert!(net.transfer(S).is_some());
+    assert_eq!((net.losses(), net.peer.twice), (0, 0));
+}
+
+#[test]
+fn a_device_that_always_has_more_frames_does_not_keep_deadlines_from_being_judged() {
+    let mut detector = LossDetector::new();
+    let first = TcpSeqNumber(0);
+    detector.outgoing(&own_frame(first, &[0; 5000]), CUT_BYTES, S);
+    detector.incoming(&peer_frame(PEER_SEQ + 1, first, TcpControl::None), S);
+    let detector = RefCell::new(detector);
+    let mut wire = Wire::default();
+    let mut frames = 0;
+    while detector.borrow().losses() == 0 {
+        wire.received.push_back(std::vec![0; 60]);
+        let now = Instant::from_secs(10);
+        assert!(Watched { device: &mut wire, detector: &detector }.receive(now).is_some());
+        frames += 1;
+        assert!(frames <= MAX_RING_FRAMES + 1);
+    }
+    assert_eq!(frames, MAX_RING_FRAMES + 1);
 }
