@@ -319,10 +319,12 @@ impl Connection {
             {
                 self.measured(now_ns.saturating_sub(since_ns));
                 self.sample = None;
+                // Only now: an acknowledgement of what was sent again says nothing of the round trip (RFC 6298 §5, Karn).
+                self.backoff = 0;
             }
             let step = distance(self.unacknowledged, number);
             self.unacknowledged = number;
-            (self.selective_bytes, self.selective_acks, self.backoff) = (0, 0, 0);
+            (self.selective_bytes, self.selective_acks) = (0, 0);
             self.closed = self.closed.filter(|end| number < *end);
             // Where more is acknowledged than was sent again, the rest was only late.
             self.doubtful = self.doubtful.filter(|end| number < *end && step <= segment_bytes);
@@ -530,15 +532,16 @@ impl LossDetector {
         // What is not cut may be less than a full segment.
         let whole_bytes = connection.segment_bytes.max(segment.payload_bytes);
         connection.segment_bytes = cut_bytes.map_or(whole_bytes, |bytes| usize::from(bytes.get()));
+        if segment.payload_bytes > 0 && segment.seq == connection.unacknowledged && connection.is_waiting() {
+            connection.resent = Some(segment.seq);
+            // A later acknowledgement may be of either of both (RFC 6298 §3, Karn's algorithm).
+            connection.sample = None;
+        }
         if connection.next < end {
             connection.next = end;
             connection.sample.get_or_insert((end, now_ns));
             connection.deadline_ns.get_or_insert(now_ns + connection.timeout_ns());
             look_before(&mut self.look_at_ns, connection.deadline_ns);
-        } else if segment.payload_bytes > 0 && segment.seq == connection.unacknowledged {
-            connection.resent = Some(segment.seq);
-            // A later acknowledgement may be of either of both (RFC 6298 §3, Karn's algorithm).
-            connection.sample = None;
         }
     }
 

@@ -976,3 +976,24 @@ fn a_device_that_always_has_more_frames_does_not_keep_deadlines_from_being_judge
     }
     assert_eq!(frames, MAX_RING_FRAMES + 1);
 }
+
+#[test]
+fn the_timeout_stays_doubled_until_what_was_sent_once_is_acknowledged() {
+    let mut detector = LossDetector::new();
+    let first = TcpSeqNumber(0);
+    let backoff = |detector: &LossDetector| detector.connections.values().next().map(|c| c.backoff);
+    let acknowledge = |detector: &mut LossDetector, at: usize, now_ns: u64| {
+        detector.incoming(&peer_frame(PEER_SEQ + 1, first + at, TcpControl::None), now_ns);
+    };
+    detector.outgoing(&own_frame(first, &[0; 1000]), CUT_BYTES, S);
+    acknowledge(&mut detector, 0, S + MS);
+    detector.expire(3 * S);
+    assert_eq!(backoff(&detector), Some(1));
+    // Sent again, with more behind it in the same segment.
+    detector.outgoing(&own_frame(first, &[0; 1400]), CUT_BYTES, 3 * S);
+    acknowledge(&mut detector, 1000, 3 * S + MS);
+    assert_eq!(backoff(&detector), Some(1));
+    acknowledge(&mut detector, 1400, 3 * S + 2 * MS);
+    let connection = detector.connections.values().next().unwrap();
+    assert_eq!((connection.backoff, connection.round_trip_ns), (0, Some((2 * MS, MS))));
+}
