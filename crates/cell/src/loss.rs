@@ -93,7 +93,6 @@ struct Segment {
     from: IpEndpoint,
     to: IpEndpoint,
     from_mac: EthernetAddress,
-    to_mac: EthernetAddress,
     seq: TcpSeqNumber,
     ack: Option<TcpSeqNumber>,
     window: u16,
@@ -133,7 +132,6 @@ impl Segment {
             from: IpEndpoint::new(from, tcp.src_port()),
             to: IpEndpoint::new(to, tcp.dst_port()),
             from_mac: ethernet.src_addr(),
-            to_mac: ethernet.dst_addr(),
             seq: tcp.seq_number(),
             ack: tcp.ack().then(|| tcp.ack_number()),
             window: tcp.window_len(),
@@ -168,7 +166,6 @@ fn distance(from: TcpSeqNumber, to: TcpSeqNumber) -> usize {
 #[derive(Clone, Copy, Debug)]
 struct LastAck {
     from_mac: EthernetAddress,
-    to_mac: EthernetAddress,
     seq: TcpSeqNumber,
     window: u16,
 }
@@ -386,6 +383,8 @@ pub(crate) struct LossDetector {
     repeats: VecDeque<Repeat>,
     /// Not later than the first deadline.
     look_at_ns: Option<u64>,
+    /// The interface's hardware address, without which the stack does not take a frame.
+    mac: EthernetAddress,
     /// Frames that the device received since deadlines were judged last.
     unjudged_frames: usize,
     losses: u64,
@@ -399,15 +398,21 @@ fn look_before(look_at_ns: &mut Option<u64>, deadline_ns: Option<u64>) {
 }
 
 impl LossDetector {
-    /// Watches nothing yet.
-    pub(crate) fn new() -> LossDetector {
+    /// For an interface with the hardware address `mac`.
+    pub(crate) fn new(mac: EthernetAddress) -> LossDetector {
         LossDetector {
             connections: BTreeMap::new(),
             repeats: VecDeque::new(),
             look_at_ns: None,
+            mac,
             unjudged_frames: 0,
             losses: 0,
         }
+    }
+
+    /// The interface has another hardware address.
+    pub(crate) fn set_mac(&mut self, mac: EthernetAddress) {
+        self.mac = mac;
     }
 
     /// Segments that were found lost so far.
@@ -477,7 +482,6 @@ impl LossDetector {
             let end = segment.seq + segment.payload_bytes + usize::from(segment.fin);
             connection.last_ack = Some(LastAck {
                 from_mac: segment.from_mac,
-                to_mac: segment.to_mac,
                 // A keep-alive has the number before, which the stack would not take.
                 seq: connection.last_ack.map_or(end, |last| last.seq.max(end)),
                 window: segment.window,
@@ -572,13 +576,13 @@ impl LossDetector {
                 (_, window) => window,
             };
             let seq = connection.receive_window.map_or(last.seq, |own| last.seq.max(own.start));
-            return Some(AckFrame::new(&flow, &LastAck { window, seq, ..last }, connection.unacknowledged));
+            return Some(AckFrame::new(&flow, self.mac, &LastAck { window, seq, ..last }, connection.unacknowledged));
         }
     }
 }
 
 impl AckFrame {
-    fn new(flow: &Flow, last: &LastAck, number: TcpSeqNumber) -> AckFrame {
+    fn new(flow: &Flow, to_mac: EthernetAddress, last: &LastAck, number: TcpSeqNumber) -> AckFrame {
         let mut frame = AckFrame { bytes: [0; MAX_ACK_BYTES], len: 0 };
         let checksums = ChecksumCapabilities::default();
         let (from, to) = (flow.remote.addr, flow.local.addr);
@@ -603,7 +607,7 @@ impl AckFrame {
         };
         frame.len = ETHERNET_HEADER_BYTES + ip.header_len() + TCP_HEADER_BYTES;
         let mut ethernet = EthernetFrame::new_unchecked(&mut frame.bytes[..]);
-        EthernetRepr { src_addr: last.from_mac, dst_addr: last.to_mac, ethertype }.emit(&mut ethernet);
+        EthernetRepr { src_addr: last.from_mac, dst_addr: to_mac, ethertype }.emit(&mut ethernet);
         let packet = ethernet.payload_mut();
         ip.emit(&mut *packet, &checksums);
         let segment = &mut packet[ip.header_len()..][..TCP_HEADER_BYTES];

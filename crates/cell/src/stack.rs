@@ -184,7 +184,7 @@ impl Nic {
             sockets,
             dns,
             slaac: Slaac::new(mac, has_device && nic.slaac, now_ns),
-            losses: RefCell::new(LossDetector::new()),
+            losses: RefCell::new(LossDetector::new(mac)),
             neighbors: Neighbors::default(),
             config: nic.clone(),
             dhcp,
@@ -252,6 +252,7 @@ impl Nic {
     fn announce(&mut self, now_ns: u64) {
         let mac = self.device.mac();
         self.interface.set_hardware_addr(mac.into());
+        self.losses.get_mut().set_mac(mac);
         self.neighbors.clear();
         self.slaac.restart(mac, now_ns);
         let own: Vec<Ipv4Address> = self

@@ -283,7 +283,7 @@ impl Net {
         socket.listen(OWN_PORT).unwrap();
         let mut sockets = SocketSet::new(Vec::new());
         let socket = sockets.add(socket);
-        let detector = RefCell::new(LossDetector::new());
+        let detector = RefCell::new(LossDetector::new(OWN_MAC));
         let mut net = Net {
             now_ns: S,
             wire,
@@ -714,7 +714,7 @@ fn random() -> impl FnMut() -> u64 {
 fn no_acknowledgement_harms_the_detector() {
     const SENT: usize = 10_000;
     let mut random = random();
-    let mut detector = LossDetector::new();
+    let mut detector = LossDetector::new(OWN_MAC);
     let first = TcpSeqNumber(i32::MAX - 5000);
     let data = [0; SENT];
     let frame = own_frame(first, &data);
@@ -722,7 +722,7 @@ fn no_acknowledgement_harms_the_detector() {
     for round in 0..50_000u64 {
         if round.is_multiple_of(8) {
             losses += detector.losses();
-            detector = LossDetector::new();
+            detector = LossDetector::new(OWN_MAC);
         }
         detector.outgoing(&frame, CUT_BYTES, round * MS);
         let places = [0, 1, 5000, SENT as u32, 15_000, 1 << 31, u32::MAX];
@@ -753,7 +753,7 @@ fn no_acknowledgement_harms_the_detector() {
 
 #[test]
 fn acknowledgements_of_what_was_not_sent_or_long_ago_are_not_believed() {
-    let mut detector = LossDetector::new();
+    let mut detector = LossDetector::new(OWN_MAC);
     let first = TcpSeqNumber(i32::MAX - 100);
     detector.outgoing(&own_frame(first, &[0; 500]), CUT_BYTES, S);
     let mut flight = |number: TcpSeqNumber| {
@@ -803,8 +803,8 @@ fn a_frame_of_the_detector_is_read_as_what_it_was_made_of() {
     ];
     for (from, to) in pairs {
         let flow = Flow { remote: IpEndpoint::new(from, PEER_PORT), local: IpEndpoint::new(to, OWN_PORT) };
-        let last = LastAck { from_mac: PEER_MAC, to_mac: OWN_MAC, seq: PEER_SEQ, window: 777 };
-        let AckFrame { bytes, len } = AckFrame::new(&flow, &last, TcpSeqNumber(-1));
+        let last = LastAck { from_mac: PEER_MAC, seq: PEER_SEQ, window: 777 };
+        let AckFrame { bytes, len } = AckFrame::new(&flow, OWN_MAC, &last, TcpSeqNumber(-1));
         let read = Segment::read(&bytes[..len]).unwrap();
         assert_eq!((read.from, read.to, read.from_mac), (flow.remote, flow.local, PEER_MAC));
         assert_eq!(EthernetFrame::new_unchecked(&bytes[..]).dst_addr(), OWN_MAC);
@@ -820,7 +820,7 @@ fn a_frame_of_the_detector_is_read_as_what_it_was_made_of() {
 
 #[test]
 fn the_records_have_a_limit_and_the_one_unused_for_longest_goes_first() {
-    let mut detector = LossDetector::new();
+    let mut detector = LossDetector::new(OWN_MAC);
     let send = |detector: &mut LossDetector, port: u16, now_ns: u64| {
         let repr = TcpRepr { src_port: port, payload: b"x", ..Peer::new(0).repr() };
         detector.outgoing(&tcp_frame(&repr, OWN.into(), PEER.into()), CUT_BYTES, now_ns);
@@ -898,7 +898,7 @@ fn the_receive_window_ends_where_the_stack_says() {
 
 #[test]
 fn windows_of_the_cell_are_scaled_as_its_syn_says() {
-    let mut detector = LossDetector::new();
+    let mut detector = LossDetector::new(OWN_MAC);
     let first = TcpSeqNumber(100);
     let syn = TcpRepr {
         src_port: OWN_PORT,
@@ -924,7 +924,7 @@ fn windows_of_the_cell_are_scaled_as_its_syn_says() {
 #[test]
 fn a_small_segment_size_of_the_peer_holds_for_its_connection_alone() {
     const SMALL: usize = 536;
-    let mut detector = LossDetector::new();
+    let mut detector = LossDetector::new(OWN_MAC);
     let first = TcpSeqNumber(0);
     let acknowledge = |detector: &mut LossDetector, at: usize, now_ns: u64| {
         detector.incoming(&peer_frame(PEER_SEQ + 1, first + at, TcpControl::None), now_ns);
@@ -960,7 +960,7 @@ fn acknowledgements_that_came_while_the_cell_did_not_run_are_read_before_deadlin
 
 #[test]
 fn a_device_that_always_has_more_frames_does_not_keep_deadlines_from_being_judged() {
-    let mut detector = LossDetector::new();
+    let mut detector = LossDetector::new(OWN_MAC);
     let first = TcpSeqNumber(0);
     detector.outgoing(&own_frame(first, &[0; 5000]), CUT_BYTES, S);
     detector.incoming(&peer_frame(PEER_SEQ + 1, first, TcpControl::None), S);
@@ -979,7 +979,7 @@ fn a_device_that_always_has_more_frames_does_not_keep_deadlines_from_being_judge
 
 #[test]
 fn the_timeout_stays_doubled_until_what_was_sent_once_is_acknowledged() {
-    let mut detector = LossDetector::new();
+    let mut detector = LossDetector::new(OWN_MAC);
     let first = TcpSeqNumber(0);
     let backoff = |detector: &LossDetector| detector.connections.values().next().map(|c| c.backoff);
     let acknowledge = |detector: &mut LossDetector, at: usize, now_ns: u64| {
@@ -996,4 +996,19 @@ fn the_timeout_stays_doubled_until_what_was_sent_once_is_acknowledged() {
     acknowledge(&mut detector, 1400, 3 * S + 2 * MS);
     let connection = detector.connections.values().next().unwrap();
     assert_eq!((connection.backoff, connection.round_trip_ns), (0, Some((2 * MS, MS))));
+}
+
+#[test]
+fn the_stack_takes_repeats_after_its_hardware_address_has_changed() {
+    const NEXT_MAC: EthernetAddress = EthernetAddress([2, 0, 0, 0, 0, 11]);
+    let mut net = Net::new(true, Peer::new(30_000), 20_000, once(std::vec![19_900]));
+    let is_sent = |net: &Net| net.sent_segments.last().is_some_and(|(_, to)| *to == 20_000);
+    assert!(net.run(10 * MS, |net| is_sent(net) && net.to_cell.is_empty() && net.to_peer.is_empty()));
+    assert!(net.peer.taken < 20_000);
+    // As `Nic::announce` does it.
+    net.interface.set_hardware_addr(NEXT_MAC.into());
+    net.detector.get_mut().set_mac(NEXT_MAC);
+    let took = net.transfer(10 * S).unwrap();
+    assert!(took < MIN_TIMEOUT_NS + 20 * MS, "{took} ns");
+    assert_eq!(net.losses(), 1);
 }
