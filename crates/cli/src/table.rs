@@ -104,6 +104,7 @@ mod tests {
             port: None,
             name: Some("web".into()),
             source: "file".into(),
+            fixed: false,
         };
         let all =
             Tables { schema: 1, macs: vec![mac("lan", Some(1500)), mac("wan", None)], neighbours: vec![neighbour] };

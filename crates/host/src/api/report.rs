@@ -455,6 +455,9 @@ pub struct NeighbourReport {
     pub name: Option<String>,
     /// How it is known: "lease", "file" (reserved, and not asked for), "gateway" or "router".
     pub source: String,
+    /// Whether the file gives it to the member, which may have asked for it since.
+    #[serde(default)]
+    pub fixed: bool,
 }
 
 /// What is known of other machines, in numbers.

@@ -1142,6 +1142,7 @@ fn the_document_describes_every_field_of_the_reports() {
             port: Some("web".into()),
             name: Some("web".into()),
             source: "lease".into(),
+            fixed: false,
         }],
     };
     check("Tables", serde_json::to_value(tables).unwrap());

@@ -1,6 +1,7 @@
 //! Which addresses are where: the forwarding tables of the networks, and what the fabric knows of their members' addresses.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 
 use super::{FabricError, Running};
 use crate::api::report::{MacReport, NeighbourReport, SCHEMA, Tables};
@@ -28,10 +29,14 @@ impl Running {
                 let age_ms = entry.age.map(|age| age.0 / 1_000_000);
                 macs.push(MacReport { network: spec.name.clone(), mac, port: port.clone(), age_ms, vlan: entry.vlan });
             }
-            let mut add = |ip: std::net::IpAddr, mac: Option<String>, name: Option<String>, source: &str| {
+            let of_members = self.spec.addresses().into_iter().filter(|(network, ..)| *network == spec.name);
+            let mut of_file: BTreeSet<IpAddr> = of_members.map(|(_, _, ip, _)| ip.into()).collect();
+            let six = self.spec.addresses6(&spec.name);
+            of_file.extend(six.iter().flat_map(|(_, _, ips)| ips.iter().map(|ip| IpAddr::from(*ip))));
+            let mut add = |ip: IpAddr, mac: Option<String>, name: Option<String>, source: &str| {
                 let port = mac.as_ref().and_then(|mac| places.get(mac)).cloned();
-                let (network, source) = (spec.name.clone(), source.to_string());
-                neighbours.push(NeighbourReport { network, ip, mac, port, name, source });
+                let (network, fixed) = (spec.name.clone(), source != "lease" || of_file.contains(&ip));
+                neighbours.push(NeighbourReport { network, ip, mac, port, name, source: source.to_string(), fixed });
             };
             let role = |role: &str| Some(Mac::derived(&[&self.spec.name, &spec.name, role]).to_string());
             if let Some(ip) = spec.gateway {
@@ -47,6 +52,11 @@ impl Running {
             for (network, mac, ip, name) in self.spec.addresses() {
                 if network == spec.name && !leases.iter().any(|lease| lease.address == ip) {
                     add(ip.into(), mac.map(|mac| mac.to_string()), Some(name.into()), "file");
+                }
+            }
+            for (name, mac, ips) in six {
+                for ip in ips.into_iter().filter(|ip| !leases.iter().any(|lease| lease.address == *ip)) {
+                    add(ip.into(), mac.map(|mac| mac.to_string()), Some(name.clone()), "file");
                 }
             }
         }
