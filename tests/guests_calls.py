@@ -396,7 +396,7 @@ def test_a_bridge_that_is_killed_is_back_and_one_that_is_stopped_ends_with_its_f
         os.kill(pid, signal.SIGSTOP)
         fabric.kill()
         done = fabric.cli("down", "--fabric", fabric.name)
-        assert f"a link's bridge, process {pid}, was ended" in done.stdout + done.stderr, (done.stdout, done.stderr)
+        assert f"a bridge, process {pid}, was ended" in done.stdout + done.stderr, (done.stdout, done.stderr)
         fabric.nothing_left()
         assert not list((folder / "run" / "services").iterdir()), "no name is left"
 

@@ -2,15 +2,19 @@
 folder of services of its own, and a monotonic clock that is hours apart from the others'."""
 
 import contextlib
+import http.client
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import time
+from pathlib import Path
 
 from lib import Namespace, Process, need_root, scratch, timeout, until
 from lib.containers import BUILT
-from lib.fabric import PROGRAM
+from lib.fabric import PROGRAM, Fabric
 from lib.machine import SLOW
 from lib.netns import ip
 
@@ -59,6 +63,12 @@ class Machine:
         sources = [word for machine in machines for word in ("--from", f"{machine.name}={machine.address}:{PORT}")]
         return self.start(PROGRAM, "service", "import", "calc", *sources, *words)
 
+    def fabric(self, text):
+        """A fabric of the machine, with this after its name."""
+        folder = self.folder / "fabric"
+        folder.mkdir(exist_ok=True)
+        return self.stack.enter_context(OfMachine(folder, f'name = "{self.name}"\n{text}', self))
+
     def keys(self, folder):
         return "--keys", folder, "--machine", self.name
 
@@ -77,6 +87,21 @@ class Machine:
 
     def reaches(self, text="6 * 7", reply="42"):
         until(f"calls of {self.name} to be answered", lambda: self.call(text) == reply, PATIENCE_S)
+
+
+class OfMachine(Fabric):
+    """A fabric whose runtime files are the machine's, so that its services are too."""
+
+    def __init__(self, folder, text, machine):
+        self.machine_folder = str(machine.folder)
+        super().__init__(folder, text, netns=machine.space)
+
+    def start(self, *args):
+        self.env["TOMBOLO_RUNTIME"] = self.machine_folder
+        super().start(*args)
+
+    def machine_folder_of_run(self):
+        return Path(self.machine_folder) / self.name
 
 
 @contextlib.contextmanager
@@ -197,6 +222,121 @@ def test_calls_go_on_while_one_of_several_machines_is_there():
                 c.reaches()
                 assert "no service" not in c.call("6 * 7"), f"partition {partition}: {machine.name} of {other.name}"
         assert served(b) > before
+
+
+def proof(keys, machine):
+    return f'keys = "{keys}"\nmachine = "{machine.name}"\n'
+
+
+def bridge(fabric):
+    """The process that passes calls on."""
+    return json.loads((fabric.machine_folder_of_run() / "owner.json").read_text())["bridges"][0]["pid"]
+
+
+class Api(http.client.HTTPConnection):
+    def __init__(self, fabric):
+        super().__init__("t")
+        self.path = str(fabric.machine_folder_of_run() / "api.sock")
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self.path)
+
+
+@timeout(300)
+def test_services_cross_as_the_files_say_while_daemons_are_replaced_and_killed():
+    with machines("a", "b") as (keys, a, b):
+        a.serve()
+        one = a.fabric(f'[export.calc]\nlisten = "{a.address}:{PORT}"\nallow = "b"\n' + proof(keys, a))
+        two = b.fabric(f'[import.calc]\nfrom = "a={a.address}:{PORT}"\n' + proof(keys, b))
+        b.reaches()
+        listed = b.cli("service", "ls").stdout.splitlines()
+        assert listed[1].split()[:2] == ["calc", "a"], listed
+
+        # A replaced daemon and a killed one leave it alone; the next one adopts it.
+        for fabric in (one, two):
+            before = bridge(fabric)
+            fabric.replace()
+            assert bridge(fabric) == before
+            fabric.kill()
+            assert b.call("6 * 7") == "42"
+            fabric.start()
+            assert bridge(fabric) == before
+        b.reaches()
+        # One that is killed is started again, and one that is stopped is ended and started again.
+        for how in (signal.SIGKILL, signal.SIGSTOP):
+            for fabric in (one, two):
+                before = bridge(fabric)
+                os.kill(before, how)
+                until("another bridge", lambda f=fabric, p=before: bridge(f) != p, PATIENCE_S)
+                b.reaches()
+        # Another name here, by apply; then none.
+        text = two.file.read_text()
+        two.file.write_text(text + 'as = "far"\n')
+        assert "import.calc" in two.cli("apply").stdout
+        until("the other name", lambda: b.cli("call", "far", "6 * 7").stdout.strip() == "42", PATIENCE_S)
+        assert "no service" in b.call("1 + 1")
+        two.file.write_text('name = "b"\n[network.lan]\n')
+        two.cli("apply")
+        assert "far" not in b.cli("service", "ls").stdout
+        # What cannot work is found before anything starts.
+        one.file.write_text(one.file.read_text().replace(f'"{keys}"', '"nowhere"'))
+        refused = one.cli("check", one.file, check=False)
+        assert refused.returncode != 0 and "export.calc.keys" in refused.stderr and "tombolo service keys" in refused.stderr, refused.stderr
+        for fabric in (one, two):
+            fabric.cli("down", "--fabric", fabric.name)
+            fabric.process.wait()
+        assert "no service" in b.call("1 + 1")
+        left = subprocess.run(["pgrep", "-f", f"machine-bridge {a.folder.parent}"], capture_output=True, text=True).stdout
+        assert not left, left
+
+
+@timeout(300)
+def test_what_changes_around_an_export_or_import_is_told_or_followed():
+    with machines("a", "b") as (keys, a, b):
+        a.serve()
+        taken = b.serve()
+        one = a.fabric(f'[export.calc]\nlisten = "0.0.0.0:{PORT}"\n' + proof(keys, a))
+        two = b.fabric(f'[import.calc]\nfrom = "a={a.address}:{PORT}"\n' + proof(keys, b))
+
+        def warned():
+            return [warning for warning in two.status()["warnings"] if "calls are not passed on" in warning]
+
+        # The name is another service's, until that ends.
+        until("the reason", warned, PATIENCE_S)
+        assert '"calc"' in warned()[0], warned()
+        taken.kill()
+        b.reaches()
+        until("no reason any more", lambda: not warned(), PATIENCE_S)
+        # The export's own process is in the way of no address of its port, nor is one that a killed daemon has left.
+        everywhere, at_one = f'"0.0.0.0:{PORT}"', f'"{a.address}:{PORT}"'
+        text, before = one.file.read_text(), bridge(one)
+        one.file.write_text(text.replace(everywhere, at_one))
+        assert "export.calc" in one.cli("apply").stdout and bridge(one) != before
+        b.reaches()
+        one.kill()
+        before = bridge(one)
+        one.file.write_text(text)
+        one.start()
+        assert bridge(one) != before
+        b.reaches()
+        # Other keys in the same folder: one side has them, then both.
+        other = a.folder / "other-keys"
+        subprocess.run([PROGRAM, "service", "keys", "--keys", other, "a", "b"], check=True, capture_output=True)
+        for name in os.listdir(keys):
+            shutil.copy(other / name, keys / name)
+        assert "other keys" in one.cli("apply").stdout
+        until("the old authority to be refused", lambda: "no service" in b.call("1 + 1"), PATIENCE_S)
+        two.cli("apply")
+        b.reaches()
+        assert "other keys" not in two.cli("apply").stdout
+        # What a running fabric does not start is not taken among what is added to it.
+        for section in (f'[export.more]\nlisten = "{a.address}:{PORT + 1}"\ntls = false\n', f'[import.more]\nfrom = "{b.address}:{PORT}"\ntls = false\n'):
+            api = Api(one)
+            api.request("POST", "/v1/ports", section)
+            answer = api.getresponse()
+            said = answer.read().decode()
+            assert answer.status >= 400 and "can be added to a running fabric" in said, said
 
 
 @timeout(120)

@@ -12,10 +12,10 @@ pub(crate) struct LinkBridge {
     /// Where the link's server listens
     socket: PathBuf,
     /// Name under which the machine's service is registered here
-    #[arg(long = "as")]
+    #[arg(long = "as", allow_hyphen_values = true)]
     service: Option<String>,
     /// Service of this machine that serves the link's machine
-    #[arg(long)]
+    #[arg(long, allow_hyphen_values = true)]
     to: Option<String>,
     /// Every user may call
     #[arg(long)]
@@ -24,7 +24,11 @@ pub(crate) struct LinkBridge {
 
 impl LinkBridge {
     pub(crate) fn run(self) -> Result<Exit, Failure> {
+        Err(Failure::failed(bridge::run(&self.spec())))
+    }
+
+    pub(crate) fn spec(self) -> bridge::LinkSpec {
         let LinkBridge { socket, service, to, everybody } = self;
-        Err(Failure::failed(bridge::run(&bridge::Spec { socket, service, to, everybody })))
+        bridge::LinkSpec { socket, service, to, everybody }
     }
 }

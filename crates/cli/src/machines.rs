@@ -2,20 +2,15 @@
 
 use std::net::{TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use tombolo_remote::machine::keys::{self, Identity, KeyError, KeyFiles};
-use tombolo_remote::machine::{Export, ExportEvent, Import, ImportEvent, Pick, Remote};
+use tombolo_remote::machine::{Export, Import, ImportEvent, Pick, Remote, told};
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::Access;
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-
-/// Lines about refused connections: at most one in this time, since strangers cause them.
-const TELL: Duration = Duration::from_secs(1);
 
 #[derive(Args, Debug)]
 pub(crate) struct Keys {
@@ -63,13 +58,23 @@ pub(crate) struct ExportCommand {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum PickName {
+pub(crate) enum PickName {
     /// The machine with the shortest round trip
     Nearest,
     /// The machine with the fewest calls from here under way
     LeastLoaded,
     /// The first one of the list that is there, until it goes
     Sticky,
+}
+
+impl From<PickName> for Pick {
+    fn from(name: PickName) -> Pick {
+        match name {
+            PickName::Nearest => Pick::Nearest,
+            PickName::LeastLoaded => Pick::LeastLoaded,
+            PickName::Sticky => Pick::Sticky,
+        }
+    }
 }
 
 #[derive(Args, Debug)]
@@ -162,22 +167,7 @@ impl ExportCommand {
             connections: *connections as usize,
             folder: None,
         };
-        let refusals = Mutex::new((None::<Instant>, 0u64));
-        let exporter = export.start(listener, identity, move |event| match event {
-            ExportEvent::Connected { machine, service } => out::tell!("tombolo: {machine} uses {service}"),
-            ExportEvent::Disconnected { machine, service } => out::tell!("tombolo: {machine} has left {service}"),
-            ExportEvent::Refused { from, why } => {
-                let mut refusals = refusals.lock().unwrap_or_else(|e| e.into_inner());
-                let (last, untold) = &mut *refusals;
-                if last.is_some_and(|last| last.elapsed() < TELL) {
-                    *untold += 1;
-                    return;
-                }
-                let more = if *untold > 0 { format!(" ({untold} more before)") } else { String::new() };
-                (*last, *untold) = (Some(Instant::now()), 0);
-                out::tell!("tombolo: refused a connection from {from}: {why}{more}");
-            }
-        });
+        let exporter = export.start(listener, identity, told(|text| out::tell!("tombolo: {text}")));
         let exporter = exporter?;
         out::tell!("tombolo: {} at {}", services.join(", "), exporter.address());
         forever()
@@ -226,24 +216,15 @@ impl ImportCommand {
             service: self.service.clone(),
             name: name.clone(),
             remotes: self.remotes()?,
-            pick: match self.pick {
-                PickName::Nearest => Pick::Nearest,
-                PickName::LeastLoaded => Pick::LeastLoaded,
-                PickName::Sticky => Pick::Sticky,
-            },
+            pick: self.pick.into(),
             workers: self.workers,
             access: Access { everybody: self.everybody, ..Access::default() },
             folder: None,
         };
         let service = name.clone();
         let importer = import.start(self.proof.identity()?, move |event| match event {
-            ImportEvent::Up { machine, round_trip } => {
-                out::tell!("tombolo: {machine} is there, {:.1} ms away", round_trip.as_secs_f64() * 1e3)
-            }
-            ImportEvent::Down { machine } => out::tell!("tombolo: {machine} is gone"),
-            ImportEvent::Failed { machine, why } => out::tell!("tombolo: {machine}: {why}; it is tried again"),
             ImportEvent::Registered => out::tell!("tombolo: service {service} is registered"),
-            ImportEvent::Unregistered { why } => out::tell!("tombolo: {why}; it is tried again"),
+            event => out::tell!("tombolo: {event}"),
         });
         let _importer = importer?;
         forever()

@@ -25,6 +25,7 @@ mod lab;
 mod link_bridge;
 mod logs;
 mod ls;
+mod machine_bridge;
 mod machines;
 mod manual;
 mod metrics;
@@ -147,6 +148,9 @@ enum Command {
     /// Pass calls on between a link of a fabric and the services of this machine; the daemon starts it
     #[command(hide = true)]
     LinkBridge(link_bridge::LinkBridge),
+    /// Pass calls on between this machine and others; started by a daemon
+    #[command(hide = true)]
+    MachineBridge(machine_bridge::MachineBridge),
     /// Watch a domain of Xen that was restored, and copy its console; the daemon starts it
     #[command(hide = true)]
     DomainWatch(domain_watch::DomainWatch),
@@ -193,6 +197,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Man(man) => man.run(),
         Command::FdStore(fd_store) => fd_store.run(),
         Command::LinkBridge(bridge) => bridge.run(),
+        Command::MachineBridge(bridge) => bridge.run(),
         Command::DomainWatch(watch) => watch.run(),
         Command::Confine(confine) => confine.run(),
     }

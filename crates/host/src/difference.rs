@@ -47,6 +47,10 @@ pub enum Part {
     Port(Box<(file::PortDecl, Option<PortPlan>)>),
     /// `[link.NAME]`
     Link(Box<(file::Link, Option<Config>)>),
+    /// `[export.NAME]`
+    Export(Box<file::Export>),
+    /// `[import.NAME]`
+    Import(Box<file::Import>),
     /// All of `[[rule]]` and `[[mirror]]`.
     Policy(Box<(Vec<file::RuleDecl>, Vec<file::MirrorDecl>)>),
 }
@@ -167,6 +171,12 @@ impl Model {
             let config = plan.links.iter().find(|c| c.name == format!("link:{}", link.name)).cloned();
             out.insert(format!("link.{}", link.name), Part::Link(Box::new((link.clone(), config))));
         }
+        for export in &fabric.exports {
+            out.insert(format!("export.{}", export.name), Part::Export(Box::new(export.clone())));
+        }
+        for import in &fabric.imports {
+            out.insert(format!("import.{}", import.name), Part::Import(Box::new(import.clone())));
+        }
         if !fabric.rules.is_empty() || !fabric.mirrors.is_empty() {
             out.insert("policy".into(), Part::Policy(Box::new((fabric.rules.clone(), fabric.mirrors.clone()))));
         }
@@ -213,6 +223,8 @@ impl Model {
                 replace(&mut fabric.links, |l| l.name == part.0.name, [part.0.clone()]);
                 replace(&mut plan.links, |c| c.name == format!("link:{}", part.0.name), part.1.clone());
             }
+            Part::Export(part) => replace(&mut fabric.exports, |e| e.name == part.name, [(**part).clone()]),
+            Part::Import(part) => replace(&mut fabric.imports, |i| i.name == part.name, [(**part).clone()]),
             Part::Policy(part) => (fabric.rules, fabric.mirrors) = (**part).clone(),
         }
     }
@@ -246,6 +258,8 @@ impl Model {
                 fabric.links.retain(|l| l.name != part.0.name);
                 plan.links.retain(|c| c.name != format!("link:{}", part.0.name));
             }
+            Part::Export(part) => fabric.exports.retain(|e| e.name != part.name),
+            Part::Import(part) => fabric.imports.retain(|i| i.name != part.name),
             Part::Policy(_) => (fabric.rules, fabric.mirrors) = (vec![], vec![]),
         }
     }
@@ -343,6 +357,9 @@ fn judge(old: &Model, before: &Part, after: &Part, keys: &[KeyChange]) -> (Actio
                 false => "its memory is made again, and its machines start again with it",
             };
             (Action::Restart, why.into())
+        }
+        (Part::Export(_), Part::Export(_)) | (Part::Import(_), Part::Import(_)) => {
+            (Action::Restart, "calls under way through it end".into())
         }
         (Part::Policy(_), Part::Policy(_)) => {
             (Action::Change, "connections that exist are judged by the new rules at their next frame".into())
@@ -463,6 +480,16 @@ impl Keys {
         self.say(key, &before, &after, |list| {
             (!list.is_empty()).then(|| list.iter().map(&text).collect::<Vec<_>>().join(", "))
         });
+    }
+
+    fn proof(&mut self, before: &Option<file::Proof>, after: &Option<file::Proof>) {
+        self.say("tls", &before.is_some(), &after.is_some(), |tls| Some(tls.to_string()));
+        let machine = |proof: &Option<file::Proof>| proof.as_ref().map(|proof| proof.machine.clone());
+        self.text("machine", machine(before), machine(after));
+        let keys = |proof: &Option<file::Proof>| proof.as_ref().map(|proof| proof.keys.display().to_string());
+        let is_other = matches!((before, after), (Some(a), Some(b)) if a.keys == b.keys && a.digest != b.digest);
+        let other = if is_other { ", other keys" } else { "" };
+        self.text("keys", keys(before), keys(after).map(|keys| keys + other));
     }
 
     /// A value whose form in the file is not worth the words.
@@ -607,6 +634,20 @@ fn keys(before: &Part, after: &Part) -> Vec<KeyChange> {
             out.maybe("service", &a.service, &b.service);
             out.maybe("to", &a.to, &b.to);
             out.say("callers", &a.everybody, &b.everybody, |all| Some(if *all { "everybody" } else { "owner" }.into()));
+        }
+        (Part::Export(a), Part::Export(b)) => {
+            out.list("services", &a.services, &b.services, String::clone);
+            out.plain("listen", &a.listen, &b.listen);
+            out.list("allow", &a.allow, &b.allow, String::clone);
+            out.proof(&a.proof, &b.proof);
+        }
+        (Part::Import(a), Part::Import(b)) => {
+            out.plain("service", &a.service, &b.service);
+            out.plain("as", &a.as_name, &b.as_name);
+            out.list("from", &a.from, &b.from, |(machine, address)| format!("{machine}={address}"));
+            out.say("pick", &a.pick, &b.pick, |pick| Some(file::pick_word(*pick).into()));
+            out.say("callers", &a.everybody, &b.everybody, |all| Some(if *all { "everybody" } else { "owner" }.into()));
+            out.proof(&a.proof, &b.proof);
         }
         (Part::Policy(a), Part::Policy(b)) => {
             out.say("rule", &a.0, &b.0, |rules| Some(format!("{} rules", rules.len())));

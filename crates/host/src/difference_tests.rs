@@ -221,3 +221,30 @@ fn applying_a_difference_gives_the_new_model_whatever_the_order() {
     // Each kind of change has been there.
     assert_eq!(seen.len(), 5, "{seen:?}");
 }
+
+#[test]
+fn other_keys_in_the_same_folder_are_a_change_of_the_exports_and_imports_that_use_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().display();
+    let proof = format!("machine = \"a\"\nkeys = \"{folder}\"\n");
+    let text = format!(
+        "{FILE}[export.x]\nlisten = \"192.0.2.1:7000\"\n{proof}[import.y]\nfrom = \"b=192.0.2.2:7000\"\n{proof}"
+    );
+    let digest = |model: &Model| model.fabric.exports[0].proof.as_ref().map(|proof| proof.digest);
+    let none = model(&text);
+    assert_eq!(digest(&none), Some(0), "no files");
+    for name in ["ca.pem", "a.pem", "a.key"] {
+        assert_eq!(difference(&none, &model(&text)), []);
+        std::fs::write(dir.path().join(name), name).unwrap();
+    }
+    let before = model(&text);
+    assert_ne!(digest(&before), Some(0));
+    for name in ["ca.pem", "a.pem", "a.key"] {
+        let before = model(&text);
+        assert_eq!(difference(&before, &model(&text)), []);
+        std::fs::write(dir.path().join(name), format!("another {name}")).unwrap();
+        let changes = difference(&before, &model(&text));
+        assert_eq!(told(&changes), ["restart export.x [keys]", "restart import.y [keys]"], "{name}");
+        assert_eq!(changes[0].keys[0].after, Some(format!("{folder}, other keys")));
+    }
+}

@@ -8,7 +8,7 @@
 //!
 //! # Limits
 //! What is looked at here may change before it is used; then the step that uses it fails. Nothing
-//! is created, except that a listener of a forward is bound for an instant.
+//! is created, except that a listener of a forward or an export is bound for an instant.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,8 +23,10 @@ use rustix::thread::{CapabilitySet, capabilities};
 use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_port::vxlan;
 use tombolo_port::xen::XenPort;
+use tombolo_remote::machine::keys::{Identity, KeyFiles};
 use tombolo_ring::vxlan::overhead_bytes;
 
+use crate::bridge;
 use crate::fabric::standing::Standing;
 use crate::file::{self, Boot, Fabric, Image, Machine, Places, PortKind, Problem, Proto, Tap, Uplink, Vxlan, nearest};
 use crate::kernel;
@@ -69,6 +71,7 @@ pub fn faults(fabric: &Fabric, standing: Option<&Standing>) -> Vec<HostFault> {
     look.taps();
     look.ports();
     look.forwards();
+    look.across();
     look.routes();
     look.out
 }
@@ -404,7 +407,7 @@ impl Look<'_> {
                 continue;
             }
             let taken = match self.fabric.network(&f.network).map(|n| &n.uplink) {
-                Some(Uplink::User) => free_for_passt(f.proto, f.listen).err(),
+                Some(Uplink::User) => free_in_family(f.proto, f.listen).err(),
                 Some(Uplink::Kernel) => {
                     let others = others.get_or_insert_with(|| kernel::listeners_of_others(&self.fabric.name));
                     forwarded_by(others, f.proto, f.listen)
@@ -414,6 +417,34 @@ impl Look<'_> {
             let Some((found, hint)) = taken else { continue };
             let expected = "an address and port at which this machine can listen";
             self.say((&format!("forward[{i}]"), "listen"), expected, found, Some(hint));
+        }
+    }
+
+    /// Keys of services that cross to other machines, and where they listen.
+    fn across(&mut self) {
+        let fabric = self.fabric;
+        let exports = fabric.exports.iter().map(|export| (format!("export.{}", export.name), &export.proof));
+        let imports = fabric.imports.iter().map(|import| (format!("import.{}", import.name), &import.proof));
+        for (at, proof) in exports.chain(imports) {
+            let Some(proof) = proof else { continue };
+            if let Err(error) = Identity::load(&KeyFiles::of(&proof.keys, &proof.machine)) {
+                let hint = "`tombolo service keys --keys FOLDER MACHINE…` makes the keys of all machines".to_string();
+                self.say((&at, "keys"), "keys of this machine", error.to_string(), Some(hint));
+            }
+        }
+        // As for forwards.
+        let mut others = None;
+        for export in &fabric.exports {
+            if self.standing.is_some_and(|s| s.listens(Proto::Tcp, export.listen)) {
+                continue;
+            }
+            let taken = free_in_family(Proto::Tcp, export.listen).err().or_else(|| {
+                let others = others.get_or_insert_with(|| kernel::listeners_of_others(&fabric.name));
+                forwarded_by(others, Proto::Tcp, export.listen)
+            });
+            let Some((found, hint)) = taken else { continue };
+            let expected = "an address and port at which this machine can listen";
+            self.say((&format!("export.{}", export.name), "listen"), expected, found, Some(hint));
         }
     }
 
@@ -459,32 +490,26 @@ pub(crate) fn forwarded_by(
     proto: Proto,
     listen: SocketAddr,
 ) -> Option<(String, String)> {
-    let meets = |other: &SocketAddr| {
-        let any = other.ip().is_unspecified() || listen.ip().is_unspecified();
-        other.port() == listen.port() && other.is_ipv4() == listen.is_ipv4() && (any || other.ip() == listen.ip())
-    };
-    let (name, _, other) = others.iter().find(|(_, p, other)| *p == proto && meets(other))?;
+    let (name, _, other) = others.iter().find(|(_, p, other)| *p == proto && file::overlap(*other, listen))?;
     let found = format!("{} {listen}: fabric \"{name}\" of this machine forwards {other}", proto.word());
     Some((found, "choose another port, or end that fabric".into()))
 }
 
-/// As [`free`], for passt, which listens at an IPv6 address for IPv6 alone.
-fn free_for_passt(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
+/// As [`free`], for passt and exports, which listen at an IPv6 address for IPv6 alone.
+fn free_in_family(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt};
     if listen.is_ipv4() {
         return free(proto, listen);
     }
-    let kind = if proto == Proto::Tcp { SocketType::STREAM } else { SocketType::DGRAM };
-    let bound = || -> rustix::io::Result<()> {
-        let socket = socket_with(AddressFamily::INET6, kind, SocketFlags::CLOEXEC, None)?;
-        sockopt::set_ipv6_v6only(&socket, true)?;
+    let bound = || -> std::io::Result<()> {
         if proto == Proto::Tcp {
-            sockopt::set_socket_reuseaddr(&socket, true)?;
+            return bridge::listener(listen).map(drop);
         }
-        bind(&socket, &listen)?;
-        if proto == Proto::Tcp { rustix::net::listen(&socket, 1) } else { Ok(()) }
+        let socket = socket_with(AddressFamily::INET6, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+        sockopt::set_ipv6_v6only(&socket, true)?;
+        Ok(bind(&socket, &listen)?)
     };
-    bound().map_err(|error| why_not(proto, listen, &error.into()))
+    bound().map_err(|error| why_not(proto, listen, &error))
 }
 
 /// Why a listener cannot be had, and what to do.

@@ -15,6 +15,7 @@
 //! | passt | its name for itself, `RUNTIME/PORT/passt`; also [`HELPER_VARIABLE`], and the owner record |
 //! | fd store of links | `tombolo keeper RUNTIME/keeper.sock` |
 //! | bridge of a link | `tombolo link-bridge RUNTIME/LINK.link.sock`; also the owner record, since a process can change its arguments |
+//! | bridge to machines | `tombolo machine-bridge RUNTIME/NAME.export`, or `.import`, which are no files; also the owner record |
 //! | nft, probes | none: the kernel kills them with the daemon (`tombolo_port::child`) |
 
 use std::fs;
@@ -218,13 +219,13 @@ pub struct RecordedBridge {
     pub words: Vec<String>,
 }
 
-/// Whether a process with these arguments is the bridge of a link of the fabric with this runtime directory.
+/// Whether a process with these arguments is a bridge of the fabric with this runtime directory.
 fn is_bridge(words: &[String], runtime: &Path) -> bool {
     let [_, command, socket, ..] = words else { return false };
-    command == crate::bridge::COMMAND && Path::new(socket).parent() == Some(runtime)
+    crate::bridge::COMMANDS.contains(&command.as_str()) && Path::new(socket).parent() == Some(runtime)
 }
 
-/// Running link bridges of the fabric with this runtime directory, in any state, with the arguments
+/// Running bridges of the fabric with this runtime directory, in any state, with the arguments
 /// that they show. The second part is the record's entry: only a process that has one was started
 /// by the fabric itself.
 pub fn bridges(runtime: &Path, recorded: &[RecordedBridge]) -> Vec<(Process, Vec<String>, Option<RecordedBridge>)> {

@@ -28,6 +28,7 @@ use tombolo_switch::control::{ControlError, WorkerSettings};
 
 use super::ending::{Ending, end_all};
 use super::events::{Facts as Told, Kind};
+use super::services;
 use super::standing::Standing;
 use super::{FabricError, NOT_ASKED, Running, Shared, facts, refuse_faults, restore_additions_of};
 use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
@@ -318,10 +319,14 @@ impl Running {
         });
         steps.each(&GOES, |change| {
             if let Some(Part::Link(part)) = &change.before {
-                self.end_bridge_of(&part.0.name);
+                self.end_bridge(&services::link(&part.0.name));
                 if let (Some(links), Some(config)) = (self.links(), &part.1) {
                     links.close(&config.name);
                 }
+                self.have(&Change { after: None, ..change.clone() });
+            }
+            if let Some(Part::Export(_) | Part::Import(_)) = &change.before {
+                self.end_bridge(&change.section);
                 self.have(&Change { after: None, ..change.clone() });
             }
             Ok(())
@@ -414,6 +419,11 @@ impl Running {
         }
         steps.each(&COMES, |change| match &change.after {
             Some(Part::Link(part)) => self.with_part(change, |running| running.put_link(part)),
+            Some(Part::Export(_) | Part::Import(_)) => {
+                self.have(change);
+                self.start_bridge_as_asked(&change.section);
+                Ok(())
+            }
             _ => Ok(()),
         });
         self.change_members(steps);
@@ -566,7 +576,7 @@ impl Running {
         let (Some(links), Some(config)) = (self.links(), &part.1) else { return Ok(()) };
         links.open(config.clone())?;
         links.serve(&config.name, None)?;
-        self.start_bridge_of(&part.0);
+        self.start_bridge_as_asked(&services::link(&part.0.name));
         Ok(())
     }
 

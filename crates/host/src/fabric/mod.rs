@@ -486,9 +486,11 @@ impl Running {
         // They are of no use without their daemon, and hold the listeners that are looked at below.
         self.end_helpers().await;
         self.note_routes();
+        // Bridges to other machines go on, and listen.
+        let standing = standing::Standing::listening(self.left_listeners());
         let begun = Instant::now();
         loop {
-            let mut faults = preflight::faults(&self.spec, None);
+            let mut faults = preflight::faults(&self.spec, Some(&standing));
             // The passt and the taps of a daemon that was killed an instant ago are on their way out.
             let passes = self.dir().leftover.is_some() && begun.elapsed() < LEAVING;
             if passes && faults.iter().any(preflight::HostFault::may_pass) {
@@ -960,6 +962,8 @@ impl Running {
         }
         let same = spec.networks.len() == self.spec.networks.len()
             && spec.links.len() == self.spec.links.len()
+            && spec.exports.len() == self.spec.exports.len()
+            && spec.imports.len() == self.spec.imports.len()
             && spec.rules.len() == self.spec.rules.len()
             && spec.mirrors.len() == self.spec.mirrors.len()
             && spec.name == self.spec.name;

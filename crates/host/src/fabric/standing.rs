@@ -14,7 +14,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{FabricError, Running};
-use crate::file::{Fabric, Proto, Uplink};
+use crate::file::{self, Fabric, Proto, Uplink};
 use crate::plan::{self, Attachment, Plan, PortPlan};
 use crate::{preflight, rundir};
 
@@ -25,7 +25,7 @@ pub struct Standing {
     sections: BTreeMap<String, BTreeMap<String, String>>,
     /// Networks to whose subnets the host has routes of the fabric's own.
     on_host: BTreeSet<String>,
-    /// Where forwards of user uplinks listen: transport and address.
+    /// Where forwards of user uplinks, tunnels and exports listen: transport and address.
     listeners: BTreeSet<(String, SocketAddr)>,
 }
 
@@ -77,6 +77,8 @@ impl Standing {
             keys.extend(settings(port).into_iter().map(|(key, value)| (key.to_string(), value)));
             out.listeners.extend(listeners(port).map(|(proto, listen)| (proto.word().to_string(), listen)));
         }
+        let exports = fabric.exports.iter().map(|export| (Proto::Tcp.word().to_string(), export.listen));
+        out.listeners.extend(exports);
         for network in &fabric.networks {
             let keys = out.sections.entry(format!("network.{}", network.name)).or_default();
             keys.insert("subnet".into(), network.subnet.to_string());
@@ -86,6 +88,12 @@ impl Standing {
             }
         }
         out
+    }
+
+    /// Nothing but TCP listeners.
+    pub(crate) fn listening(addresses: Vec<SocketAddr>) -> Standing {
+        let tcp = |listen| (Proto::Tcp.word().to_string(), listen);
+        Standing { listeners: addresses.into_iter().map(tcp).collect(), ..Standing::default() }
     }
 
     /// Refuses what a handover to a daemon with the `next` file could not carry out.
@@ -109,9 +117,11 @@ impl Standing {
         self.sections.get(section).and_then(|keys| keys.get(key)).is_some_and(|found| found == value)
     }
 
-    /// Whether a forward of the fabric listens there.
+    /// Whether a forward, a tunnel or an export of the fabric listens there. For TCP also one at an address that overlaps: it ends
+    /// before another one of the fabric listens there.
     pub(crate) fn listens(&self, proto: Proto, listen: SocketAddr) -> bool {
-        self.listeners.contains(&(proto.word().to_string(), listen))
+        let is_it = |at: SocketAddr| if proto == Proto::Tcp { file::overlap(at, listen) } else { at == listen };
+        self.listeners.iter().any(|(word, at)| word == proto.word() && is_it(*at))
     }
 
     /// Whether the host has a route of the fabric's own to the network.
@@ -149,7 +159,6 @@ impl Running {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file;
 
     fn fabric(text: &str) -> (Fabric, Plan) {
         let fabric = file::parse(&format!("name = \"s\"\n{text}"), Path::new("t.toml")).unwrap();
@@ -218,6 +227,22 @@ mod tests {
             let (fabric, plan) = fabric(&format!("{BEFORE}{section}"));
             let error = standing(BEFORE).check(&fabric, &plan, Path::new("t.toml")).unwrap_err().to_string();
             assert!(error.contains(told), "{error}");
+        }
+    }
+    #[test]
+    fn a_fabric_whose_export_listens_can_have_it_at_an_overlapping_address_next() {
+        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
+        let own = standing("[export.a]\nlisten = \"0.0.0.0:7000\"\ntls = false\n");
+        assert!(own.listens(Proto::Tcp, at("0.0.0.0:7000")) && own.listens(Proto::Tcp, at("192.0.2.1:7000")));
+        let own = Standing::listening(vec![at("192.0.2.1:7000")]);
+        assert!(own.listens(Proto::Tcp, at("0.0.0.0:7000")));
+        for (proto, other) in [
+            (Proto::Tcp, "192.0.2.2:7000"),
+            (Proto::Tcp, "192.0.2.1:7001"),
+            (Proto::Tcp, "[::]:7000"),
+            (Proto::Udp, "192.0.2.1:7000"),
+        ] {
+            assert!(!own.listens(proto, at(other)), "{other}");
         }
     }
 }

@@ -59,6 +59,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.images();
     check.dependencies();
     check.links();
+    check.across();
     let taken = check.addresses();
     lease(fabric, taken);
     let mut check = Check { fabric, spots, out };
@@ -75,8 +76,9 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
 /// Whether a file without a network has something that needs one. Machines that share memory need none.
 fn needs_network(fabric: &Fabric) -> bool {
     let attached = fabric.machines.iter().any(|m| !m.nics.is_empty());
+    let crosses = !(fabric.exports.is_empty() && fabric.imports.is_empty());
     attached
-        || fabric.machines.is_empty()
+        || (fabric.machines.is_empty() && !crosses)
         || !(fabric.taps.is_empty() && fabric.ports.is_empty() && fabric.forwards.is_empty())
 }
 
@@ -516,6 +518,58 @@ impl Check<'_, '_, '_> {
             && before.any(|l| l.service.as_ref() == Some(name))
         {
             self.fault((at, "service"), &[], "a name that no other link has", format!("{name:?}"), None);
+        }
+    }
+
+    /// What services that cross to other machines have in common with others of the file.
+    fn across(&mut self) {
+        let fabric = self.fabric;
+        for (i, export) in fabric.exports.iter().enumerate() {
+            let at = &format!("export.{}", export.name)[..];
+            if fabric.exports[..i].iter().any(|other| other.name == export.name) {
+                self.fault((at, ""), &[], "a name that no other export has", format!("{:?}", export.name), None);
+            }
+            if let Some(other) = fabric.exports[..i].iter().find(|other| overlap(other.listen, export.listen)) {
+                let found = format!("{}, where [export.{}] listens", export.listen, other.name);
+                let hint = Some(format!("list all in `services` of [export.{}], or choose another port", other.name));
+                let leans_on = [(&format!("export.{}", other.name)[..], "listen")];
+                self.fault((at, "listen"), &leans_on, "an address and port of its own", found, hint);
+            }
+            let meets = |f: &Forward| f.proto == Proto::Tcp && overlap(f.listen, export.listen);
+            if let Some(j) = fabric.forwards.iter().position(meets) {
+                let found = format!("{}, beside {} of forward[{j}]", export.listen, fabric.forwards[j].listen);
+                let that = &format!("forward[{j}]")[..];
+                let leans_on = [(that, "listen"), (that, "proto")];
+                let hint = Some("choose another port for one of them".to_string());
+                self.fault((at, "listen"), &leans_on, "an address and port that no forward has", found, hint);
+            }
+        }
+        for (i, import) in fabric.imports.iter().enumerate() {
+            let at = &format!("import.{}", import.name)[..];
+            if fabric.imports[..i].iter().any(|other| other.name == import.name) {
+                self.fault((at, ""), &[], "a name that no other import has", format!("{:?}", import.name), None);
+            }
+            let key = if self.spots.has(at, "as") { "as" } else { "service" };
+            let here = &import.as_name;
+            let by_link = fabric.links.iter().find(|link| link.service.as_ref() == Some(here));
+            let by_import = fabric.imports[..i].iter().find(|other| other.as_name == *here);
+            let who = by_link.map(|link| format!("link.{}", link.name));
+            let leans_on = [(at, "service"), (at, "as")];
+            if let Some(who) = who.or(by_import.map(|other| format!("import.{}", other.name))) {
+                let (found, hint) = (format!("{here:?}, as [{who}] has"), Some("set `as` to another name".to_string()));
+                self.fault((at, key), &leans_on, "a name that no other service of the file has", found, hint);
+            }
+            if let Some(export) = fabric.exports.iter().find(|export| export.services.contains(here)) {
+                let found = format!("{here:?}, which [export.{}] exports", export.name);
+                let hint = Some("calls would go round in circles: leave one of them out, or set `as`".to_string());
+                self.fault((at, key), &leans_on, "a service that this machine does not export", found, hint);
+            }
+            for (j, (machine, address)) in import.from.iter().enumerate() {
+                if import.from[..j].iter().any(|other| other.0 == *machine || other.1 == *address) {
+                    let found = format!("{machine:?} at {address:?} again");
+                    self.fault((at, "from"), &[], "each machine once", found, None);
+                }
+            }
         }
     }
 

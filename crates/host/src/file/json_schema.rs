@@ -280,7 +280,10 @@ fn special(expects: &str) -> Option<Value> {
         }
         "a member or a group" => text(NAME),
         "a list of names of cells and VMs" => list(text(NAME)),
-        "the name of an app, like \"httpd\"" | "the path of a file" | "a path" => any(),
+        "the name of an app, like \"httpd\"" | "the path of a file" | "the path of a folder" | "a path" => any(),
+        "a machine's name, 1 to 63 of a-z, 0-9 and -" => text("^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"),
+        "a text like \"node-2=192.0.2.2:7000\"" => text("^([a-z0-9-]+=)?[^=]+:[0-9]+$"),
+        "an address and port like \"192.0.2.1:7000\" or \"[2001:db8::1]:7000\"" => text("^.+:[0-9]+$"),
         "the name or path of a network namespace" => any(),
         "the name of a Xen domain" => text("^[!-.0-~]{1,64}$"),
         "a string" | "a string of words" => json!({ "type": "string" }),

@@ -12,10 +12,12 @@
 //! - `parse`: the sections, one function each.
 //! - `names`: the names in a text that may be faulty, for completion.
 //! - `places`: where the keys are, for faults that only the machine shows ([`crate::preflight`]).
+//! - `across`: services that cross to other machines.
 //! - `boot`: what clients boot from the network.
 //! - `traffic`: what limits a port, and changes of it while it runs.
 //! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
 
+mod across;
 mod boot;
 mod check;
 pub mod json_schema;
@@ -29,7 +31,9 @@ mod read;
 pub mod schema;
 mod traffic;
 
+pub use across::{Export, Import, Proof, pick_word};
 pub(crate) use boot::boot_text;
+pub(crate) use model::overlap;
 pub use model::{
     Accel, Attach, Boot, Contained, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType,
     MirrorDecl, Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink,

@@ -12,6 +12,8 @@ use tombolo_switch::limit::{Rates, Storm};
 use tombolo_switch::policy::{Action, Isolation, Mirror, Rule};
 use tombolo_switch::vlan::Membership;
 
+use super::across::{Export, Import};
+
 /// An Ethernet address of a member.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
@@ -871,6 +873,10 @@ pub struct Fabric {
     pub mirrors: Vec<MirrorDecl>,
     /// `[link.NAME]` sections, in the file's order.
     pub links: Vec<Link>,
+    /// `[export.NAME]` sections, in the file's order.
+    pub exports: Vec<Export>,
+    /// `[import.NAME]` sections, in the file's order.
+    pub imports: Vec<Import>,
 }
 
 impl Fabric {
@@ -893,6 +899,8 @@ impl Fabric {
             rules: vec![],
             mirrors: vec![],
             links: vec![],
+            exports: vec![],
+            imports: vec![],
         }
     }
 
@@ -965,12 +973,15 @@ impl Fabric {
     /// True if a forward listens where this one would: same transport and port, and one of the addresses is the
     /// other or a wildcard of its family.
     pub fn same_listener(a: &Forward, b: &Forward) -> bool {
-        let any = |ip: IpAddr| ip.is_unspecified();
-        a.proto == b.proto
-            && a.listen.port() == b.listen.port()
-            && a.listen.is_ipv4() == b.listen.is_ipv4()
-            && (a.listen.ip() == b.listen.ip() || any(a.listen.ip()) || any(b.listen.ip()))
+        a.proto == b.proto && overlap(a.listen, b.listen)
     }
+}
+
+/// Whether two listeners of one transport are in each other's way: the same port and family, and the same address or
+/// all addresses.
+pub(crate) fn overlap(a: SocketAddr, b: SocketAddr) -> bool {
+    let any = a.ip().is_unspecified() || b.ip().is_unspecified();
+    a.port() == b.port() && a.is_ipv4() == b.is_ipv4() && (any || a.ip() == b.ip())
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use tombolo_ring::ivshmem::protocol::CALLS;
 use tombolo_ring::vxlan::{self, Vni};
 use toml::de::{DeTable, DeValue};
 
+use super::across;
 use super::boot::boot;
 use super::model::*;
 use super::policy;
@@ -17,7 +18,8 @@ use super::traffic::traffic;
 use super::{check, schema};
 
 /// Words of the head that open sections.
-const OPENERS: [&str; 10] = ["worker", "network", "cell", "vm", "tap", "port", "link", "forward", "rule", "mirror"];
+const OPENERS: [&str; 12] =
+    ["worker", "network", "cell", "vm", "tap", "port", "link", "export", "import", "forward", "rule", "mirror"];
 
 /// Reads and checks the file at `path`.
 pub fn load(path: &Path) -> Result<Fabric, FileError> {
@@ -246,6 +248,15 @@ impl<'t> Reader<'_, 't> {
         }
         for (name, span, table) in self.named(root, "link") {
             self.link(name, span, table);
+        }
+        let dir = self.fabric.dir.clone();
+        for (name, span, table) in self.named(root, "export") {
+            let export = across::export(&mut self.open("export", &(name.clone(), span, table)), name, &dir);
+            self.fabric.exports.push(export);
+        }
+        for (name, span, table) in self.named(root, "import") {
+            let import = across::import(&mut self.open("import", &(name.clone(), span, table)), name, &dir);
+            self.fabric.imports.push(import);
         }
         self.forwards(root);
         self.policies(root);
@@ -614,9 +625,7 @@ impl<'t> Reader<'_, 't> {
         if s.raw("between").is_none() {
             s.missing("between");
         }
-        let name_of_service =
-            |t: &str| tombolo_rpc::folder::socket_path(Path::new(""), t).is_ok().then(|| t.to_string());
-        let (service, to) = (s.text("service", name_of_service), s.text("to", name_of_service));
+        let (service, to) = (s.text("service", across::service_name), s.text("to", across::service_name));
         // The fabric's own seat, and what it speaks there.
         let (seats, protocol) = if service.is_some() || to.is_some() { (1, CALLS) } else { (0, 0x4001) };
         let link = Link {
@@ -857,7 +866,7 @@ fn uplink6(s: &mut Section<'_, '_, '_, '_>) -> Option<Uplink6> {
 }
 
 /// Where a forward listens: no group, no link-local address, and no IPv4 address in IPv6's clothes.
-fn listener(text: &str) -> Option<SocketAddr> {
+pub(super) fn listener(text: &str) -> Option<SocketAddr> {
     let at: SocketAddr = text.parse().ok()?;
     let usable = match at.ip() {
         IpAddr::V4(ip) => !ip.is_multicast() && !ip.is_broadcast(),
@@ -867,7 +876,7 @@ fn listener(text: &str) -> Option<SocketAddr> {
 }
 
 /// What a listener that is none may have meant.
-fn near_listener(text: &str) -> Option<String> {
+pub(super) fn near_listener(text: &str) -> Option<String> {
     if let Ok(at) = text.parse::<SocketAddr>() {
         return match at.ip() {
             _ if at.port() == 0 => Some("the port is a number from 1 to 65535".into()),

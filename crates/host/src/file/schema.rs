@@ -38,6 +38,24 @@ const fn key(name: &'static str, expects: &'static str, default: &'static str, d
     Key { name, expects, default, doc }
 }
 
+const TLS: Key = key(
+    "tls",
+    "true or false",
+    "true",
+    "false: nothing is encrypted, and no machine proves who it is; only where everyone is trusted",
+);
+const MACHINE: Key = key(
+    "machine",
+    "a machine's name, 1 to 63 of a-z, 0-9 and -",
+    "must be given with `tls`",
+    "this machine's name in `keys`",
+);
+const KEYS: Key = key(
+    "keys",
+    "the path of a folder",
+    "must be given with `tls`",
+    "where ca.pem and this machine's .pem and .key are (`tombolo service keys`)",
+);
 const ONE_NETWORK: Key = key("network", "the name of a network", "the only network of the file", "where it attaches");
 const MAC: Key =
     key("mac", "a MAC address like \"52:54:00:12:34:56\"", "derived from the names", "its Ethernet address");
@@ -552,6 +570,60 @@ pub const SECTIONS: &[SectionSchema] = &[
         shared: &[],
     },
     SectionSchema {
+        name: "export",
+        form: "[export.NAME]",
+        own: &[
+            key(
+                "services",
+                "a name of a-z A-Z 0-9 . _ -, or a list of them",
+                "the section's name",
+                "services of this machine that other machines may use; they need not run yet",
+            ),
+            key(
+                "listen",
+                "an address and port like \"192.0.2.1:7000\" or \"[2001:db8::1]:7000\"",
+                "",
+                "where this machine listens for the others",
+            ),
+            key(
+                "allow",
+                "a machine's name, 1 to 63 of a-z, 0-9 and -, or a list of them",
+                "each machine with a key of the same authority",
+                "the machines that may use them",
+            ),
+            MACHINE,
+            KEYS,
+            TLS,
+        ],
+        shared: &[],
+    },
+    SectionSchema {
+        name: "import",
+        form: "[import.NAME]",
+        own: &[
+            key(
+                "from",
+                "a text like \"node-2=192.0.2.2:7000\", or a list of them",
+                "",
+                "the machines that export the service: name, and address and port; without `tls` the address and port alone",
+            ),
+            key("service", "a name of a-z A-Z 0-9 . _ -", "the section's name", "its name at those machines"),
+            key("as", "a name of a-z A-Z 0-9 . _ -", "the same", "its name here, for `tombolo call` and the libraries"),
+            key(
+                "pick",
+                "\"nearest\", \"least-loaded\" or \"sticky\"",
+                "\"nearest\"",
+                "which machine a call goes to, of several: the one with the shortest round trip, with the fewest calls \
+                 from here, or the first that was there until it goes",
+            ),
+            key("callers", "\"owner\" or \"everybody\"", "\"owner\"", "which users of the host may call it"),
+            MACHINE,
+            KEYS,
+            TLS,
+        ],
+        shared: &[],
+    },
+    SectionSchema {
         name: "forward",
         form: "[[forward]]",
         own: &[
@@ -685,6 +757,11 @@ pub const CONDITIONS: &[Condition] = &[
     only("port", "version", "kind", &["ivshmem"]),
     only("port", "region", "kind", &["ivshmem"]),
     only("port", "vectors", "kind", &["ivshmem"]),
+    only("export", "allow", "tls", &["true"]),
+    only("export", "machine", "tls", &["true"]),
+    only("export", "keys", "tls", &["true"]),
+    only("import", "machine", "tls", &["true"]),
+    only("import", "keys", "tls", &["true"]),
     only("link", "callers", "service", &[]),
     only("link", "vectors", "plain", &["false"]),
     only("link", "seats", "plain", &["false"]),

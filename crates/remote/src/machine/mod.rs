@@ -26,6 +26,7 @@
 mod export;
 mod import;
 pub mod keys;
+mod told;
 pub(crate) mod wire;
 
 use std::io;
@@ -39,6 +40,7 @@ use crate::transport::RemoteError;
 pub use export::{Export, ExportEvent, ExportStats, Exporter, HANDSHAKES, HANDSHAKES_PER_ADDRESS};
 pub use import::{Import, ImportEvent, Importer, Pick, Remote};
 use keys::{Identity, KeyError};
+pub use told::told;
 pub use wire::DEAD_AFTER;
 use wire::{StreamEnd, Timed};
 
