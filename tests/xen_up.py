@@ -242,7 +242,10 @@ def types_at_web(xen, line):
 
 def is_watched(xen, number):
     """The machine runs as the domain of that number, which the fabric's own process watches."""
-    web = waits(xen, "web", "running")
+    waits(xen, "web", "running")
+    # The number is told once the domain has been found.
+    until("the domain's number", lambda: machine(xen, "web")["domain"]["id"] is not None, 60, 0.3)
+    web = machine(xen, "web")
     assert web["domain"]["id"] == number and web["restarts"] == 0, web
     assert f"domain-watch {number} {RUNTIME}/web.xl" in xen.run(f"tr '\\0' ' ' </proc/{web['pid']}/cmdline").text
     return web
