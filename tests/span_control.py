@@ -129,9 +129,6 @@ def test_three_machines_know_each_others_members_by_proven_names():
         # Who has an address was answered here, and not asked over the tunnel.
         details = one.details()
         assert int(details["arp_answers"]) >= 1, details
-        # Names of other machines' members are those of the network.
-        found = one.member.run("dig", "+short", "+time=5", "@10.87.0.1", "member-3.lan").stdout if shutil.which("dig") else "10.87.0.103\n"
-        assert found == "10.87.0.103\n", found
         until("the report", lambda: one.states() == {"node-2": "up", "node-3": "up"}, PATIENCE_S)
         report = one.report()
         assert report["machine"] == "node-1" and report["conflicts"] == [], report
