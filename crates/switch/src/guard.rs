@@ -17,9 +17,10 @@ mod roles;
 
 pub(crate) use bindings::Bindings;
 pub use bindings::{LIMIT, Learn};
-pub(crate) use ipv6::{nd_options, options_tell};
+pub use ipv6::nd_options;
+pub(crate) use ipv6::options_tell;
 pub(crate) use roles::refuse;
-pub use roles::{Protected, Roles, link_local};
+pub use roles::{Protected, Roles, link_local, solicited_node};
 
 use crate::frame::{ETHERNET_HEADER_BYTES, Mac};
 use crate::mac::Address;

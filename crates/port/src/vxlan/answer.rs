@@ -16,6 +16,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tombolo_ring::checksum;
 use tombolo_switch::frame::{Checksum, ETHERNET_HEADER_BYTES, Mac};
+use tombolo_switch::guard::{nd_options, solicited_node};
 
 const ARP: [u8; 2] = [0x08, 0x06];
 const IPV6: [u8; 2] = [0x86, 0xdd];
@@ -111,13 +112,6 @@ fn address(bytes: &[u8]) -> Option<Ipv6Addr> {
     bytes.first_chunk::<16>().copied().map(Ipv6Addr::from)
 }
 
-/// The group to which a host that has `target` listens (RFC 4291 §2.7.1), and the MAC address of that group (RFC 2464 §7).
-fn group_of(target: Ipv6Addr) -> (Ipv6Addr, Mac) {
-    let [.., a, b, c] = target.octets();
-    let low = u16::from_be_bytes([b, c]);
-    (Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), low), [0x33, 0x33, 0xff, a, b, c])
-}
-
 /// The sum of a message of ICMPv6 with its pseudo-header (RFC 8200 §8.1): 0xffff if the checksum in it is right.
 fn sum(source: Ipv6Addr, destination: Ipv6Addr, message: &[u8]) -> u16 {
     let addresses = checksum::add(checksum::sum(&source.octets()), checksum::sum(&destination.octets()));
@@ -125,24 +119,13 @@ fn sum(source: Ipv6Addr, destination: Ipv6Addr, message: &[u8]) -> u16 {
     checksum::add(checksum::add(addresses, fixed), checksum::sum(message))
 }
 
-/// The link-layer address that the options of a solicitation name; `Err` if they are not whole.
-fn source_link_layer(mut options: &[u8]) -> Result<Option<&[u8]>, ()> {
-    let mut found = None;
-    while !options.is_empty() {
-        let &[kind, units, ..] = options else { return Err(()) };
-        let bytes = usize::from(units) * 8;
-        if bytes == 0 || bytes > options.len() {
-            return Err(());
-        }
-        if kind == SOURCE_LINK_LAYER {
-            if bytes != 8 || found.is_some() {
-                return Err(());
-            }
-            found = Some(&options[2..8]);
-        }
-        options = &options[bytes..];
-    }
-    Ok(found)
+/// The link-layer address that the options of a solicitation name; `None` if they are not whole, or name two.
+fn source_link_layer(options: &[u8]) -> Option<Option<&[u8]>> {
+    nd_options(options).try_fold(None, |found, option| match option? {
+        (SOURCE_LINK_LAYER, bytes) if bytes.len() == 8 && found.is_none() => Some(Some(&bytes[2..])),
+        (SOURCE_LINK_LAYER, _) => None,
+        _ => Some(found),
+    })
 }
 
 fn neighbour(
@@ -162,11 +145,15 @@ fn neighbour(
         return None;
     }
     let (source, group, target) = (address(&header[8..])?, address(&header[24..])?, address(&message[8..])?);
-    if target.is_multicast() || source.is_multicast() || source == target || group_of(target) != (group, destination) {
+    if target.is_multicast()
+        || source.is_multicast()
+        || source == target
+        || solicited_node(target) != (destination, group)
+    {
         return None;
     }
     let is_anonymous = source.is_unspecified();
-    let told = source_link_layer(&message[SOLICITATION_BYTES..]).ok()?;
+    let told = source_link_layer(&message[SOLICITATION_BYTES..])?;
     // One that has no address yet names none, others have to (RFC 4861 §4.3).
     if told != if is_anonymous { None } else { Some(&asker[..]) } {
         return None;
@@ -225,7 +212,7 @@ mod tests {
 
     fn solicitation(source: &str, target: &str, options: &[u8]) -> Vec<u8> {
         let (source, target) = (ip(source), ip(target));
-        let (group, mac) = group_of(target);
+        let (mac, group) = solicited_node(target);
         let mut message = [&[135, 0, 0, 0, 0, 0, 0, 0][..], &target.octets(), options].concat();
         let right = !sum(source, group, &message);
         message[2..4].copy_from_slice(&right.to_be_bytes());

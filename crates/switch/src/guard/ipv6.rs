@@ -117,7 +117,7 @@ pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
 
 /// The options of a message of neighbour discovery (RFC 4861 §4.6): the kind, and the bytes of the option, at least 8. `None` stands
 /// for the rest where that is not well formed.
-pub(crate) fn nd_options(mut rest: &[u8]) -> impl Iterator<Item = Option<(u8, &[u8])>> {
+pub fn nd_options(mut rest: &[u8]) -> impl Iterator<Item = Option<(u8, &[u8])>> {
     std::iter::from_fn(move || {
         let all = std::mem::take(&mut rest);
         if all.is_empty() {

@@ -17,6 +17,7 @@
 use super::ipv6::Upper;
 use super::{ETHERTYPE_ARP, ETHERTYPE_IPV4, ETHERTYPE_IPV6, ipv6, network_layer};
 use crate::drop::Reason;
+use crate::frame::Mac;
 use std::net::{IpAddr, Ipv6Addr};
 
 const ICMPV4: u8 = 1;
@@ -67,8 +68,15 @@ impl Protected {
 }
 
 /// The link-local IPv6 address that an interface with that Ethernet address gives itself (RFC 4291 appendix A).
-pub fn link_local(mac: &crate::frame::Mac) -> Ipv6Addr {
+pub fn link_local(mac: &Mac) -> Ipv6Addr {
     Ipv6Addr::from_bits(ipv6::link_local(mac))
+}
+
+/// The group that listens for questions about an address (RFC 4291 §2.7.1), and its MAC address (RFC 2464 §7).
+pub fn solicited_node(address: Ipv6Addr) -> (Mac, Ipv6Addr) {
+    let [.., a, b, c] = address.octets();
+    let group = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
+    ([0x33, 0x33, 0xff, a, b, c], group)
 }
 
 /// Why the frame that starts with `head` may not pass from a port with these roles; `more` if it is longer than that.

@@ -17,7 +17,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::packet::{BROADCAST, IP_AT, word};
 use crate::frame::Mac;
-use crate::guard::{link_local, nd_options};
+use crate::guard::{link_local, nd_options, solicited_node};
 use tombolo_ring::checksum::{add, sum};
 
 const ETHERTYPE_ARP: [u8; 2] = [0x08, 0x06];
@@ -245,13 +245,6 @@ fn link_message(kind: u8, (mac, own): (Mac, Ipv6Addr), target: Ipv6Addr, to: (Ma
     let mut packet = super::packet::compose(ICMPV6, own, to.1, &body, 2);
     packet[Ipv6Addr::HOPS_AT] = ON_LINK_HOPS;
     super::packet::ethernet::<Ipv6Addr>(to.0, mac, &packet)
-}
-
-/// The group that listens for questions about an address (RFC 4291 §2.7.1), and its MAC (RFC 2464 §7).
-fn solicited_node(address: Ipv6Addr) -> (Mac, Ipv6Addr) {
-    let [.., a, b, c] = address.octets();
-    let group = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
-    ([0x33, 0x33, 0xff, a, b, c], group)
 }
 
 impl Address for Ipv6Addr {
