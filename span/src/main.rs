@@ -149,8 +149,9 @@ fn serve(args: &Args) -> Result<(), String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| format!("setting up the runtime: {error}"))?;
     say(&format!("{} listens at {} for {} machines", args.machine, args.listen, args.peers.len()));
-    let run = Run::new(&args.site, settings, daemon, carrier, &args.peers);
-    tokio::task::LocalSet::new().block_on(&runtime, run.run(heard, ended()))
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        Run::new(&args.site, settings, daemon, carrier, &args.peers).run(heard, ended()).await
+    })
 }
 
 /// Tells the operator something.

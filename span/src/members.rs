@@ -37,11 +37,6 @@ pub fn mac_of(text: &str) -> Option<Mac> {
     pieces.next().is_none().then_some(mac)
 }
 
-/// Writes it.
-pub fn text_of(mac: Mac) -> String {
-    mac.map(|byte| format!("{byte:02x}")).join(":")
-}
-
 /// What this machine has in each network that has a tunnel.
 pub fn here(tables: &Tables, ports: &[Port]) -> BTreeMap<String, Here> {
     let mut all: BTreeMap<String, Here> = BTreeMap::new();
@@ -90,6 +85,8 @@ pub fn here(tables: &Tables, ports: &[Port]) -> BTreeMap<String, Here> {
 
 #[cfg(test)]
 mod tests {
+    use tombolo_span::member::mac_text;
+
     use super::*;
 
     fn tables() -> Tables {
@@ -161,6 +158,6 @@ mod tests {
         for no in ["", "52:54:00:12:34", "52:54:00:12:34:56:78", "52:54:00:12:34:5", "52:54:00:12:34:xx"] {
             assert_eq!(mac_of(no), None, "{no}");
         }
-        assert_eq!(text_of([0x52, 0x54, 0, 0x12, 0x34, 0xff]), "52:54:00:12:34:ff");
+        assert_eq!(mac_text([0x52, 0x54, 0, 0x12, 0x34, 0xff]), "52:54:00:12:34:ff");
     }
 }

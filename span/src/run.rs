@@ -11,11 +11,12 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::{Notify, mpsc};
 use tokio::time::MissedTickBehavior;
 use tombolo_span::control::Conflict;
+use tombolo_span::member::mac_text;
 use tombolo_span::{Action, Control, PeerState, Settings};
 
 use crate::carrier::{Carrier, Heard, Order, Peer};
 use crate::daemon::{Daemon, DaemonError, Port, Remote, RemoteMember, Tables};
-use crate::members::{Here, here, text_of};
+use crate::members::{Here, here};
 use crate::say;
 use crate::teller::{Tell, Teller};
 
@@ -41,10 +42,6 @@ pub struct Run {
     control: Control,
     begin: Instant,
     tells: mpsc::UnboundedSender<Tell>,
-    /// The task takes them, once it runs.
-    taken: Option<mpsc::UnboundedReceiver<Tell>>,
-    peers: Vec<String>,
-    lease: Duration,
     round_trips: BTreeMap<String, Duration>,
     conflicts: Vec<Conflict>,
     /// Since when the daemon does not answer.
@@ -54,12 +51,12 @@ pub struct Run {
 }
 
 impl Run {
-    /// Before the first look.
+    /// Before the first look. To be called in a local set, in which it has the daemon told.
     pub fn new(site: &str, settings: Settings, daemon: Daemon, carrier: Carrier, peers: &[Peer]) -> Run {
         // Higher at each start, unless the clock was set back, which the others notice too.
         let epoch = SystemTime::UNIX_EPOCH.elapsed().map_or(1, |time| time.as_micros() as u64);
-        let (machine, lease) = (settings.machine.clone(), settings.lease);
-        let (tells, taken) = mpsc::unbounded_channel();
+        let machine = settings.machine.clone();
+        let tells = Teller::start(daemon.clone(), peers.iter().map(|peer| peer.name.clone()), settings.lease);
         let mut control = Control::new(settings, epoch);
         peers.iter().for_each(|peer| control.expect(&peer.name));
         Run {
@@ -70,9 +67,6 @@ impl Run {
             control,
             begin: Instant::now(),
             tells,
-            taken: Some(taken),
-            peers: peers.iter().map(|peer| peer.name.clone()).collect(),
-            lease,
             round_trips: BTreeMap::new(),
             conflicts: Vec::new(),
             absent: None,
@@ -93,13 +87,9 @@ impl Run {
         mut heard: mpsc::Receiver<Heard>,
         ended: impl Future<Output = ()>,
     ) -> Result<(), String> {
-        // Neither of these tasks holds up the loop, whatever the daemon does.
+        // Neither this task nor the teller's holds up the loop, whatever the daemon does.
         let (sender, mut looks) = mpsc::channel(1);
         let looking = tokio::task::spawn_local(look_again(self.daemon.clone(), sender));
-        if let Some(taken) = self.taken.take() {
-            let teller = Teller::new(self.daemon.clone(), std::mem::take(&mut self.peers).into_iter(), self.lease);
-            tokio::task::spawn_local(teller.run(taken));
-        }
         let every = |period| {
             let mut interval = tokio::time::interval(period);
             interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -207,7 +197,7 @@ impl Run {
                 Action::Table { network, machine, end, members } => {
                     let members = members.into_iter().map(|member| RemoteMember {
                         name: member.name,
-                        mac: text_of(member.mac),
+                        mac: mac_text(member.mac),
                         ips: member.addresses.into_iter().map(|address| address.ip).collect(),
                     });
                     let remote = end.map(|address| Remote { address, members: members.collect() });

@@ -66,7 +66,9 @@ pub struct Teller {
     due_lost: BTreeMap<String, Due>,
     networks: BTreeSet<String>,
     report: Option<Box<serde_json::Value>>,
-    /// What the daemon has of machines that this program has heard nothing of.
+    /// Networks in which it was not looked yet for machines that this program has heard nothing of.
+    unseen: BTreeSet<String>,
+    /// Such machines, of which the daemon has members.
     strangers: BTreeSet<(String, String)>,
     /// What was said of each refusal, so that it is said once.
     said: BTreeMap<String, String>,
@@ -77,6 +79,12 @@ fn now_due() -> Due {
     Due { at: Instant::now(), pause: FIRST_PAUSE }
 }
 
+/// What may be told now, of networks that the daemon has.
+fn ready<K: Clone>(all: &BTreeMap<K, Due>, is_there: impl Fn(&K) -> bool) -> Vec<(K, Due)> {
+    let now = Instant::now();
+    all.iter().filter(|(key, due)| due.at <= now && is_there(key)).map(|(key, due)| (key.clone(), *due)).collect()
+}
+
 impl Due {
     fn refused(self) -> Due {
         Due { at: Instant::now() + self.pause, pause: (self.pause * 2).min(LONGEST_PAUSE) }
@@ -84,9 +92,10 @@ impl Due {
 }
 
 impl Teller {
-    /// With nothing to tell yet. `lease` is how long machines have to be heard.
-    pub fn new(daemon: Daemon, peers: impl Iterator<Item = String>, lease: Duration) -> Teller {
-        Teller {
+    /// Starts the task, in a local set, with nothing to tell yet; it ends with the sender. `lease` is how long machines have to be heard.
+    pub fn start(daemon: Daemon, peers: impl Iterator<Item = String>, lease: Duration) -> mpsc::UnboundedSender<Tell> {
+        let (tells, taken) = mpsc::unbounded_channel();
+        let teller = Teller {
             daemon,
             peers: peers.collect(),
             settled: Instant::now() + 2 * lease,
@@ -96,14 +105,16 @@ impl Teller {
             due_lost: BTreeMap::new(),
             networks: BTreeSet::new(),
             report: None,
+            unseen: BTreeSet::new(),
             strangers: BTreeSet::new(),
             said: BTreeMap::new(),
             told_all: Instant::now(),
-        }
+        };
+        tokio::task::spawn_local(teller.run(taken));
+        tells
     }
 
-    /// Until no more can come.
-    pub async fn run(mut self, mut tells: mpsc::UnboundedReceiver<Tell>) {
+    async fn run(mut self, mut tells: mpsc::UnboundedReceiver<Tell>) {
         loop {
             match tokio::time::timeout(TICK, tells.recv()).await {
                 Ok(Some(tell)) => self.take(tell),
@@ -144,7 +155,7 @@ impl Teller {
         let keys = self.remotes.keys().filter(|(name, _)| name == network);
         self.due.extend(keys.map(|key| (key.clone(), now_due())));
         self.due_lost.insert(network.into(), now_due());
-        self.strangers.insert((network.into(), String::new()));
+        self.unseen.insert(network.into());
     }
 
     fn everything(&mut self) {
@@ -169,10 +180,7 @@ impl Teller {
         if self.told_all.elapsed() >= AGAIN {
             self.everything();
         }
-        let now = Instant::now();
-        let due: Vec<_> =
-            self.due.iter().filter(|((network, _), due)| due.at <= now && self.networks.contains(network)).collect();
-        for (key, due) in due.into_iter().map(|(key, due)| (key.clone(), *due)).collect::<Vec<_>>() {
+        for (key, due) in ready(&self.due, |(network, _)| self.networks.contains(network)) {
             let (network, machine) = &key;
             let told = match self.remotes.get(&key) {
                 Some(Some(remote)) => self.daemon.set_remote(network, machine, remote).await,
@@ -193,9 +201,7 @@ impl Teller {
                 }
             }
         }
-        let due: Vec<_> =
-            self.due_lost.iter().filter(|(network, due)| due.at <= now && self.networks.contains(*network)).collect();
-        for (network, due) in due.into_iter().map(|(network, due)| (network.clone(), *due)).collect::<Vec<_>>() {
+        for (network, due) in ready(&self.due_lost, |network| self.networks.contains(network)) {
             let lost = self.lost.get(&network).map(Vec::as_slice).unwrap_or_default();
             match self.daemon.set_lost(&network, lost).await {
                 Err(error) if error.is_absent() => return Err(error),
@@ -211,21 +217,14 @@ impl Teller {
 
     /// Removes what the daemon has of machines that are none of the site any more.
     async fn remove_strangers(&mut self) -> Result<(), DaemonError> {
-        // An entry without a machine stands for a network that was not looked at yet.
-        let unseen: Vec<String> = self
-            .strangers
-            .iter()
-            .filter(|(_, machine)| machine.is_empty())
-            .map(|(network, _)| network.clone())
-            .collect();
-        for network in unseen {
+        for network in self.unseen.clone() {
             let there = match self.daemon.remotes(&network).await {
                 Err(error) if error.is_absent() => return Err(error),
                 // Without the network there is nothing.
                 Err(_) => Vec::new(),
                 Ok(there) => there,
             };
-            self.strangers.remove(&(network.clone(), String::new()));
+            self.unseen.remove(&network);
             let keys = there.into_iter().map(|machine| (network.clone(), machine));
             self.strangers.extend(keys.filter(|key| !self.remotes.contains_key(key)));
         }

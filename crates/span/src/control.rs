@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::claims::{Claims, Machine};
-use crate::member::{Address, MAX_ADDRESSES, MAX_MEMBERS, MAX_NETWORKS, Mac, Member};
+use crate::member::{Address, MAX_ADDRESSES, MAX_MEMBERS, MAX_NETWORKS, Mac, Member, mac_text};
 use crate::message::{Change, Claim, Known, MAX_CHANGE_BYTES, MAX_CHANGES, MessageError, Network, Number, State};
 
 /// Machines of one site: this one, and as many as a tunnel has remotes.
@@ -208,10 +208,6 @@ pub struct Control {
     sent: u64,
 }
 
-fn text(mac: Mac) -> String {
-    mac.map(|byte| format!("{byte:02x}")).join(":")
-}
-
 impl Control {
     /// Without any other machine yet. `epoch` must be higher at each start of the machine's program,
     /// such as the time of its clock; if it is not, the others notice one beat later.
@@ -305,7 +301,7 @@ impl Control {
         // switch forgets it sooner than that machine its lease.
         let claims = self.claims.get(network);
         let is_kept = |mac: &Mac| {
-            let kept = |claims: &Claims| claims.winner(*mac) == Some(self.me) && claims.claimants(*mac).len() > 1;
+            let kept = |claims: &Claims| claims.winner(*mac) == Some(self.me) && claims.rival(self.me, *mac).is_some();
             end.is_some() && claims.is_some_and(kept)
         };
         let missing = before.macs.iter().filter(|mac| !wanted.contains_key(*mac));
@@ -336,12 +332,12 @@ impl Control {
         silent: Option<Duration>,
         now: Duration,
     ) -> u64 {
+        // With no other claim, versions begin again. So they stay small.
+        let Some(rival) = rival else { return 1 };
         let mine = old.map_or(1, |claim| claim.version);
-        let Some(rival) = rival.filter(|rival| *rival >= mine) else {
-            // With no other claim at all, versions begin again. So they stay small.
-            let is_alone = self.claims.get(network).is_none_or(|claims| claims.claimants(mac).len() < 2);
-            return if is_alone { 1 } else { mine };
-        };
+        if rival < mine {
+            return mine;
+        }
         let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
         if rivalry.version != rival {
             // The claim came since this was last looked at, at the latest now.
@@ -364,7 +360,7 @@ impl Control {
         rivalry.wins += 1;
         if rivalry.wins > MAX_WINS {
             if rivalry.wins == MAX_WINS + 1 {
-                let what = format!("{}: two machines have a member with this MAC address in {network}", text(mac));
+                let what = format!("{}: two machines have a member with this MAC address in {network}", mac_text(mac));
                 self.actions.push(Action::Event(what));
             }
             return mine;
@@ -460,6 +456,11 @@ impl Control {
         }
     }
 
+    /// Counts a message that is none.
+    fn sound<T>(&mut self, from: Machine, message: Result<T, MessageError>, now: Duration) -> Result<T, MessageError> {
+        message.inspect_err(|error| self.refuse(from, &error.to_string(), now))
+    }
+
     /// Takes a [`Action::Tell`] of another machine.
     ///
     /// # Errors
@@ -470,13 +471,7 @@ impl Control {
         if !self.has_tokens(from, 1.0, now) {
             return Ok(());
         }
-        let change = match Change::decode(message) {
-            Ok(change) => change,
-            Err(error) => {
-                self.refuse(from, &error.to_string(), now);
-                return Err(error);
-            }
-        };
+        let change = self.sound(from, Change::decode(message), now)?;
         let follows = Number { epoch: change.number.epoch, count: change.number.count.wrapping_sub(1) };
         let Some(other) = self.others.get_mut(&from) else { return Ok(()) };
         match other.number {
@@ -488,38 +483,33 @@ impl Control {
                 return Ok(());
             }
         }
-        let extra: usize = change.networks.iter().map(|network| network.came.len()).sum();
-        if other.members() + extra > MAX_MEMBERS + MAX_CHANGES {
-            self.refuse(from, "it claims more members than it may", now);
-            return Ok(());
-        }
-        // What went makes room for what comes.
         for network in &change.networks {
             network.went.iter().for_each(|mac| self.went(from, &network.name, *mac));
         }
+        self.take(from, change, now);
+        Ok(())
+    }
+
+    /// Takes what came on a machine; what went was removed before, which makes room. Where something
+    /// is refused, all is asked for again, at the next beat.
+    fn take(&mut self, machine: Machine, change: Change, now: Duration) {
         let mut all_taken = true;
         for network in change.networks {
-            if network.end.is_some() || !network.came.is_empty() || self.is_in(from, &network.name) {
-                all_taken &= self.joined(from, &network.name, network.end, now);
+            if network.end.is_some() || !network.came.is_empty() || self.is_in(machine, &network.name) {
+                all_taken &= self.joined(machine, &network.name, network.end, now);
             }
             for claim in network.came {
-                all_taken &= self.came(from, &network.name, claim, now);
+                all_taken &= self.came(machine, &network.name, claim, now);
             }
-            self.maybe_leaves(from, &network.name);
+            self.maybe_leaves(machine, &network.name);
         }
-        self.took(from, change.number, all_taken);
-        Ok(())
+        if let Some(other) = self.others.get_mut(&machine) {
+            other.number = all_taken.then_some(change.number);
+        }
     }
 
     fn is_in(&self, machine: Machine, network: &str) -> bool {
         self.others.get(&machine).is_some_and(|other| other.networks.contains_key(network))
-    }
-
-    /// Notes what is known of a machine. Where something was refused, all is asked for again, at the next beat.
-    fn took(&mut self, machine: Machine, number: Number, all_taken: bool) {
-        if let Some(other) = self.others.get_mut(&machine) {
-            other.number = all_taken.then_some(number);
-        }
     }
 
     /// Takes a machine's answer to [`Control::question`].
@@ -529,13 +519,7 @@ impl Control {
     pub fn answered(&mut self, machine: &str, answer: &[u8], now: Duration) -> Result<(), MessageError> {
         let Some(from) = self.machine(machine).filter(|machine| *machine != self.me) else { return Ok(()) };
         self.alive(from, now);
-        let state = match State::decode(answer) {
-            Ok(state) => state,
-            Err(error) => {
-                self.refuse(from, &error.to_string(), now);
-                return Err(error);
-            }
-        };
+        let state = self.sound(from, State::decode(answer), now)?;
         let Some(other) = self.others.get_mut(&from) else { return Ok(()) };
         other.behind = false;
         let State::All(all) = state else { return Ok(()) };
@@ -550,7 +534,6 @@ impl Control {
         if !self.has_tokens(from, 1.0 + (members / MAX_CHANGES) as f64, now) {
             return Ok(());
         }
-        // What went makes room for what comes.
         let stays: BTreeMap<&str, BTreeSet<Mac>> =
             all.networks.iter().map(|n| (n.name.as_str(), n.came.iter().map(|c| c.member.mac).collect())).collect();
         for (name, macs) in &before {
@@ -559,17 +542,7 @@ impl Control {
                 None => self.leaves(from, name),
             }
         }
-        let mut all_taken = true;
-        for network in all.networks {
-            if network.end.is_some() || !network.came.is_empty() || self.is_in(from, &network.name) {
-                all_taken &= self.joined(from, &network.name, network.end, now);
-            }
-            for claim in network.came {
-                all_taken &= self.came(from, &network.name, claim, now);
-            }
-            self.maybe_leaves(from, &network.name);
-        }
-        self.took(from, all.number, all_taken);
+        self.take(from, all, now);
         Ok(())
     }
 
@@ -594,7 +567,7 @@ impl Control {
         let rival = self.claims.get(network).and_then(|claims| claims.rival(machine, mac));
         let rival = rival.unwrap_or_default();
         if claim.version > rival.saturating_add(MAX_JUMP) {
-            let why = format!("its claim to {} has version {} after {rival}", text(mac), claim.version);
+            let why = format!("its claim to {} has version {} after {rival}", mac_text(mac), claim.version);
             self.refuse(machine, &why, now);
             return false;
         }
@@ -770,12 +743,12 @@ impl Control {
             }
         }
         for ((network, mac), _) in self.rivalries.iter().filter(|(_, rivalry)| rivalry.wins > MAX_WINS) {
-            let Some(claims) = self.claims.get(network).filter(|claims| claims.claimants(*mac).len() > 1) else {
+            let Some(claims) = self.claims.get(network).filter(|claims| claims.rival(self.me, *mac).is_some()) else {
                 continue;
             };
             let Some(winner) = claims.winner(*mac) else { continue };
             let machines = claims.claimants(*mac).iter().map(name).collect();
-            all.push(Conflict { network: network.clone(), what: text(*mac), machines, winner: name(&winner) });
+            all.push(Conflict { network: network.clone(), what: mac_text(*mac), machines, winner: name(&winner) });
         }
         all.sort();
         all

@@ -56,6 +56,11 @@ pub enum MemberError {
     Addresses(usize),
 }
 
+/// A MAC address as text, such as "52:54:00:12:34:56".
+pub fn mac_text(mac: Mac) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
+}
+
 /// Whether this can be the name of a member, a network or a machine: one label of a DNS name.
 pub fn is_name(name: &str) -> bool {
     let fine = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
