@@ -10,7 +10,7 @@ import subprocess
 import time
 
 from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
-from lib.containers import BUILT, Cni, Containerd, Failed, Podman, cnitool, leftovers, plugin
+from lib.containers import BUILT, Cni, Containerd, Failed, Podman, cnitool, leftovers, of, path, plugin
 from lib.frames import mac_bytes
 from lib.machine import SLOW
 from lib.tap import Tap
@@ -35,10 +35,6 @@ def fabric():
             yield fabric
 
 
-def path(space):
-    return f"/run/netns/{space}"
-
-
 def addresses(space, interface="eth0"):
     found = json.loads(space.ip("-j", "address", "show", "dev", interface))[0]
     return [a["local"] for a in found["addr_info"] if a["family"] == "inet"], found
@@ -48,11 +44,6 @@ def addresses6(space, interface="eth0"):
     """The global IPv6 addresses that can be used now."""
     found = json.loads(space.ip("-j", "-6", "address", "show", "dev", interface, "scope", "global", "-tentative"))
     return [a["local"] for link in found for a in link.get("addr_info", []) if "local" in a]
-
-
-def of(result, n):
-    """The address of an answer without its prefix length."""
-    return result["ips"][n]["address"].split("/")[0]
 
 
 def refused(code, call, *words, **more):

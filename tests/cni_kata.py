@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from lib import Fabric, LinuxGuest, Namespace, Net, need_root, scratch, timeout, until
-from lib.containers import Cni, Failed, plugin
+from lib.containers import Cni, Failed, of, path, plugin
 
 FILE = """
 name = "{name}"
@@ -33,14 +33,6 @@ def fabric():
         outside.ip("-6", "route", "add", "default", "via", "2001:db8:5::2", "dev", "out0")
         with Fabric(folder, FILE.format(name=f"kata{os.getpid()}"), netns=outside, own_mounts=False) as fabric:
             yield fabric
-
-
-def path(space):
-    return f"/run/netns/{space}"
-
-
-def of(result, n):
-    return result["ips"][n]["address"].split("/")[0]
 
 
 def listens(socket):

@@ -1,12 +1,10 @@
 """Seeing what happens in a fabric on its second day: events, logs, waits, lists, restarts. None of it needs root."""
 
 import contextlib
-import http.client
 import json
 import os
 import pty
 import signal
-import socket
 import subprocess
 import time
 
@@ -153,25 +151,6 @@ def test_fabrics_are_listed_waited_for_and_several_machines_are_stopped():
         fabric.start()
 
 
-class Unix(http.client.HTTPConnection):
-    """HTTP on the fabric's socket."""
-
-    def __init__(self, path):
-        super().__init__("tombolo", timeout=60)
-        self.path = path
-
-    def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(str(self.path))
-
-
-def ask(fabric, path):
-    connection = Unix(fabric.folder / "run" / fabric.name / "api.sock")
-    connection.request("GET", path)
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
-
-
 @timeout(240)
 def test_a_validator_of_others_accepts_the_answers():
     try:
@@ -179,7 +158,7 @@ def test_a_validator_of_others_accepts_the_answers():
     except ImportError:
         raise Skip("jsonschema is not installed: apt install python3-jsonschema") from None
     with standing("oa") as fabric:
-        _, document = ask(fabric, "/v1/openapi.json")
+        _, document = fabric.ask("GET", "/v1/openapi.json")
         for path, name in [
             ("/v1/status", "Status"),
             ("/v1/ports", "Ports"),
@@ -189,17 +168,17 @@ def test_a_validator_of_others_accepts_the_answers():
             ("/v1/events", "Events"),
             ("/v1/tables", "Tables"),
         ]:
-            status, answer = ask(fabric, path)
+            status, answer = fabric.ask("GET", path)
             assert status == 200, (path, answer)
             schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
             jsonschema.Draft202012Validator(schema).validate(answer)
-        status, fault = ask(fabric, "/v1/machines/nobody")
+        status, fault = fabric.ask("GET", "/v1/machines/nobody")
         schema = {"$ref": "#/components/schemas/Fault", "components": document["components"]}
         jsonschema.Draft202012Validator(schema).validate(fault)
         assert status == 404 and "there are: db, web" in fault["error"], fault
         # A schema that asks for more than there is refuses: the validator looks at what it is given.
         strict = {"$ref": "#/components/schemas/Status", "required": ["nothing"], "components": document["components"]}
-        assert not jsonschema.Draft202012Validator(strict).is_valid(ask(fabric, "/v1/status")[1])
+        assert not jsonschema.Draft202012Validator(strict).is_valid(fabric.ask("GET", "/v1/status")[1])
 
 
 def test_a_validator_of_others_accepts_the_openapi_document():

@@ -4,10 +4,8 @@
 """
 
 import contextlib
-import http.client
 import json
 import re
-import socket
 import statistics
 import sys
 import time
@@ -32,19 +30,6 @@ while True:
             except OSError:
                 break
 """
-
-
-class Api(http.client.HTTPConnection):
-    """The API of a fabric on its Unix socket."""
-
-    def __init__(self, path):
-        super().__init__("localhost", timeout=60)
-        self.path = str(path)
-
-    def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self.path)
 
 
 def text(taps, loud, quiet, storm):
@@ -72,9 +57,7 @@ def run(taps, storm=True, pings=40):
             times = []
             for _ in range(count):
                 start = time.monotonic()
-                with contextlib.closing(Api(folder / "run" / "storm" / "api.sock")) as api:
-                    api.request("GET", "/v1/status")
-                    state = json.loads(api.getresponse().read())
+                _, state = fabric.ask("GET", "/v1/status")
                 times.append((time.monotonic() - start) * 1000)
                 assert len(state["ports"]) == taps + 3
             return times

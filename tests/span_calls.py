@@ -2,21 +2,18 @@
 folder of services of its own, and a monotonic clock that is hours apart from the others'."""
 
 import contextlib
-import http.client
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
-from pathlib import Path
 
 from lib import Namespace, Process, need_root, scratch, timeout, until
 from lib.containers import BUILT
-from lib.fabric import PROGRAM, Fabric
+from lib.fabric import PROGRAM, Api, Fabric
 from lib.machine import SLOW
-from lib.netns import ip
+from lib.netns import Bridge
 
 PATIENCE_S = 60 * SLOW
 PORT = 7000
@@ -36,14 +33,11 @@ class Machine:
         self.clock = ["unshare", "--time", f"--monotonic={number * 3 * 3600}"]
         self.environment = {"TOMBOLO_RUNTIME": str(self.folder)}
         self.space = stack.enter_context(Namespace())
-        ip("link", "add", "eth0", "netns", self.space.name, "type", "veth", "peer", "name", f"to-{name}", "netns", bridge.name)
-        self.space.ip("address", "add", f"{self.address}/24", "dev", "eth0")
-        self.space.ip("link", "set", "eth0", "up")
-        bridge.ip("link", "set", f"to-{name}", "master", "br0", "up")
+        bridge.join(self.space, name, self.address)
 
     def cable(self, state):
         """Takes the machine from the network without a word, or puts it back."""
-        self.bridge.ip("link", "set", f"to-{self.name}", state)
+        self.bridge.cable(self.name, state)
 
     def start(self, *argv):
         # unshare has its words run as its own process, not as a child.
@@ -93,24 +87,19 @@ class OfMachine(Fabric):
     """A fabric whose runtime files are the machine's, so that its services are too."""
 
     def __init__(self, folder, text, machine):
-        self.machine_folder = str(machine.folder)
+        self.machine = machine
         super().__init__(folder, text, netns=machine.space)
 
     def start(self, *args):
-        self.env["TOMBOLO_RUNTIME"] = self.machine_folder
+        self.env.update(self.machine.environment)
         super().start(*args)
-
-    def machine_folder_of_run(self):
-        return Path(self.machine_folder) / self.name
 
 
 @contextlib.contextmanager
 def machines(*names):
     need_root()
     with scratch() as folder, contextlib.ExitStack() as stack:
-        bridge = stack.enter_context(Namespace())
-        bridge.ip("link", "add", "br0", "type", "bridge", "forward_delay", "0")
-        bridge.ip("link", "set", "br0", "up")
+        bridge = stack.enter_context(Bridge())
         keys = folder / "keys"
         subprocess.run([PROGRAM, "service", "keys", "--keys", keys, *names], check=True, capture_output=True)
         yield (keys, *(Machine(stack, folder, bridge, number, name) for number, name in enumerate(names, 1)))
@@ -230,17 +219,7 @@ def proof(keys, machine):
 
 def bridge(fabric):
     """The process that passes calls on."""
-    return json.loads((fabric.machine_folder_of_run() / "owner.json").read_text())["bridges"][0]["pid"]
-
-
-class Api(http.client.HTTPConnection):
-    def __init__(self, fabric):
-        super().__init__("t")
-        self.path = str(fabric.machine_folder_of_run() / "api.sock")
-
-    def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self.path)
+    return json.loads((fabric.runtime / "owner.json").read_text())["bridges"][0]["pid"]
 
 
 @timeout(300)
@@ -332,10 +311,10 @@ def test_what_changes_around_an_export_or_import_is_told_or_followed():
         assert "other keys" not in two.cli("apply").stdout
         # What a running fabric does not start is not taken among what is added to it.
         for section in (f'[export.more]\nlisten = "{a.address}:{PORT + 1}"\ntls = false\n', f'[import.more]\nfrom = "{b.address}:{PORT}"\ntls = false\n'):
-            api = Api(one)
-            api.request("POST", "/v1/ports", section)
-            answer = api.getresponse()
-            said = answer.read().decode()
+            with contextlib.closing(Api(one.runtime / "api.sock")) as api:
+                api.request("POST", "/v1/ports", section)
+                answer = api.getresponse()
+                said = answer.read().decode()
             assert answer.status >= 400 and "can be added to a running fabric" in said, said
 
 

@@ -2,7 +2,6 @@
 told nothing and learns nothing, so that each answer and each way is the daemon's own."""
 
 import contextlib
-import http.client
 import ipaddress
 import json
 import os
@@ -53,22 +52,10 @@ print(*found)
 
 
 class Api:
-    """Requests on a fabric's socket."""
+    """What a control plane asks of a fabric."""
 
     def __init__(self, fabric):
-        self.path = str(fabric.folder / "run" / fabric.name / "api.sock")
-
-    def ask(self, method, path, body=None):
-        """The status, and the JSON of the answer."""
-        connection = http.client.HTTPConnection("fabric", timeout=30)
-        connection.sock = socket.socket(socket.AF_UNIX)
-        with contextlib.closing(connection):
-            connection.sock.settimeout(30)
-            connection.sock.connect(self.path)
-            connection.request(method, path, None if body is None else json.dumps(body))
-            reply = connection.getresponse()
-            text = reply.read()
-            return reply.status, json.loads(text) if text else None
+        self.ask = fabric.ask
 
     def put(self, machine, members, address=THEIRS):
         return self.ask("PUT", f"/v1/networks/lan/remotes/{machine}", {"address": address, "members": members})

@@ -24,6 +24,16 @@ PEERS = ROOT / "build/cni"
 CNITOOL = "github.com/containernetworking/cni/cnitool@v1.3.0"
 
 
+def path(space):
+    """A namespace as CNI names it."""
+    return f"/run/netns/{space}"
+
+
+def of(result, n):
+    """The address of an answer without its prefix length."""
+    return result["ips"][n]["address"].split("/")[0]
+
+
 def plugin():
     if not PLUGIN.exists():
         raise Skip(f"{PLUGIN} is not built: run ./x build")

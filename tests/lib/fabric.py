@@ -1,9 +1,11 @@
 """A fabric of the program's own, for tests: `tombolo up` on a file, asked through `tombolo status`, killed and started again."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import tomllib
 from pathlib import Path
@@ -14,6 +16,26 @@ from .netns import inside
 from .process import PATIENCE_S, Process, cpu_seconds, until
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
+
+
+class Api(http.client.HTTPConnection):
+    """HTTP on a fabric's Unix socket."""
+
+    def __init__(self, path):
+        super().__init__("localhost", timeout=60)
+        self.path = str(path)
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
+
+    def ask(self, method, path, body=None):
+        """The status of the answer, and its JSON; None where it has no body."""
+        self.request(method, path, None if body is None else json.dumps(body))
+        answer = self.getresponse()
+        text = answer.read()
+        return answer.status, json.loads(text) if text else None
 
 
 class Fabric:
@@ -63,6 +85,16 @@ class Fabric:
         if check and done.returncode:
             raise AssertionError(f"`tombolo {' '.join(map(str, words))}` ended with {done.returncode}: {done.stderr.strip()}")
         return done
+
+    @property
+    def runtime(self):
+        """The folder of its runtime files."""
+        return Path(self.env["TOMBOLO_RUNTIME"]) / self.name
+
+    def ask(self, method, path, body=None):
+        """A request on its API, on a connection of its own: the status, and the JSON of the answer."""
+        with contextlib.closing(Api(self.runtime / "api.sock")) as api:
+            return api.ask(method, path, body)
 
     def status(self):
         return json.loads(self.cli("status", "--json").stdout)

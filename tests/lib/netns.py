@@ -74,3 +74,24 @@ class Namespace:
         """Runs a program inside and gives its CompletedProcess."""
         command = ["ip", "netns", "exec", self.name] + [str(word) for word in argv]
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=check)
+
+
+class Bridge(Namespace):
+    """A namespace with a bridge, by which other namespaces, machines of a test, have a network in common."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.ip("link", "add", "br0", "type", "bridge", "forward_delay", "0")
+        self.ip("link", "set", "br0", "up")
+        return self
+
+    def join(self, space, name, address):
+        """Gives a namespace an interface eth0 with this address, at the bridge under this name."""
+        ip("link", "add", "eth0", "netns", space.name, "type", "veth", "peer", "name", f"to-{name}", "netns", self.name)
+        space.ip("address", "add", f"{address}/24", "dev", "eth0")
+        space.ip("link", "set", "eth0", "up")
+        self.ip("link", "set", f"to-{name}", "master", "br0", "up")
+
+    def cable(self, name, state):
+        """Takes one from the network without a word ("down"), or puts it back ("up")."""
+        self.ip("link", "set", f"to-{name}", state)
