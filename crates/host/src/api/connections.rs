@@ -24,6 +24,8 @@
 //!   is many processes, with the places of one user. Processes without a number here (another PID namespace) count as one.
 //! - A connection ends when its client takes longer than [`Limits::head`] for a request's head (or to send the next
 //!   request), [`Limits::body`] for a body of sections, or [`Limits::stalled`] without reading any of its answer.
+//! - A connection is closed only when its client has sent what it wanted to, or `LINGER` after its last answer, so
+//!   that the answer to a refused body (413) arrives instead of a reset. It may be replaced meanwhile.
 //! - A head is at most 64 KiB (`HEAD_BYTES`), so half-sent heads hold at most 8 MiB.
 
 use std::cmp::Reverse;
@@ -62,6 +64,10 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Replaced requests that may be told so at one time, and how long that may take.
 const FAREWELLS: usize = 32;
 const FAREWELL: Duration = Duration::from_millis(100);
+/// How long a connection that has had its last answer may still send what is not read any more, and how much of it
+/// is read at once. Closing before would reset the connection, and its client might lose the answer.
+const LINGER: Duration = Duration::from_secs(5);
+const LINGER_CHUNK: usize = 16 << 10;
 
 /// How many connections there may be, and how long one may wait for its client.
 #[derive(Debug, Clone, Copy)]
@@ -440,7 +446,14 @@ async fn connection(
     limits: Limits,
     mut closed: watch::Receiver<()>,
 ) -> Arc<Slot> {
-    let io = Connection { stream, slot: slot.clone(), stalled: limits.stalled, limit: None };
+    let io = Connection {
+        stream,
+        slot: slot.clone(),
+        stalled: limits.stalled,
+        limit: None,
+        closed: closed.clone(),
+        linger: None,
+    };
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(HEAD_BYTES);
     let service = InSlot { router: TowerToHyperService::new(router), slot: slot.clone() };
@@ -478,13 +491,18 @@ async fn connection(
     slot
 }
 
-/// A stream whose writes fail when the client reads nothing for too long.
+/// A stream whose writes fail when the client reads nothing for too long, and that is closed only when the client has
+/// sent all it wanted to (at most [`LINGER`] later): a refused body is never read, and its client may still be writing.
 struct Connection {
     stream: UnixStream,
     slot: Arc<Slot>,
     stalled: Duration,
     /// Runs while the client does not read.
     limit: Option<Pin<Box<Sleep>>>,
+    /// Has lost its sender when the server ends: then nothing is waited for.
+    closed: watch::Receiver<()>,
+    /// Runs from the end of the last answer on.
+    linger: Option<Pin<Box<Sleep>>>,
 }
 
 impl Connection {
@@ -498,6 +516,22 @@ impl Connection {
         let limit = self.limit.get_or_insert_with(|| Box::pin(tokio::time::sleep(stalled)));
         ready!(limit.as_mut().poll(cx));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+
+    /// Reads and forgets what the client sends until it hangs up or its time is over.
+    fn drain(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut chunk = [0; LINGER_CHUNK];
+        let limit = self.linger.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+        while limit.as_mut().poll(cx).is_pending() {
+            let mut buf = ReadBuf::new(&mut chunk);
+            match Pin::new(&mut self.stream).poll_read(cx, &mut buf) {
+                Poll::Ready(Ok(())) if !buf.filled().is_empty() => {}
+                Poll::Ready(_) => break,
+                Poll::Pending if self.closed.has_changed().is_err() => break,
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+        Poll::Ready(())
     }
 }
 
@@ -518,7 +552,11 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        if self.linger.is_none() {
+            ready!(Pin::new(&mut self.stream).poll_shutdown(cx))?;
+        }
+        ready!(self.drain(cx));
+        Poll::Ready(Ok(()))
     }
 }
 

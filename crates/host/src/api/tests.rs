@@ -228,8 +228,7 @@ impl Stand {
     fn raw(&self, text: &str) -> String {
         let mut stream = UnixStream::connect(&self.socket).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-        // One that refuses the body answers, and hangs up, before all of it is there.
-        let _ = stream.write_all(text.as_bytes());
+        stream.write_all(text.as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer
@@ -273,6 +272,35 @@ fn a_client_reads_and_changes_what_the_fabric_has() {
     let page = client.text("/metrics").unwrap();
     assert!(super::metrics::check::read(&page).unwrap().len() > 30);
     assert_eq!(client.text("/v1/openapi.json").unwrap(), OPENAPI);
+}
+
+#[test]
+fn a_refused_body_costs_its_sender_neither_the_rest_of_it_nor_the_answer() {
+    let stand = Stand::new();
+    let head = |length| format!("POST /v1/ports HTTP/1.1\r\nHost: t\r\nContent-Length: {length}\r\n\r\n");
+    let body = vec![b'x'; 8 << 20];
+    // The client looks at the answer when it has sent all, long after it was refused.
+    let mut stream = UnixStream::connect(&stand.socket).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.write_all(head(body.len()).as_bytes()).unwrap();
+    stream.write_all(&body).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
+    // One that sends no more and does not hang up is closed all the same.
+    let mut stream = UnixStream::connect(&stand.socket).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.write_all(head(body.len()).as_bytes()).unwrap();
+    stream.write_all(&body[..super::server::MAX_BODY_BYTES + (64 << 10)]).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
+    let until = Instant::now() + TIMEOUT;
+    while stream.write_all(b"x").is_ok() {
+        assert!(Instant::now() < until, "it is open {TIMEOUT:?} after its answer");
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 #[test]
