@@ -32,6 +32,40 @@ import socket, sys
 with socket.create_connection((sys.argv[1], 9000), timeout=60) as peer:
     peer.sendall(bytes(range(250)) * (int(sys.argv[2]) // 250))
 """
+# Numbered datagrams: some one by one, some by UDP_SEGMENT (103). The receiver is an ordinary one, which gets each by itself.
+DATAGRAMS = 2000
+COUNTER = """
+import socket, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.setsockopt(socket.SOL_SOCKET, 33, 16 << 20)  # SO_RCVBUFFORCE
+    s.bind((sys.argv[1], 9001))
+    print("listens", flush=True)
+    s.settimeout(20)
+    got, wrong, out_of_order, last = 0, 0, 0, -1
+    while (data := s.recv(65535)) != b"end":
+        number = int.from_bytes(data[:4], "big")
+        wrong += data != number.to_bytes(4, "big") * 75
+        out_of_order += number <= last
+        got, last = got + 1, number
+    print(got, wrong, out_of_order, flush=True)
+"""
+BURSTS = """
+import socket, sys, time
+count, segment = int(sys.argv[2]), int(sys.argv[3])
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.connect((sys.argv[1], 9001))
+    datagrams = [n.to_bytes(4, "big") * 75 for n in range(count)]
+    if segment:
+        s.setsockopt(socket.IPPROTO_UDP, 103, 300)
+    for at in range(0, count, 40):
+        burst = datagrams[at:at + 40]
+        for data in [b"".join(burst)] if segment else burst:
+            s.send(data)
+        time.sleep(0.002)
+    time.sleep(0.5)
+    for _ in range(3):
+        s.send(b"end")
+"""
 DATAGRAM = """
 import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -122,6 +156,54 @@ def test_the_kernels_vxlan_device_is_the_other_end():
                 assert details["vni"] == str(VNI) and details["interface"] == "eth0", details
                 fabric.cli("down")
                 fabric.nothing_left()
+
+
+def bursts(sender, receiver, address, segment):
+    """Sends numbered datagrams; returns how many came, and how many of them were wrong or out of order."""
+    command = [*inside(receiver, own_mounts=False), "python3", "-c", COUNTER, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout.readline() == "listens\n"
+            sender.run("python3", "-c", BURSTS, address, str(DATAGRAMS), str(int(segment)), seconds=60 * SLOW)
+            got, *bad = map(int, server.stdout.readline().split())
+        finally:
+            server.kill()
+    print(f"{got} of {DATAGRAMS} datagrams, by UDP_SEGMENT: {segment}")
+    return got, bad
+
+
+@timeout(200)
+def test_segments_are_merged_for_a_tap_and_arrive_as_they_were_sent():
+    """Between two fabrics, and from the kernel's device."""
+    ours, theirs, _, overhead = UNDERLAYS[4]
+    mtu = 1500 - overhead
+
+    def check(fabric, sender, receiver, address):
+        merged = lambda: fabric.port("host")["counters"]["software_merged"]  # noqa: E731
+        before = merged()
+        bulk(sender, receiver, address)
+        # A small part of the 5,700 segments: the test does not say how fast the two machines are.
+        assert merged() - before > 50, (before, merged())
+        for segment in (False, True):
+            before = merged()
+            got, bad = bursts(sender, receiver, address, segment)
+            assert bad == [0, 0], bad
+            # Nothing here holds a sender up, so a busy machine may lose some.
+            assert got > DATAGRAMS / 2, got
+            assert merged() > before
+            lost = sum(fabric.port("host")["counters"]["tx_drops"].values())
+            assert lost == 0, fabric.port("host")["counters"]["tx_drops"]
+
+    with cable() as (a, b), scratch() as one, scratch() as two:
+        with Fabric(one, text("one", mtu, OURS, ours, theirs), netns=a), Fabric(two, text("two", mtu, THEIRS, theirs, ours), netns=b) as second:
+            until("an answer through the tunnel", lambda: a.answers(THEIRS))
+            assert second.port("host")["details"]["datagram_segmentation"] == "true"
+            check(second, a, b, THEIRS)
+    with cable() as (a, b), scratch() as folder:
+        kernel_end(b, mtu)
+        with Fabric(folder, text("one", mtu, OURS, ours, theirs), netns=a) as fabric:
+            until("an answer through the tunnel", lambda: a.answers(THEIRS))
+            check(fabric, b, a, OURS)
 
 
 @timeout(200)

@@ -251,6 +251,7 @@ pub(crate) fn port(p: &PortReport) -> String {
         ("exhausted budgets", c.exhausted_budgets),
         ("software checksums", c.software_checksums),
         ("software segments", c.software_segments),
+        ("merged segments", c.software_merged),
         ("captured", c.captured),
         ("lost by captures", c.capture_lost),
         ("faults", c.faults),

@@ -519,6 +519,7 @@ pub fn offload(input: &[u8], behaviour: &mut Behaviour) {
             tso4: flags & 3 == 3,
             tso6: flags & 5 == 5,
             ecn: flags & 8 != 0,
+            uso: flags & 9 == 9,
             ..Caps::plain(1500)
         };
         let mut work = Work::default();
@@ -528,7 +529,7 @@ pub fn offload(input: &[u8], behaviour: &mut Behaviour) {
                 let frame = &made.frames()[usize::from(*index)];
                 let whole = frame.offload.segmentation.is_some();
                 assert!(whole || frame.len() <= caps.max_frame_bytes as usize, "{} bytes", frame.len());
-                assert!(!whole || caps.tso4 || caps.tso6, "it cannot cut that");
+                assert!(!whole || caps.tso4 || caps.tso6 || caps.uso, "it cannot cut that");
                 assert!(caps.checksum || !matches!(frame.offload.checksum, Checksum::Partial { .. }));
                 let mut bytes = Vec::new();
                 made.append_to(frame, &mut bytes);

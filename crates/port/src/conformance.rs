@@ -149,44 +149,46 @@ pub fn frame(number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A TCP frame over IPv4 or IPv6 of `len` bytes, numbered as [`frame`], whose checksum field holds
-/// the pseudo-header's sum only. If it represents several segments, `segment` is their size in
-/// bytes.
-pub fn tcp_frame(number: u32, len: usize, kind: SegmentKind, segment: Option<u16>) -> OwnedFrame {
+/// A frame of `len` bytes whose transport checksum field holds the pseudo-header's sum only, numbered as [`frame`]: TCP
+/// over IPv4 or IPv6, or UDP over IPv4. If it represents several segments, `segment` is their size in bytes.
+pub fn partial_frame(number: u32, len: usize, kind: SegmentKind, segment: Option<u16>) -> OwnedFrame {
     let mut bytes = frame(number, len);
     let (ip_bytes, ethertype) = match kind {
-        SegmentKind::Tcp4 => (20, [0x08, 0x00]),
+        SegmentKind::Tcp4 | SegmentKind::Udp => (20, [0x08, 0x00]),
         SegmentKind::Tcp6 => (40, [0x86, 0xdd]),
     };
+    let (protocol, header_bytes, offset) = if kind == SegmentKind::Udp { (17, 8, 6) } else { (6, 20, 16) };
     bytes[12..14].copy_from_slice(&ethertype);
-    let tcp_bytes = (len - 14 - ip_bytes) as u16;
+    let transport_bytes = (len - 14 - ip_bytes) as u16;
     let ip = &mut bytes[14..14 + ip_bytes];
     ip.fill(0);
-    match kind {
-        SegmentKind::Tcp4 => {
-            ip[0] = 0x45;
-            ip[2..4].copy_from_slice(&((ip_bytes as u16) + tcp_bytes).to_be_bytes());
-            (ip[8], ip[9]) = (64, 6);
-            ip[12..20].copy_from_slice(&[10, 77, 0, 1, 10, 77, 0, 2]);
-            let sum = fold(words(ip));
-            ip[10..12].copy_from_slice(&(!sum).to_be_bytes());
-        }
-        SegmentKind::Tcp6 => {
-            ip[0] = 0x60;
-            ip[4..6].copy_from_slice(&tcp_bytes.to_be_bytes());
-            (ip[6], ip[7]) = (6, 64);
-            (ip[8], ip[23], ip[24], ip[39]) = (0xfd, 1, 0xfd, 2);
-        }
+    if ip_bytes == 20 {
+        ip[0] = 0x45;
+        ip[2..4].copy_from_slice(&((ip_bytes as u16) + transport_bytes).to_be_bytes());
+        (ip[8], ip[9]) = (64, protocol);
+        ip[12..20].copy_from_slice(&[10, 77, 0, 1, 10, 77, 0, 2]);
+        let sum = fold(words(ip));
+        ip[10..12].copy_from_slice(&(!sum).to_be_bytes());
+    } else {
+        ip[0] = 0x60;
+        ip[4..6].copy_from_slice(&transport_bytes.to_be_bytes());
+        (ip[6], ip[7]) = (protocol, 64);
+        (ip[8], ip[23], ip[24], ip[39]) = (0xfd, 1, 0xfd, 2);
     }
     let addresses = if ip_bytes == 20 { 12..20 } else { 8..40 };
-    let pseudo = fold(words(&bytes[14..][addresses]) + 6 + u32::from(tcp_bytes));
-    let tcp = &mut bytes[14 + ip_bytes..];
-    tcp[..20].fill(0);
-    tcp[..4].copy_from_slice(&[0x30, 0x39, 0x00, 0x50]);
-    (tcp[12], tcp[13]) = (0x50, 0x10);
-    tcp[16..18].copy_from_slice(&pseudo.to_be_bytes());
-    let checksum = Checksum::Partial { start: 14 + ip_bytes as u16, offset: 16 };
-    let header_bytes = 14 + ip_bytes as u16 + 20;
+    let pseudo = fold(words(&bytes[14..][addresses]) + u32::from(protocol) + u32::from(transport_bytes));
+    let header = &mut bytes[14 + ip_bytes..][..header_bytes];
+    header.fill(0);
+    header[..4].copy_from_slice(&[0x30, 0x39, 0x00, 0x50]);
+    if kind == SegmentKind::Udp {
+        header[4..6].copy_from_slice(&transport_bytes.to_be_bytes());
+    } else {
+        (header[12], header[13]) = (0x50, 0x10);
+    }
+    header[offset..offset + 2].copy_from_slice(&pseudo.to_be_bytes());
+    let start = (14 + ip_bytes) as u16;
+    let checksum = Checksum::Partial { start, offset: offset as u16 };
+    let header_bytes = start + header_bytes as u16;
     let segmentation = segment.map(|size| Segmentation { kind, ecn: false, size, header_bytes });
     OwnedFrame { bytes, offload: Offload { checksum, segmentation } }
 }
@@ -200,7 +202,7 @@ fn fold(sum: u32) -> u16 {
     (sum + (sum >> 16)) as u16
 }
 
-/// The number of a frame that [`frame`] or [`tcp_frame`] made; `None` for a stranger's.
+/// The number of a frame that [`frame`] or [`partial_frame`] made; `None` for a stranger's.
 pub fn number(bytes: &[u8]) -> Option<u32> {
     match bytes {
         [_, _, _, _, _, _, 0x06, a, b, c, d, 0x42, _, _, ..] => Some(u32::from_be_bytes([*a, *b, *c, *d])),

@@ -464,7 +464,7 @@ impl Port for PacketPort {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::{Fixture, Rig, frame, number, plain, same, tcp_frame};
+    use crate::conformance::{Fixture, Rig, frame, number, partial_frame, plain, same};
     use crate::kernel_side::{self, Attachment, KernelFixture};
     use crate::pair::OwnedFrame;
     use tombolo_switch::frame::SegmentKind;
@@ -501,7 +501,7 @@ mod tests {
         crate::conformance::run::<PacketFixture>("a_vlan_tag_is_put_back", |_| {
             let mut rig = Rig::<PacketFixture>::up();
             // The veth takes the tag out of what is sent with one, as network cards do.
-            let inner = tcp_frame(1, 1000, SegmentKind::Tcp4, None);
+            let inner = partial_frame(1, 1000, SegmentKind::Tcp4, None);
             let mut tagged = inner.bytes.clone();
             tagged.splice(12..12, [0x81, 0x00, 0x20, 0x05]);
             let checksum = Checksum::Partial { start: 38, offset: 16 };

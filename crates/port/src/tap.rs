@@ -43,6 +43,7 @@ const IFF_NO_PI: u16 = 0x1000;
 const IFF_VNET_HDR: u16 = 0x4000;
 const IFF_TUN_EXCL: u16 = 0x8000;
 const TUN_F_ALL_TSO: u32 = 0x01 | 0x02 | 0x04 | 0x08; // CSUM, TSO4, TSO6, TSO_ECN
+const TUN_F_USO: u32 = 0x20 | 0x40; // USO4, USO6: since Linux 6.2
 
 /// Memory for the frames of one turn: eight of the longest. More would leave the processor's second-level cache.
 pub const ARENA_BYTES: usize = 8 * ROOM_BYTES;
@@ -138,6 +139,15 @@ pub enum TapError {
     Link(#[from] LinkError),
 }
 
+/// The offload header before each frame.
+#[derive(Clone, Copy)]
+struct Header {
+    /// 0 without offload headers.
+    bytes: usize,
+    /// It may say that a frame represents several datagrams.
+    datagrams: bool,
+}
+
 /// A port on a tap device of the host.
 pub struct TapPort {
     fd: OwnedFd,
@@ -150,8 +160,7 @@ pub struct TapPort {
     /// 0 while it is not known.
     index: u32,
     mtu: u32,
-    /// 0 without offload headers.
-    header_bytes: usize,
+    header: Header,
     condition: Condition,
     /// A fault that was found where none can be returned.
     pending: Option<Fault>,
@@ -173,7 +182,7 @@ pub fn make(config: &TapConfig) -> Result<(), TapError> {
     make_device(config).map(drop)
 }
 
-fn make_device(config: &TapConfig) -> Result<(OwnedFd, String), TapError> {
+fn make_device(config: &TapConfig) -> Result<(OwnedFd, String, Header), TapError> {
     let netns = config.netns.as_ref();
     if config.existing == Existing::Adopt {
         Interface::open(netns, &config.name)?;
@@ -182,8 +191,7 @@ fn make_device(config: &TapConfig) -> Result<(OwnedFd, String), TapError> {
     let fd = Netns::run_in(netns, open_device)??;
     let exclusive = if config.existing == Existing::Create { IFF_TUN_EXCL } else { 0 };
     let name = attach(&fd, &config.name, exclusive)?;
-    let mut header_bytes = 12;
-    set_header(&fd, &name, &mut header_bytes)?;
+    let header = set_header(&fd, &name, 12)?;
     let property = |what| {
         let name = name.clone();
         move |source| TapError::Property { what, name, source }
@@ -211,7 +219,7 @@ fn make_device(config: &TapConfig) -> Result<(OwnedFd, String), TapError> {
     if config.persist {
         sys::tun_value(&fd, TunValue::Persist, 1).map_err(property("persistence"))?;
     }
-    Ok((fd, name))
+    Ok((fd, name, header))
 }
 
 impl TapPort {
@@ -220,8 +228,8 @@ impl TapPort {
     /// # Errors
     /// [`TapError`]; a tap that was made is gone again.
     pub fn open(config: &TapConfig, registration: Registration) -> Result<TapPort, TapError> {
-        let (fd, name) = make_device(config)?;
-        Self::attached(fd, name, 12, config.netns.as_ref(), registration)
+        let (fd, name, header) = make_device(config)?;
+        Self::attached(fd, name, header, config.netns.as_ref(), registration)
     }
 
     /// Takes a tap that another process opened, with offload headers or without.
@@ -239,34 +247,35 @@ impl TapPort {
         let failed = |what, source| TapError::Property { what, name: name.clone(), source };
         let status = rustix::fs::fcntl_getfl(&fd).map_err(|e| failed("the file flags", e))?;
         rustix::fs::fcntl_setfl(&fd, status | OFlags::NONBLOCK).map_err(|e| failed("the file flags", e))?;
-        let mut header_bytes = 0;
+        let mut header = Header { bytes: 0, datagrams: false };
         if flags & IFF_VNET_HDR != 0 {
+            let mut header_bytes = 0;
             sys::tun_word(&fd, TunWord::GetHeaderBytes, &mut header_bytes)
                 .map_err(|e| failed("the header's size", e))?;
             if !(VNET_HEADER_BYTES..=64).contains(&(header_bytes as usize)) {
                 return Err(TapError::NotATap { found: format!("`{name}` has headers of {header_bytes} bytes") });
             }
-            set_header(&fd, &name, &mut header_bytes)?;
+            header = set_header(&fd, &name, header_bytes)?;
         }
         // Without the right to ask where it is, or to go there, it is served without a monitor.
         let netns = sys::tun_namespace(&fd).ok().map(Netns::from).filter(|n| n.run(|| ()).is_ok());
         let here = Interface::open(None, &name).is_ok();
         match netns {
-            Some(netns) => Self::attached(fd, name, header_bytes as usize, Some(&netns), registration),
-            None if here => Self::attached(fd, name, header_bytes as usize, None, registration),
-            None => Self::unmonitored(fd, name, header_bytes as usize, registration),
+            Some(netns) => Self::attached(fd, name, header, Some(&netns), registration),
+            None if here => Self::attached(fd, name, header, None, registration),
+            None => Self::unmonitored(fd, name, header, registration),
         }
     }
 
     fn attached(
         fd: OwnedFd,
         name: String,
-        header_bytes: usize,
+        header: Header,
         netns: Option<&Netns>,
         registration: Registration,
     ) -> Result<TapPort, TapError> {
         let monitor = Monitor::open(netns, &registration)?;
-        let mut port = Self::unmonitored(fd, name, header_bytes, registration)?;
+        let mut port = Self::unmonitored(fd, name, header, registration)?;
         let state = monitor.state(&port.name);
         port.index = monitor.index(&port.name).unwrap_or(0);
         port.monitor = Some(monitor);
@@ -274,12 +283,7 @@ impl TapPort {
         Ok(port)
     }
 
-    fn unmonitored(
-        fd: OwnedFd,
-        name: String,
-        header_bytes: usize,
-        registration: Registration,
-    ) -> Result<TapPort, TapError> {
+    fn unmonitored(fd: OwnedFd, name: String, header: Header, registration: Registration) -> Result<TapPort, TapError> {
         let watch = registration.watch(&fd).map_err(|source| TapError::Property {
             what: "a wake-up",
             name: name.clone(),
@@ -293,7 +297,7 @@ impl TapPort {
             name,
             index: 0,
             mtu: 1500,
-            header_bytes,
+            header,
             condition: Condition::Up,
             pending: None,
             next_look: Nanos(0),
@@ -347,11 +351,10 @@ impl TapPort {
             if monitor.index(&self.name).is_none() || attach(&self.fd, &self.name, 0).is_err() {
                 return;
             }
-            let mut header_bytes = 12;
-            if self.header_bytes != 0 && set_header(&self.fd, &self.name, &mut header_bytes).is_err() {
-                return;
+            if self.header.bytes != 0 {
+                let Ok(header) = set_header(&self.fd, &self.name, 12) else { return };
+                self.header = header;
             }
-            self.header_bytes = if self.header_bytes == 0 { 0 } else { 12 };
             // The name may be that of a tap without a free queue; then the next change is another chance.
             let Ok(watch) = self.registration.watch(&self.fd) else { return };
             self.watch = Some(watch);
@@ -376,8 +379,8 @@ impl TapPort {
         header[..VNET_HEADER_BYTES].copy_from_slice(&frame.offload.to_vnet());
         let tail = batch.tail(frame);
         let mut pieces = sys::recycle(std::mem::take(&mut self.pieces));
-        if self.header_bytes != 0 {
-            pieces.push(Piece::from(&header[..self.header_bytes]));
+        if self.header.bytes != 0 {
+            pieces.push(Piece::from(&header[..self.header.bytes]));
         }
         let result = if tail.len() + 2 <= sys::MAX_PIECES {
             pieces.push(Piece::from(frame.head()));
@@ -428,15 +431,23 @@ fn attach(fd: &OwnedFd, name: &str, exclusive: u16) -> Result<String, TapError> 
 }
 
 /// Has the kernel put `bytes` of offload header before each frame, in little endian, and send what we take.
-fn set_header(fd: &OwnedFd, name: &str, bytes: &mut i32) -> Result<(), TapError> {
+fn set_header(fd: &OwnedFd, name: &str, mut bytes: i32) -> Result<Header, TapError> {
     let failed = |what| move |source| TapError::Property { what, name: name.into(), source };
-    sys::tun_word(fd, TunWord::SetHeaderBytes, bytes).map_err(failed("the header's size"))?;
+    sys::tun_word(fd, TunWord::SetHeaderBytes, &mut bytes).map_err(failed("the header's size"))?;
     // Kernels without this option (CONFIG_TUN_VNET_CROSS_LE) refuse it where it would change something only.
     let little_endian = sys::tun_word(fd, TunWord::SetLittleEndian, &mut 1);
     if cfg!(target_endian = "big") {
         little_endian.map_err(failed("the header's byte order"))?;
     }
-    sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO).map_err(failed("the offloads"))
+    let bytes = bytes as usize;
+    match sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO | TUN_F_USO) {
+        Ok(()) => Ok(Header { bytes, datagrams: true }),
+        Err(Errno::INVAL) => {
+            sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO).map_err(failed("the offloads"))?;
+            Ok(Header { bytes, datagrams: false })
+        }
+        Err(errno) => Err(failed("the offloads")(errno)),
+    }
 }
 
 impl Port for TapPort {
@@ -449,7 +460,10 @@ impl Port for TapPort {
     }
 
     fn caps(&self) -> Caps {
-        if self.header_bytes == 0 { Caps::plain(self.mtu) } else { Caps::full(self.mtu) }
+        match self.header {
+            Header { bytes: 0, .. } => Caps::plain(self.mtu),
+            Header { datagrams: uso, .. } => Caps { uso, ..Caps::full(self.mtu) },
+        }
     }
 
     fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
@@ -494,7 +508,7 @@ impl Port for TapPort {
             if last_bytes >= LONG_BYTES {
                 // Long frames follow each other. Each page of one then matches one of our pages,
                 // see `Pages`; short ones lie close together.
-                let header_end = free.as_ptr().addr() + self.header_bytes;
+                let header_end = free.as_ptr().addr() + self.header.bytes;
                 let skipped = header_end.next_multiple_of(PAGE_BYTES) - header_end;
                 free = &mut std::mem::take(&mut free)[skipped..];
             }
@@ -511,7 +525,7 @@ impl Port for TapPort {
             last_bytes = n;
             let (bytes, rest) = std::mem::take(&mut free).split_at_mut(n.next_multiple_of(64));
             free = rest;
-            let Some((header, frame)) = bytes[..n].split_at_checked(self.header_bytes) else {
+            let Some((header, frame)) = bytes[..n].split_at_checked(self.header.bytes) else {
                 drops.count(Reason::Runt, 1);
                 continue;
             };
@@ -636,7 +650,8 @@ impl Port for TapPort {
             ("interface", self.name.clone()),
             ("state", self.condition.to_string()),
             ("mtu", self.mtu.to_string()),
-            ("vnet_header_bytes", self.header_bytes.to_string()),
+            ("vnet_header_bytes", self.header.bytes.to_string()),
+            ("datagram_segmentation", self.header.datagrams.to_string()),
             ("monitored", self.monitor.is_some().to_string()),
         ]
     }
@@ -645,7 +660,7 @@ impl Port for TapPort {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::{Rig, plain, same, tcp_frame};
+    use crate::conformance::{Rig, partial_frame, plain, same};
     use crate::kernel_side::{self, Attachment, KernelFixture, KernelSide};
     use tombolo_switch::frame::SegmentKind;
 
@@ -718,7 +733,7 @@ mod tests {
             for bytes in [10, 12] {
                 let mut rig = adopted(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR, bytes);
                 assert!(rig.port.details().contains(&("vnet_header_bytes", bytes.to_string())));
-                let frames = [tcp_frame(0, 30_000, SegmentKind::Tcp4, Some(1448)), plain(1, [60]).remove(0)];
+                let frames = [partial_frame(0, 30_000, SegmentKind::Tcp4, Some(1448)), plain(1, [60]).remove(0)];
                 rig.receive_all(&frames);
                 same(&frames, &rig.received);
                 rig.deliver(&frames);
@@ -741,7 +756,8 @@ mod tests {
             kernel_side::run(&rig.peer.netns, "ip link set tap0 down");
             kernel_side::run(&rig.peer.netns, "ip link set tap0 name tap9 mtu 9000 up");
             rig.until_woken("MTU and name", |rig| {
-                rig.port.caps() == Caps::full(9000) && rig.port.details().contains(&("interface", "tap9".into()))
+                Caps { uso: false, ..rig.port.caps() } == Caps::full(9000)
+                    && rig.port.details().contains(&("interface", "tap9".into()))
             });
             assert!(rig.faults.is_empty(), "{:?}", rig.faults);
             let frames = plain(10, [9014]);

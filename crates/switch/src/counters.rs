@@ -93,6 +93,8 @@ pub struct PortCounters {
     pub software_segmented: Counter,
     /// Segments cut in software for this destination.
     pub software_segments: Counter,
+    /// Frames that became parts of frames before them for this destination.
+    pub software_merged: Counter,
     /// Frames copied to a capture of this port.
     pub captured: Counter,
     /// Frames that a capture of this port could not keep up with.

@@ -55,6 +55,8 @@ pub enum SegmentKind {
     Tcp4,
     /// TCP over IPv6.
     Tcp6,
+    /// Datagrams of one UDP flow, over IPv4 or IPv6.
+    Udp,
 }
 
 /// A frame that represents several segments of one stream.
@@ -64,7 +66,7 @@ pub struct Segmentation {
     pub kind: SegmentKind,
     /// Whether the congestion-window-reduced flag belongs to the first segment only.
     pub ecn: bool,
-    /// Payload bytes of each segment, the last one excepted; never 0.
+    /// Payload bytes of each segment or datagram, the last one excepted; never 0.
     pub size: u16,
     /// Bytes of all headers, which each segment repeats; a hint of the sender, 0 where it gave none.
     pub header_bytes: u16,
@@ -154,6 +156,11 @@ impl Frame {
 }
 
 impl Frame {
+    /// [`Frame::head`], for changes that keep its length.
+    pub(crate) fn head_mut(&mut self) -> &mut [u8] {
+        &mut self.head[..self.head_len as usize]
+    }
+
     /// The control information of the frame's outer VLAN tag of type 0x8100, where all of it is there.
     #[inline]
     pub fn tag(&self) -> Option<u16> {
@@ -206,13 +213,14 @@ pub struct Batch<'m> {
     segments: Vec<Foreign<'m>>,
     ingress: Option<Token>,
     marking: Marking,
+    may_merge: bool,
 }
 
 impl<'m> Batch<'m> {
     /// An empty batch with room for `frames` before it allocates.
     pub fn with_capacity(frames: usize) -> Self {
         let (slots, segments) = (vec![Frame::EMPTY; frames], Vec::with_capacity(frames));
-        Batch { slots, used: 0, segments, ingress: None, marking: Marking::default() }
+        Batch { slots, segments, ..Batch::default() }
     }
 
     /// Says which port the frames came from. The worker sets it after [`crate::port::Port::receive`]; a batch that
@@ -243,6 +251,19 @@ impl<'m> Batch<'m> {
     #[inline]
     pub fn ingress(&self) -> Option<Token> {
         self.ingress
+    }
+
+    /// Says that the peer cannot hand over segmented frames, so that it is worth while to look for segments of one
+    /// stream ([`crate::merge`]). Called by [`crate::port::Port::receive`]; a batch that was recycled says nothing.
+    #[inline]
+    pub fn set_may_merge(&mut self) {
+        self.may_merge = true;
+    }
+
+    /// Whether segments of one stream are worth looking for.
+    #[inline]
+    pub(crate) fn may_merge(&self) -> bool {
+        self.may_merge
     }
 
     /// Number of frames.
@@ -327,6 +348,31 @@ impl<'m> Batch<'m> {
         }
     }
 
+    /// Appends `frame`, a frame of `from`, whose head is copied.
+    pub(crate) fn push_frame(&mut self, from: &'m Batch<'_>, frame: &Frame) {
+        let first_segment = self.segments.len() as u32;
+        let slot = self.slot();
+        slot.clone_from(frame);
+        slot.first_segment = first_segment;
+        self.segments.extend_from_slice(from.tail(frame));
+    }
+
+    /// Appends the bytes of `frame`, a frame of `from`, behind its first `skip` ones, which are within its head, to the
+    /// last frame, whose head stays as it is. Together they are not longer than [`MAX_FRAME_BYTES`].
+    pub(crate) fn append_to_last(&mut self, from: &'m Batch<'_>, frame: &'m Frame, skip: usize) {
+        let before = self.segments.len();
+        let head = &frame.head()[skip.min(frame.head().len())..];
+        if !head.is_empty() {
+            self.segments.push(Foreign::from(head));
+        }
+        self.segments.extend_from_slice(from.tail(frame));
+        let added = (self.segments.len() - before) as u16;
+        if let Some(last) = self.slots[..self.used].last_mut() {
+            last.segments += added;
+            last.len += (frame.len() - skip) as u32;
+        }
+    }
+
     /// The pieces of `frame`, a frame of this batch, that lie behind its head, in order.
     #[inline]
     pub fn tail(&self, frame: &Frame) -> &[Foreign<'m>] {
@@ -377,7 +423,7 @@ impl<'m> Batch<'m> {
         self.segments.clear();
         // An empty vector mapped in place keeps its allocation and gets the other lifetime, without unsafe.
         let segments = self.segments.into_iter().map(|_| unreachable!("the vector was cleared")).collect();
-        Batch { slots: self.slots, used: 0, segments, ingress: None, marking: Marking::default() }
+        Batch { slots: self.slots, segments, ..Batch::default() }
     }
 
     #[inline]

@@ -9,6 +9,7 @@
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
 //! * [`offload`]: segments and checksums in software, where a destination lacks them.
+//! * [`merge`]: segments of one stream as one frame, where a source cannot give it and a destination takes it.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`recheck`]: which ports are looked at once more, since a wake-up may have been lost.
 //! * [`capture`], [`pcapng`]: a port's frames as a file for Wireshark and its like.
@@ -31,6 +32,7 @@ pub mod gateway;
 pub mod guard;
 pub mod limit;
 pub mod mac;
+pub mod merge;
 pub mod nat;
 pub mod network;
 pub mod offload;

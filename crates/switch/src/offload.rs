@@ -17,7 +17,8 @@
 //! | … with an IP fragment, a routing header still under way, unknown extension headers, more than 2048 segments | does not | dropped, `not_transformable` |
 //!
 //! Segments follow Linux's `tcp_gso_segment`: the IPv4 identification counts up, sequence numbers advance, PSH and
-//! FIN stay on the last segment only, CWR on the first only, all other header bytes are repeated.
+//! FIN stay on the last segment only, CWR on the first only, all other header bytes are repeated. Datagrams of a UDP
+//! flow are cut as its `__udp_gso_segment` does.
 //!
 //! Limits: two VLAN tags, IPv4 options, IPv6 hop-by-hop, destination and completed routing headers.
 
@@ -49,6 +50,8 @@ const HAND_ON_FRAMES: usize = 512;
 const MAX_SEGMENTS: usize = 2048;
 /// Extension headers that are looked through.
 const MAX_EXTENSIONS: usize = 8;
+const TCP_HEADER_BYTES: usize = 20;
+const UDP_HEADER_BYTES: usize = 8;
 
 /// What was done in software.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -77,14 +80,14 @@ pub struct Transformer {
     batch: Batch<'static>,
 }
 
-/// Where the headers of a TCP packet are.
+/// Where the headers of a TCP or UDP packet are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Headers {
     /// First byte of the IP header.
     ip: usize,
-    /// First byte of the TCP header.
-    tcp: usize,
-    /// First byte behind the TCP header.
+    /// First byte of the TCP or UDP header.
+    transport: usize,
+    /// First byte behind it.
     payload: usize,
     /// First byte behind the packet; padding may follow.
     end: usize,
@@ -164,11 +167,7 @@ impl Transformer {
         if headers.payload + cut.size as usize > longest && frame.len() > longest {
             return Err(Reason::TooLong);
         }
-        let takes_kind = match cut.kind {
-            SegmentKind::Tcp4 => caps.tso4,
-            SegmentKind::Tcp6 => caps.tso6,
-        };
-        if caps.checksum && takes_kind && (caps.ecn || !cut.ecn) {
+        if caps.checksum && caps.takes(cut.kind) && (caps.ecn || !cut.ecn) {
             return Ok(false);
         }
         if headers.end - headers.payload > MAX_SEGMENTS * cut.size as usize {
@@ -279,10 +278,10 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Finds the headers of a packet that claims to be TCP of `kind`; `head` is the start of a frame of `len` bytes.
+/// Finds the headers of a packet that claims to be of `kind`; `head` is the start of a frame of `len` bytes.
 ///
 /// # Errors
-/// [`Reason::BadOffload`] where it is something else, [`Reason::NotTransformable`] where it is TCP that cannot be
+/// [`Reason::BadOffload`] where it is something else, [`Reason::NotTransformable`] where it is a packet that cannot be
 /// cut, or whose headers are longer than `head`.
 fn parse(head: &[u8], len: usize, kind: SegmentKind) -> Result<Headers, Reason> {
     // A header that ends beyond the head is a lie of a short frame, and beyond us in a long one.
@@ -295,31 +294,40 @@ fn parse(head: &[u8], len: usize, kind: SegmentKind) -> Result<Headers, Reason> 
             ethertype = word(head, ip - 2).ok_or(short)?;
         }
     }
-    let (tcp, ip_bytes) = match (kind, ethertype) {
+    let protocol = if kind == SegmentKind::Udp { PROTOCOL_UDP } else { PROTOCOL_TCP };
+    let (ip_header, ip_bytes) = match (kind, ethertype) {
         (_, ETHERTYPE_VLAN | ETHERTYPE_QINQ) => return Err(Reason::NotTransformable),
-        (SegmentKind::Tcp4, ETHERTYPE_IPV4) => parse_ipv4(head.get(ip..).ok_or(short)?, short)?,
-        (SegmentKind::Tcp6, ETHERTYPE_IPV6) => parse_ipv6(head.get(ip..).ok_or(short)?, short)?,
+        (SegmentKind::Tcp4 | SegmentKind::Udp, ETHERTYPE_IPV4) => {
+            parse_ipv4(head.get(ip..).ok_or(short)?, protocol, short)?
+        }
+        (SegmentKind::Tcp6 | SegmentKind::Udp, ETHERTYPE_IPV6) => {
+            parse_ipv6(head.get(ip..).ok_or(short)?, protocol, short)?
+        }
         _ => return Err(Reason::BadOffload),
     };
-    let tcp = ip + tcp;
-    let header_words = *head.get(tcp + 12).ok_or(short)? >> 4;
-    let payload = tcp + header_words as usize * 4;
+    let transport = ip + ip_header;
+    let header_bytes = match kind {
+        SegmentKind::Udp => UDP_HEADER_BYTES,
+        SegmentKind::Tcp4 | SegmentKind::Tcp6 => (*head.get(transport + 12).ok_or(short)? >> 4) as usize * 4,
+    };
+    let payload = transport + header_bytes;
     // A length of 0 is what a stack writes that leaves the length to the device.
     let end = if ip_bytes == 0 { len } else { ip + ip_bytes };
-    if header_words < 5 || payload > end || end > len || end - ip > u16::MAX as usize {
+    let least = if kind == SegmentKind::Udp { UDP_HEADER_BYTES } else { TCP_HEADER_BYTES };
+    if header_bytes < least || payload > end || end > len || end - ip > u16::MAX as usize {
         return Err(Reason::BadOffload);
     }
     if payload > head.len() {
         return Err(short);
     }
-    Ok(Headers { ip, tcp, payload, end })
+    Ok(Headers { ip, transport, payload, end })
 }
 
 /// Bytes of the header, and of the packet.
-fn parse_ipv4(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
+fn parse_ipv4(packet: &[u8], protocol: u8, short: Reason) -> Result<(usize, usize), Reason> {
     let fixed: &[u8; 20] = packet.first_chunk().ok_or(short)?;
     let header = (fixed[0] & 15) as usize * 4;
-    if fixed[0] >> 4 != 4 || header < 20 || fixed[9] != PROTOCOL_TCP {
+    if fixed[0] >> 4 != 4 || header < 20 || fixed[9] != protocol {
         return Err(Reason::BadOffload);
     }
     // More-fragments or an offset: only whole packets can be cut.
@@ -329,8 +337,8 @@ fn parse_ipv4(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
     Ok((header, u16::from_be_bytes([fixed[2], fixed[3]]) as usize))
 }
 
-/// Bytes of the headers before TCP, and of the packet.
-fn parse_ipv6(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
+/// Bytes of the headers before TCP's or UDP's, and of the packet.
+fn parse_ipv6(packet: &[u8], protocol: u8, short: Reason) -> Result<(usize, usize), Reason> {
     let fixed: &[u8; 40] = packet.first_chunk().ok_or(short)?;
     if fixed[0] >> 4 != 6 {
         return Err(Reason::BadOffload);
@@ -342,7 +350,7 @@ fn parse_ipv6(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
     let (mut next, mut at) = (fixed[6], 40);
     for _ in 0..MAX_EXTENSIONS {
         match next {
-            PROTOCOL_TCP => return Ok((at, packet_bytes)),
+            found if found == protocol => return Ok((at, packet_bytes)),
             HOP_BY_HOP | ROUTING | DESTINATION => {
                 let extension: &[u8; 4] = packet.get(at..).and_then(<[u8]>::first_chunk).ok_or(short)?;
                 if next == ROUTING && extension[3] != 0 {
@@ -360,10 +368,9 @@ fn parse_ipv6(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
 
 /// Appends the segments of `frame` to `made`, and their ends to `ends`; returns how many.
 fn cut_into(frame: &[u8], headers: Headers, cut: Segmentation, made: &mut Vec<u8>, ends: &mut Vec<usize>) -> u64 {
-    let Headers { ip, tcp, payload, end } = headers;
+    let Headers { ip, transport, payload, end } = headers;
     let data = &frame[payload..end];
     let identification = u16::from_be_bytes([frame[ip + 4], frame[ip + 5]]);
-    let sequence = u32::from_be_bytes([frame[tcp + 4], frame[tcp + 5], frame[tcp + 6], frame[tcp + 7]]);
     // A packet without payload is one segment.
     let count = data.len().div_ceil(cut.size as usize).max(1);
     let mut chunks = data.chunks(cut.size as usize);
@@ -373,41 +380,53 @@ fn cut_into(frame: &[u8], headers: Headers, cut: Segmentation, made: &mut Vec<u8
         made.extend_from_slice(&frame[..payload]);
         made.extend_from_slice(chunk);
         let segment = &mut made[first..];
-        let tcp_bytes = (segment.len() - tcp) as u16;
-        let pseudo = match cut.kind {
-            SegmentKind::Tcp4 => {
-                let header = &mut segment[ip..tcp];
-                let total = tcp_bytes + header.len() as u16;
-                header[2..4].copy_from_slice(&total.to_be_bytes());
-                header[4..6].copy_from_slice(&identification.wrapping_add(n as u16).to_be_bytes());
-                header[10..12].fill(0);
-                let sum = !checksum::sum(header);
-                header[10..12].copy_from_slice(&sum.to_be_bytes());
-                checksum::sum(&header[12..20])
+        let transport_bytes = (segment.len() - transport) as u16;
+        let header = &mut segment[ip..transport];
+        let addresses = if header[0] >> 4 == 4 {
+            let total = transport_bytes + header.len() as u16;
+            header[2..4].copy_from_slice(&total.to_be_bytes());
+            header[4..6].copy_from_slice(&identification.wrapping_add(n as u16).to_be_bytes());
+            header[10..12].fill(0);
+            let sum = !checksum::sum(header);
+            header[10..12].copy_from_slice(&sum.to_be_bytes());
+            checksum::sum(&header[12..20])
+        } else {
+            let payload_bytes = transport_bytes + (header.len() - 40) as u16;
+            header[4..6].copy_from_slice(&payload_bytes.to_be_bytes());
+            checksum::sum(&header[8..40])
+        };
+        let header = &mut segment[transport..];
+        let (protocol, field) = match cut.kind {
+            SegmentKind::Udp => {
+                header[4..6].copy_from_slice(&transport_bytes.to_be_bytes());
+                (PROTOCOL_UDP, 6)
             }
-            SegmentKind::Tcp6 => {
-                let header = &mut segment[ip..tcp];
-                let payload_bytes = tcp_bytes + (header.len() - 40) as u16;
-                header[4..6].copy_from_slice(&payload_bytes.to_be_bytes());
-                checksum::sum(&header[8..40])
+            SegmentKind::Tcp4 | SegmentKind::Tcp6 => {
+                number_segment(header, n as u32 * cut.size as u32, n == 0, n + 1 == count);
+                (PROTOCOL_TCP, 16)
             }
         };
-        let pseudo = checksum::add(checksum::add(pseudo, PROTOCOL_TCP.into()), tcp_bytes);
-        let header = &mut segment[tcp..];
-        let sequence = sequence.wrapping_add(n as u32 * cut.size as u32);
-        header[4..8].copy_from_slice(&sequence.to_be_bytes());
-        if n != 0 {
-            header[13] &= !TCP_CWR;
-        }
-        if n + 1 != count {
-            header[13] &= !(TCP_FIN | TCP_PSH);
-        }
-        header[16..18].fill(0);
+        header[field..field + 2].fill(0);
+        let pseudo = checksum::add(checksum::add(addresses, protocol.into()), transport_bytes);
         let sum = !checksum::add(pseudo, checksum::sum(header));
-        header[16..18].copy_from_slice(&sum.to_be_bytes());
+        // Zero would say that a datagram has no checksum.
+        let sum = if sum == 0 && protocol == PROTOCOL_UDP { 0xffff } else { sum };
+        header[field..field + 2].copy_from_slice(&sum.to_be_bytes());
         ends.push(made.len());
     }
     count as u64
+}
+
+/// Makes a TCP header that of the segment which begins `offset` bytes behind the first one.
+fn number_segment(header: &mut [u8], offset: u32, is_first: bool, is_last: bool) {
+    let sequence = u32::from_be_bytes([header[4], header[5], header[6], header[7]]).wrapping_add(offset);
+    header[4..8].copy_from_slice(&sequence.to_be_bytes());
+    if !is_first {
+        header[13] &= !TCP_CWR;
+    }
+    if !is_last {
+        header[13] &= !(TCP_FIN | TCP_PSH);
+    }
 }
 
 #[cfg(test)]

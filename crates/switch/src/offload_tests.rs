@@ -232,6 +232,40 @@ fn a_golden_packet_is_cut_as_written_here() {
 }
 
 #[test]
+fn datagrams_of_one_flow_are_cut_as_written_here() {
+    let header = [
+        2, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 1, 8, 0, // Ethernet
+        0x45, 0, 0, 34, 0, 7, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, // IPv4
+        0, 7, 0, 9, 0, 14, 0x14, 0x22, // UDP
+    ];
+    let frame = [&header[..], b"golden"].concat();
+    let cut = Segmentation { kind: SegmentKind::Udp, ecn: false, size: 4, header_bytes: 42 };
+    let offload = Offload { checksum: Checksum::Partial { start: 34, offset: 6 }, segmentation: Some(cut) };
+    let takes = Caps { uso: true, ..Caps::full(1500) };
+    assert_eq!(run(&[(frame.clone(), offload)], takes).0, std::slice::from_ref(&frame));
+    let (out, _, _, work, _) = run(&[(frame.clone(), offload)], Caps::full(1500));
+    assert_eq!(work, Work { checksums: 2, segmented: 1, segments: 2 });
+    let ends: [(&[u8], u8, u8); 2] = [(b"gold", 32, 7), (b"en", 30, 8)];
+    for (bytes, (data, total, identification)) in out.iter().zip(ends) {
+        let ethernet = EthernetFrame::new_checked(&bytes[..]).unwrap();
+        let ip = Ipv4Packet::new_checked(ethernet.payload()).unwrap();
+        assert_eq!((bytes[17], bytes[19], bytes[23]), (total, identification, 17));
+        let udp = UdpPacket::new_checked(ip.payload()).unwrap();
+        assert!(ip.verify_checksum() && udp.verify_checksum(&ip.src_addr().into(), &ip.dst_addr().into()));
+        assert_eq!((udp.src_port(), udp.dst_port(), udp.payload()), (7, 9, data));
+    }
+    assert_eq!(out.len(), 2);
+    // TCP is none, nor is what has no room for a header.
+    let mut tcp = frame.clone();
+    tcp[23] = 6;
+    assert_eq!(run(&[(tcp, offload)], Caps::full(1500)).2.of(Reason::BadOffload), 1);
+    for len in 15..42 {
+        let (out, _, drops, ..) = run(&[(frame[..len].to_vec(), offload)], Caps::full(1500));
+        assert!(out.is_empty() && drops.total() == 1, "{len}");
+    }
+}
+
+#[test]
 fn a_partial_checksum_is_completed_only_where_it_has_to_be() {
     for v6 in [false, true] {
         let shape = Shape { payload: 1001, ..Shape::plain(v6) };

@@ -34,7 +34,7 @@
 
 use crate::Nanos;
 use crate::drop::Drops;
-use crate::frame::{Batch, Frame};
+use crate::frame::{Batch, Frame, SegmentKind};
 use std::os::fd::OwnedFd;
 
 /// What a destination takes as it is. What it does not, the switch does in software before it transmits.
@@ -48,6 +48,8 @@ pub struct Caps {
     pub tso6: bool,
     /// Takes segmented frames with the ECN flag.
     pub ecn: bool,
+    /// Takes frames that represent several datagrams of one UDP flow.
+    pub uso: bool,
     /// Longest frame without segmentation state, in bytes with Ethernet header (and one VLAN tag).
     pub max_frame_bytes: u32,
 }
@@ -55,12 +57,21 @@ pub struct Caps {
 impl Caps {
     /// A destination that takes frames only as they are on a wire, for an MTU in bytes.
     pub const fn plain(mtu: u32) -> Caps {
-        Caps { checksum: false, tso4: false, tso6: false, ecn: false, max_frame_bytes: mtu + 14 + 4 }
+        Caps { checksum: false, tso4: false, tso6: false, ecn: false, uso: false, max_frame_bytes: mtu + 14 + 4 }
     }
 
-    /// A destination that takes all offloads, for an MTU in bytes.
+    /// Whether it takes frames of this kind, given that it takes partial checksums.
+    pub const fn takes(&self, kind: SegmentKind) -> bool {
+        match kind {
+            SegmentKind::Tcp4 => self.tso4,
+            SegmentKind::Tcp6 => self.tso6,
+            SegmentKind::Udp => self.uso,
+        }
+    }
+
+    /// A destination that takes all offloads of TCP, for an MTU in bytes.
     pub const fn full(mtu: u32) -> Caps {
-        Caps { checksum: true, tso4: true, tso6: true, ecn: true, max_frame_bytes: mtu + 14 + 4 }
+        Caps { checksum: true, tso4: true, tso6: true, ecn: true, uso: false, max_frame_bytes: mtu + 14 + 4 }
     }
 }
 

@@ -15,6 +15,7 @@ const FLAG_DATA_VALID: u8 = 2;
 const GSO_NONE: u8 = 0;
 const GSO_TCPV4: u8 = 1;
 const GSO_TCPV6: u8 = 4;
+const GSO_UDP_L4: u8 = 5;
 const GSO_ECN: u8 = 0x80;
 
 impl Offload {
@@ -49,14 +50,18 @@ impl Offload {
         };
         let segmentation = match gso & !GSO_ECN {
             GSO_NONE => None,
-            kind @ (GSO_TCPV4 | GSO_TCPV6) => {
+            kind @ (GSO_TCPV4 | GSO_TCPV6 | GSO_UDP_L4) => {
                 let (header_bytes, size) = (word(2), word(4));
                 // A segmented frame has a partial checksum by the specification's own words (§5.1.6.2.2).
                 let partial = matches!(checksum, Checksum::Partial { .. });
                 if !partial || size == 0 || header_bytes as usize > frame_bytes {
                     return Err(Reason::BadOffload);
                 }
-                let kind = if kind == GSO_TCPV4 { SegmentKind::Tcp4 } else { SegmentKind::Tcp6 };
+                let kind = match kind {
+                    GSO_TCPV4 => SegmentKind::Tcp4,
+                    GSO_TCPV6 => SegmentKind::Tcp6,
+                    _ => SegmentKind::Udp,
+                };
                 Some(Segmentation { kind, ecn: gso & GSO_ECN != 0, size, header_bytes })
             }
             _ => return Err(Reason::BadOffload),
@@ -64,8 +69,8 @@ impl Offload {
         Ok(Offload { checksum, segmentation })
     }
 
-    /// As [`Offload::from_vnet`], from a guest: also the frame's length is judged, and the guest's word that a checksum is right is
-    /// worth nothing to others.
+    /// As [`Offload::from_vnet`], from a guest: also the frame's length is judged, the guest's word that a checksum is right is
+    /// worth nothing to others, and it was not offered to send several datagrams as one frame.
     ///
     /// # Errors
     /// [`Reason::Runt`], [`Reason::TooLong`], [`Reason::BadOffload`]; `None` for a header is a runt.
@@ -74,6 +79,9 @@ impl Offload {
         match header {
             Some(header) if (ETHERNET_HEADER_BYTES..=MAX_FRAME_BYTES).contains(&frame_bytes) => {
                 let mut offload = Offload::from_vnet(&header, frame_bytes)?;
+                if offload.segmentation.is_some_and(|segmentation| segmentation.kind == SegmentKind::Udp) {
+                    return Err(Reason::BadOffload);
+                }
                 if offload.checksum == Checksum::Valid {
                     offload.checksum = Checksum::Unverified;
                 }
@@ -101,6 +109,7 @@ impl Offload {
             let kind = match s.kind {
                 SegmentKind::Tcp4 => GSO_TCPV4,
                 SegmentKind::Tcp6 => GSO_TCPV6,
+                SegmentKind::Udp => GSO_UDP_L4,
             };
             header[1] = kind | if s.ecn { GSO_ECN } else { 0 };
             header[2..4].copy_from_slice(&s.header_bytes.to_le_bytes());
@@ -114,15 +123,26 @@ impl Offload {
 mod tests {
     use super::*;
 
+    /// Datagrams of 64 bytes each.
+    const DATAGRAMS: [u8; 10] = [1, 5, 42, 0, 64, 0, 34, 0, 6, 0];
+
+    #[test]
+    fn a_guest_may_not_send_what_it_was_not_offered() {
+        assert!(Offload::from_vnet(&DATAGRAMS, 9000).is_ok());
+        assert_eq!(Offload::from_guest(Some(DATAGRAMS), 9000), Err(Reason::BadOffload));
+    }
+
     #[test]
     fn golden_headers_go_both_ways() {
         let partial = Checksum::Partial { start: 34, offset: 16 };
         let tso = Some(Segmentation { kind: SegmentKind::Tcp4, ecn: false, size: 1448, header_bytes: 66 });
+        let uso = Some(Segmentation { kind: SegmentKind::Udp, ecn: false, size: 64, header_bytes: 42 });
         let cases = [
             (Offload::NONE, [0; 10]),
             (Offload { checksum: Checksum::Valid, segmentation: None }, [2, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
             (Offload { checksum: partial, segmentation: None }, [1, 0, 0, 0, 0, 0, 34, 0, 16, 0]),
             (Offload { checksum: partial, segmentation: tso }, [1, 1, 66, 0, 0xa8, 5, 34, 0, 16, 0]),
+            (Offload { checksum: Checksum::Partial { start: 34, offset: 6 }, segmentation: uso }, DATAGRAMS),
         ];
         for (offload, bytes) in cases {
             assert_eq!(offload.to_vnet(), bytes);

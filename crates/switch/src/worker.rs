@@ -58,6 +58,7 @@ use crate::drop::{Drops, Reason};
 use crate::frame::Batch;
 use crate::guard::Guard;
 use crate::limit::{Meters, Rates, Storm};
+use crate::merge::Merger;
 use crate::network::{Network, Plan};
 use crate::offload::Transformer;
 use crate::overflow::Overflow;
@@ -137,6 +138,7 @@ pub(crate) struct Core {
     moved: usize,
     plan: Plan,
     transformer: Transformer,
+    merger: Merger,
     spare: Batch<'static>,
     /// Frames that a rate limit lets pass; keeps its memory.
     passed: Vec<u16>,
@@ -280,6 +282,7 @@ impl Worker {
             moved: 0,
             plan: Plan::default(),
             transformer: Transformer::default(),
+            merger: Merger::default(),
             spare: Batch::with_capacity(settings.budget),
             passed: Vec::new(),
             on_change: None,

@@ -9,6 +9,7 @@ mod memory;
 use memory::{Memory, Refill};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use tombolo_ring::checksum;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{PortSettings, WorkerSettings};
 use tombolo_switch::frame::{Checksum, Offload, SegmentKind, Segmentation};
@@ -57,10 +58,23 @@ impl Waiter for AllAwake {
     }
 }
 
+/// The segment number `k` of a stream, of 100 bytes.
+fn segment(to: [u8; 6], from: [u8; 6], k: u8) -> Vec<u8> {
+    let mut bytes = [&to[..], &from, &[8, 0, 0x45, 0, 0, 140, 0, k, 0x40, 0, 64, 6, 0, 0]].concat();
+    bytes.extend([10, 0, 0, 1, 10, 0, 0, 2, 0, 7, 0, 9, 0, 0, 1, 100 * k, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0]);
+    bytes.resize(154, k);
+    let sum = !checksum::sum(&bytes[14..34]);
+    bytes[24..26].copy_from_slice(&sum.to_be_bytes());
+    let pseudo = checksum::add(checksum::add(checksum::sum(&bytes[26..34]), 6), 120);
+    let sum = !checksum::add(pseudo, checksum::sum(&bytes[34..]));
+    bytes[50..52].copy_from_slice(&sum.to_be_bytes());
+    bytes
+}
+
 #[test]
 fn a_warm_worker_takes_no_memory() {
     const PORTS: u32 = 16;
-    // Each turn brings 40 frames to many places, and one to be cut for a destination that cannot do it.
+    // Each turn brings frames to many places, and one to be cut, or some to be merged, for another port.
     let (mut worker, handle) = Worker::new(WorkerSettings { budget: 16, busy_poll: Nanos(0) }, 7, || {});
     let address = |n: u32| [2, 0, 0, 0, (n >> 8) as u8, n as u8];
     let asking = std::thread::spawn(move || {
@@ -82,9 +96,14 @@ fn a_warm_worker_takes_no_memory() {
             large[46] = 0x50;
             let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size: 1448, header_bytes: 54 };
             let checksum = Checksum::Partial { start: 34, offset: 16 };
-            frames.push((large, Offload { checksum, segmentation: Some(cut) }));
+            if n % 4 < 2 {
+                frames.push((large, Offload { checksum, segmentation: Some(cut) }));
+            } else {
+                // Segments that become one frame where that is taken.
+                frames.extend((0..3).map(|k| (segment(address((n + 1) % PORTS), address(n), k), Offload::NONE)));
+            }
             let caps = if n % 2 == 0 { Caps::plain(1500) } else { Caps::full(1500) };
-            let port = Memory::new(frames, Refill::Service, caps);
+            let port = Memory::new(frames, Refill::Service, caps).merging();
             let reserved = handle.reserve().unwrap();
             counters.push(handle.add_port(reserved, network, "p", Box::new(port), PortSettings::default()).unwrap());
         }
@@ -100,10 +119,12 @@ fn a_warm_worker_takes_no_memory() {
     }
     let sent = || counters.iter().map(|c| c.tx_frames.get()).sum::<u64>();
     let cut = || counters.iter().map(|c| c.software_segmented.get()).sum::<u64>();
-    let (taken, frames, large) = (TAKEN.get(), sent(), cut());
+    let merged = || counters.iter().map(|c| c.software_merged.get()).sum::<u64>();
+    let (taken, frames, large, parts) = (TAKEN.get(), sent(), cut(), merged());
     for _ in 0..2000 {
         worker.step(&mut waiter);
     }
-    assert!(sent() - frames > 100_000 && cut() - large > 1000, "{} {}", sent() - frames, cut() - large);
+    assert!(sent() - frames > 90_000 && cut() - large > 1000, "{} {}", sent() - frames, cut() - large);
+    assert!(merged() - parts > 1000, "{}", merged() - parts);
     assert_eq!(TAKEN.get() - taken, 0, "allocations in 2000 rounds");
 }

@@ -54,6 +54,7 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
             let labels = if seed % 2 == 0 { labels(n) } else { Labels::default() };
             let peer = bench.port(net, PortSettings { guard, mac_limit, labels, ..PortSettings::default() });
             peer.lock().refuses = n % 2 == 0;
+            peer.lock().may_merge = n % 4 < 2;
             peer.lock().caps = match n % 3 {
                 0 => Caps::plain(1500),
                 1 => Caps { tso4: false, ..Caps::full(1500) },
@@ -99,6 +100,13 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
                             2 => mac(random.below(24) * 8),
                             _ => mac(at as u64 * 8 + random.below(4)),
                         };
+                        if random.chance(10) {
+                            for bytes in segments(to, from, 1 + random.below(6) as usize, 60) {
+                                offered[at] += 1;
+                                peer.send(bytes);
+                            }
+                            continue;
+                        }
                         let (bytes, offload) = match random.below(8) {
                             0 => large(to, from, 1 + random.below(9000) as usize, 1 + random.below(1500) as u16),
                             1 => (frame(to, from, 14 + random.below(3000) as usize, 0), Offload::NONE),
@@ -123,7 +131,7 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
         }
         bench.settle();
         let status = bench.ask(|h| h.status()).unwrap();
-        let (mut received, mut lost_before, mut sent, mut lost_after, mut extra) = (0, 0, 0, 0, 0);
+        let (mut received, mut lost_before, mut sent, mut lost_after, mut extra, mut merged) = (0, 0, 0, 0, 0, 0);
         let mut reasons = [0u64; Reason::COUNT];
         for (peer, offered) in peers.iter().zip(&offered) {
             let c = &peer.counters;
@@ -136,6 +144,7 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
             }
             sent += c.tx_frames.get();
             extra += c.software_segments.get() - c.software_segmented.get();
+            merged += c.software_merged.get();
             // What a faulty port took before its fault is counted as lost with its rings, not as sent.
             let got = peer.lock().from_switch.len() as u64;
             let reset = peer.tx_drops(Reason::Reset);
@@ -144,7 +153,8 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
         let copies = status.networks[0].copies;
         let unicast = received - lost_before - status.networks[0].flooded_unknown - status.networks[0].flooded_group;
         assert!(copies >= unicast);
-        assert_eq!(copies + extra, sent + lost_after, "seed {seed}: {reasons:?}");
+        assert_eq!(copies + extra, sent + lost_after + merged, "seed {seed}: {reasons:?}");
+        assert!(merged > 100, "seed {seed}: {merged}");
         let expected = [
             Reason::Runt,
             Reason::TooLong,

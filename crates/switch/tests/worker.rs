@@ -182,6 +182,34 @@ fn a_port_pays_for_segments_made_in_software_and_none_are_flooded() {
 }
 
 #[test]
+fn segments_from_a_tunnel_are_one_frame_for_those_that_take_it_and_no_other() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [tunnel, takes, plain] = bench.ports(net);
+    takes.lock().caps = Caps::full(1500);
+    plain.lock().caps = Caps::plain(1500);
+    for peer in [&takes, &plain] {
+        peer.send(frame(mac(9), mac(if peer.token == takes.token { 2 } else { 3 }), 64, 0));
+    }
+    bench.settle();
+    let before = takes.counters.tx_frames.get();
+    for may_merge in [false, true] {
+        tunnel.lock().may_merge = may_merge;
+        for to in [2, 3] {
+            segments(mac(to), mac(1), 10, 100).into_iter().for_each(|bytes| tunnel.send(bytes));
+        }
+        takes.lock().from_switch.clear();
+        plain.lock().from_switch.clear();
+        bench.settle();
+        let lengths = |peer: &Peer| peer.lock().from_switch.iter().map(|sent| sent.bytes.len()).collect::<Vec<_>>();
+        assert_eq!(lengths(&takes), if may_merge { vec![1054] } else { vec![154; 10] });
+        assert_eq!(lengths(&plain), vec![154; 10]);
+    }
+    assert_eq!((takes.counters.software_merged.get(), plain.counters.software_merged.get()), (9, 0));
+    assert_eq!((takes.counters.tx_frames.get() - before, tunnel.counters.rx_frames.get()), (11, 40));
+}
+
+#[test]
 fn a_port_is_polled_on_for_the_busy_poll_time() {
     let mut bench = Bench::new(WorkerSettings { budget: 64, busy_poll: Nanos::MICRO.times(50) });
     let net = bench.network(MacSettings::default());

@@ -220,7 +220,7 @@ pub struct PortReport {
     pub kind: String,
     /// Whether frames flow between port and peer.
     pub up: bool,
-    /// What it takes as a destination: "checksum", "tso4", "tso6", "ecn".
+    /// What it takes as a destination: "checksum", "tso4", "tso6", "ecn", "uso".
     pub offloads: Vec<String>,
     /// Source addresses that it may use; empty where any may.
     pub guard: Vec<String>,
@@ -279,6 +279,9 @@ pub struct CounterReport {
     pub software_checksums: u64,
     /// Segments cut in software for it.
     pub software_segments: u64,
+    /// Segments of TCP streams that became parts of longer frames to it.
+    #[serde(default)]
+    pub software_merged: u64,
     /// Frames copied to captures.
     pub captured: u64,
     /// Frames that captures could not keep up with.

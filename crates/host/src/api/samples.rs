@@ -26,6 +26,7 @@ pub(crate) fn status() -> Status {
         restarts: next(),
         software_checksums: next(),
         software_segments: next(),
+        software_merged: next(),
         captured: next(),
         capture_lost: next(),
         late_wakeups: next(),

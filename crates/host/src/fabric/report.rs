@@ -28,7 +28,8 @@ fn drops(counters: &[Counter; Reason::COUNT]) -> BTreeMap<String, u64> {
 }
 
 fn offloads(caps: &Caps) -> Vec<String> {
-    let all = [("checksum", caps.checksum), ("tso4", caps.tso4), ("tso6", caps.tso6), ("ecn", caps.ecn)];
+    let all =
+        [("checksum", caps.checksum), ("tso4", caps.tso4), ("tso6", caps.tso6), ("ecn", caps.ecn), ("uso", caps.uso)];
     all.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_string()).collect()
 }
 
@@ -380,6 +381,7 @@ impl Running {
                 restarts: c.restarts.get(),
                 software_checksums: c.software_checksums.get(),
                 software_segments: c.software_segments.get(),
+                software_merged: c.software_merged.get(),
                 captured: c.captured.get(),
                 capture_lost: c.capture_lost.get(),
             },

@@ -475,6 +475,8 @@ impl Port for VxlanPort {
             Err(Errno::INTR | Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH) => return Ok(budget),
             Err(errno) => return Err(self.fault("receiving on", errno)),
         }
+        // No segmented frame comes out of a tunnel.
+        batch.set_may_merge();
         let used = self.got.len();
         let got = std::mem::take(&mut self.got);
         for (slot, datagram) in self.inbox.chunks().zip(&got) {

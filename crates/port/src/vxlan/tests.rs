@@ -8,7 +8,7 @@ use tombolo_switch::frame::{Offload, SegmentKind};
 use tombolo_switch::wait::Waiter;
 
 use super::*;
-use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, number, plain, same, tcp_frame};
+use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, number, partial_frame, plain, same};
 use crate::kernel_side::{self, KernelSide};
 use crate::pair::OwnedFrame;
 
@@ -284,7 +284,7 @@ fn an_address_that_leaves_its_interface_takes_the_link_down_until_it_is_back() {
 fn flows_have_their_own_source_ports_and_keep_their_order() {
     let mut seen = [0; FLOWS];
     for n in 0..200u8 {
-        let mut bytes = tcp_frame(1, 80, SegmentKind::Tcp4, None).bytes;
+        let mut bytes = partial_frame(1, 80, SegmentKind::Tcp4, None).bytes;
         bytes[35] = n;
         let mut other = bytes.clone();
         (other[19], other[70]) = (0x5a, 0x5a);

@@ -3,7 +3,7 @@
 mod world;
 
 use super::{XenConfig, XenPort};
-use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, plain, same, tcp_frame};
+use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, partial_frame, plain, same};
 use crate::pair::OwnedFrame;
 use crate::reactor::Registration;
 use tombolo_ring::xen::netif::Extra;
@@ -68,7 +68,7 @@ impl Fixture for XenFixture {
     }
 
     fn send_bad_offload(&mut self) -> Violation {
-        let offload = tcp_frame(0, 200, SegmentKind::Tcp4, None).offload;
+        let offload = partial_frame(0, 200, SegmentKind::Tcp4, None).offload;
         self.frontend.send_as_is(0, &frame(0, 200), offload);
         Violation::Dropped(Reason::BadOffload)
     }
@@ -160,7 +160,7 @@ fn closes_and_comes_again(rig: &mut Rig<XenFixture>) {
 
 fn both_ways(rig: &mut Rig<XenFixture>) {
     let frames: Vec<_> =
-        plain(0, [60, 1514]).into_iter().chain([tcp_frame(5, 30_000, SegmentKind::Tcp4, Some(1448))]).collect();
+        plain(0, [60, 1514]).into_iter().chain([partial_frame(5, 30_000, SegmentKind::Tcp4, Some(1448))]).collect();
     rig.received.clear();
     rig.receive_all(&frames);
     same(&frames, &rig.received);
@@ -238,7 +238,7 @@ fn a_port_that_takes_over_goes_on_where_the_rings_stand() {
         let registration = rig.port_registration();
         // A turn that is cut short after frames were taken: the content of their slots is no
         // request now.
-        let taken = tcp_frame(50 + round, 9000, SegmentKind::Tcp4, Some(1448));
+        let taken = partial_frame(50 + round, 9000, SegmentKind::Tcp4, Some(1448));
         rig.received.clear();
         assert!(rig.peer.inject(&taken.bytes, taken.offload));
         assert_eq!((rig.receive(64), rig.received.len()), (1, 1));

@@ -104,24 +104,27 @@ pub(super) fn to_ring(head: &[u8], offload: &Offload) -> Result<(RingChecksum, O
             _ => return Err(Reason::NotTransformable),
         },
     };
-    let gso = offload.segmentation.map(|segmentation| Gso {
-        kind: if segmentation.kind == SegmentKind::Tcp4 { GsoKind::TcpV4 } else { GsoKind::TcpV6 },
-        size: segmentation.size,
-    });
+    let gso = match offload.segmentation {
+        None => None,
+        Some(Segmentation { kind: SegmentKind::Tcp4, size, .. }) => Some(Gso { kind: GsoKind::TcpV4, size }),
+        Some(Segmentation { kind: SegmentKind::Tcp6, size, .. }) => Some(Gso { kind: GsoKind::TcpV6, size }),
+        // Never said to be taken.
+        Some(Segmentation { kind: SegmentKind::Udp, .. }) => return Err(Reason::NotTransformable),
+    };
     Ok((checksum, gso))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::tcp_frame;
+    use crate::conformance::partial_frame;
 
     #[test]
     fn what_a_ring_says_becomes_what_the_switch_says_and_back() {
         for (kind, segment) in
             [(SegmentKind::Tcp4, None), (SegmentKind::Tcp4, Some(1448)), (SegmentKind::Tcp6, Some(1428))]
         {
-            let frame = tcp_frame(1, 5000, kind, segment);
+            let frame = partial_frame(1, 5000, kind, segment);
             let (checksum, gso) = to_ring(&frame.bytes[..128], &frame.offload).unwrap();
             assert_eq!(checksum, RingChecksum::Blank);
             assert_eq!(from_ring(&frame.bytes, checksum, gso), Ok(frame.offload), "{kind:?} {segment:?}");
@@ -139,7 +142,7 @@ mod tests {
 
     #[test]
     fn frames_that_are_not_what_the_ring_says_are_refused() {
-        let frame = tcp_frame(1, 5000, SegmentKind::Tcp4, Some(1448));
+        let frame = partial_frame(1, 5000, SegmentKind::Tcp4, Some(1448));
         let gso = |kind| Some(Gso { kind, size: 1448 });
         let bad = |bytes: &[u8], gso| assert_eq!(from_ring(bytes, RingChecksum::Blank, gso), Err(Reason::BadOffload));
         bad(&frame.bytes, gso(GsoKind::TcpV6));
@@ -165,7 +168,7 @@ mod tests {
 
     #[test]
     fn extension_headers_of_ipv6_are_stepped_over() {
-        let frame = tcp_frame(1, 500, SegmentKind::Tcp6, None);
+        let frame = partial_frame(1, 500, SegmentKind::Tcp6, None);
         let mut bytes = frame.bytes.clone();
         bytes[20] = 60;
         bytes.splice(54..54, [TCP, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);

@@ -63,7 +63,8 @@ impl Core {
             return Some(0);
         };
         let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
-        let (mut work, transformer, rechecks) = (Work::default(), &mut self.transformer, &mut self.rechecks);
+        let (mut work, mut merged) = (Work::default(), 0);
+        let (transformer, merger, rechecks) = (&mut self.transformer, &mut self.merger, &mut self.rechecks);
         let (overflow, shown, apart) = (&mut slot.overflow, &mut self.shown, &mut self.apart);
         let (mut queued, mut late) = (0, 0);
         let result = catch_panic(|| {
@@ -108,10 +109,12 @@ impl Core {
                 }
                 Ok(sent)
             };
-            let sent = if fits(summary, caps) {
-                hand_over(batch, which, &mut drops)?
-            } else {
+            let sent = if !fits(summary, caps) {
                 transformer.transmit(batch, which, caps, &mut drops, &mut work, hand_over)?
+            } else if batch.may_merge() && which.len() > 1 && caps.checksum && (caps.tso4 || caps.tso6) {
+                merger.transmit(batch, which, caps, &mut drops, &mut merged, hand_over)?
+            } else {
+                hand_over(batch, which, &mut drops)?
             };
             port.flush()?;
             if port.take_recheck() {
@@ -119,7 +122,10 @@ impl Core {
             }
             Ok((sent, port.answers()))
         });
-        let total = which.len() as u64 + work.segments - work.segmented;
+        let total = which.len() as u64 + work.segments - work.segmented - merged;
+        if merged != 0 {
+            slot.counters.software_merged.add(merged);
+        }
         if work != Work::default() {
             slot.counters.software_checksums.add(work.checksums);
             slot.counters.software_segmented.add(work.segmented);

@@ -23,11 +23,18 @@ pub struct Memory {
     left: usize,
     caps: Caps,
     buffer: Vec<u8>,
+    may_merge: bool,
 }
 
 impl Memory {
     pub fn new(frames: Vec<(Vec<u8>, Offload)>, refill: Refill, caps: Caps) -> Memory {
-        Memory { frames, refill, left: 0, caps, buffer: vec![0; 70_000] }
+        Memory { frames, refill, left: 0, caps, buffer: vec![0; 70_000], may_merge: false }
+    }
+
+    /// Says that segments of one stream are worth looking for.
+    #[allow(dead_code)] // only one of the files that have this module does
+    pub fn merging(self) -> Memory {
+        Memory { may_merge: true, ..self }
     }
 }
 
@@ -54,6 +61,9 @@ impl Port for Memory {
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
         let n = budget.min(self.left);
         self.left -= n;
+        if self.may_merge {
+            batch.set_may_merge();
+        }
         for index in self.left..self.left + n {
             // The frames represent as many as are left, in turn.
             let (bytes, offload) = &self.frames[index % self.frames.len()];

@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
+use tombolo_ring::checksum;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerHandle, WorkerSettings};
@@ -103,6 +104,8 @@ pub struct PeerState {
     pub room: usize,
     /// Frames without room are refused, so that they wait for some.
     pub refuses: bool,
+    /// It says that segments of one stream are worth looking for.
+    pub may_merge: bool,
     /// Rings that it spreads frames over, by the last byte of their senders' addresses; zero is one.
     pub rings: u8,
     /// One of them is full: its frames are refused.
@@ -232,6 +235,9 @@ impl Port for TestPort {
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
         let mut state = self.step(At::Receive)?;
         let n = budget.min(state.to_switch.len());
+        if state.may_merge {
+            batch.set_may_merge();
+        }
         let taken: Vec<_> = state.to_switch.drain(..n).collect();
         drop(state);
         self.held = taken;
@@ -393,6 +399,7 @@ impl Bench {
             from_switch: Vec::new(),
             room: usize::MAX,
             refuses: false,
+            may_merge: false,
             rings: 0,
             full_ring: None,
             armed: false,
@@ -476,4 +483,21 @@ pub fn large(to: [u8; 6], from: [u8; 6], payload: usize, size: u16) -> (Vec<u8>,
     f.resize(54 + payload, 7);
     let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size, header_bytes: 54 };
     (f, Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: Some(cut) })
+}
+
+/// The frames that [`large`] is cut into, without PSH: `count` segments of `size` bytes.
+pub fn segments(to: [u8; 6], from: [u8; 6], count: usize, size: u16) -> Vec<Vec<u8>> {
+    let segment = |n: usize| {
+        let (mut bytes, _) = large(to, from, size.into(), size);
+        bytes[19] += n as u8;
+        bytes[38..42].copy_from_slice(&(1 + n as u32 * u32::from(size)).to_be_bytes());
+        bytes[47] = 0x10;
+        let sum = !checksum::sum(&bytes[14..34]);
+        bytes[24..26].copy_from_slice(&sum.to_be_bytes());
+        let pseudo = checksum::add(checksum::add(checksum::sum(&bytes[26..34]), 6), 20 + size);
+        let sum = !checksum::add(pseudo, checksum::sum(&bytes[34..]));
+        bytes[50..52].copy_from_slice(&sum.to_be_bytes());
+        bytes
+    };
+    (0..count).map(segment).collect()
 }

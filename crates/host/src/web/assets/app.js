@@ -165,7 +165,7 @@ function showPorts(status) {
     ["Frames from it", c.rx_frames], ["Bytes from it", c.rx_bytes], ["Frames to it", c.tx_frames], ["Bytes to it", c.tx_bytes],
     ["Waited for a buffer", c.queued_frames], ["Wake-ups", c.wakeups], ["Late wake-ups", c.late_wakeups], ["Late signals", c.late_signals],
     ["Turns", c.turns], ["Exhausted budgets", c.exhausted_budgets], ["Checksums in software", c.software_checksums],
-    ["Segments in software", c.software_segments], ["Captured", c.captured], ["Lost by captures", c.capture_lost],
+    ["Segments in software", c.software_segments], ["Merged segments", c.software_merged], ["Captured", c.captured], ["Lost by captures", c.capture_lost],
     ["Faults", c.faults], ["Restarts", c.restarts], ["MAC addresses behind it", port.macs],
   ].map(([name, value]) => ({ key: name, cells: [name, whole(value)] })), "");
   fill($("port-drops"), [[c.rx_drops, "from it"], [c.tx_drops, "to it"]].flatMap(([map, way]) =>
