@@ -228,6 +228,30 @@ def test_forwards_come_and_go_with_both_uplinks():
             fabric.down()
 
 
+@timeout(240)
+def test_a_forward_moves_between_networks_whichever_comes_first():
+    """Each network has a passt of its own, and both listen at the same place: the old one must have gone."""
+    early = '[network.early]\nsubnet = "10.234.0.0/24"\nuplink = "user"\n[cell.first]\napp = "httpd"\naccel = "tcg"\nnetwork = "early"\n'
+    base = text(ECHO_CELL, WEB_CELL, early)
+
+    def forward(to):
+        return f'[[forward]]\nlisten = "127.0.0.1:8080"\nto = "{to}:80"\n'
+
+    with fabric_of(base + forward("web")) as (fabric, space), Steady(space) as steady:
+        until("the page", lambda: page(space, "127.0.0.1", 8080), PATIENCE_S)
+        # The listener of a process that is being killed may be free in time by chance.
+        for to in ("first", "web") * 5:
+            edit(fabric, base + forward(to))
+            report = apply(fabric)
+            assert did(report) == {"network.early": "change", "network.lan": "change"} and report["outcome"] == "done", report
+            [told] = fabric.status()["forwards"]
+            assert told["to"] == f"{to}:80" and told["fault"] is None, told
+            until(f"the page of {to}", lambda: page(space, "127.0.0.1", 8080), PATIENCE_S)
+            assert did(apply(fabric, "--dry-run")) == {}
+        steady.well()
+        fabric.down()
+
+
 @timeout(180)
 def test_what_cannot_be_done_is_refused_before_anything_is_changed():
     base = text(ECHO_CELL)
@@ -340,6 +364,62 @@ def test_a_daemon_that_is_killed_in_an_apply_loses_nothing():
             assert did(apply(fabric)) == {}, "the next `up` is as the file says"
             until("the page after the kill", lambda: page(space, WEB), PATIENCE_S)
         fabric.down()
+
+
+def with_argument(word):
+    """The processes of QEMU that have `word` among their arguments."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            words = open(f"/proc/{entry}/cmdline", "rb").read().split(b"\0") if entry.isdigit() else []
+            found += [int(entry)] if os.fsencode(word) in words and b"qemu" in words[0] else []
+    return found
+
+
+@timeout(240)
+def test_no_machine_starts_or_stops_behind_an_apply():
+    """A machine with a disk that ignores its power button makes an apply take 15 s. Meanwhile machines that crash become able to
+    start, and they are due: the one that the file has no more must not start, nor the one that it changes as it was before."""
+    crashing = '[vm.{0}]\nkernel = "disk"\nmemory = "{1}"\naccel = "tcg"\nrestart = "always"\nqemu = ["-readconfig", "{2}"]\n'
+    slow = '[vm.slow]\ndisk = "disk"\nmemory = "{}"\naccel = "tcg"\n'
+    with scratch() as folder:
+        (folder / "disk").write_bytes(bytes(1 << 20))
+        gates = {name: str(folder / f"{name}.conf") for name in ("gone", "changed", "same")}
+
+        def text(memory, *names):
+            head = f'name = "b{os.getpid()}"\n[network.lan]\n'
+            return head + slow.format(memory) + "".join(crashing.format(n, memory if n == "changed" else "16M", gates[n]) for n in names)
+
+        with Fabric(folder, text("16M", *gates)) as fabric:
+            def asked(*words):
+                command, before = [str(PROGRAM), *map(str, words)], len(fabric.process.lines)
+                process = subprocess.Popen(command, env=dict(os.environ, **fabric.env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                fabric.process.wait_line(lambda line: "asked to shut down" in line, since=before)
+                return process
+
+            edit(fabric, text("24M", "changed", "same"))
+            waits = asked("apply", fabric.file)
+            for gate in gates.values():
+                open(gate, "w").close()
+            said, _ = waits.communicate(timeout=PATIENCE_S)
+            assert waits.returncode == 0, said
+            until("the machine that no change was about", lambda: pids(fabric)["same"], PATIENCE_S)
+            until("the machine that was changed", lambda: pids(fabric)["changed"], PATIENCE_S)
+            assert with_argument(gates["gone"]) == [], "it runs on, and the fabric does not know it"
+            for name in ("changed", "same"):
+                assert with_argument(gates[name]) == [pids(fabric)[name]], f"{name} runs as the fabric says, once"
+            memory = open(f"/proc/{pids(fabric)['changed']}/cmdline").read().split("\0")
+            assert "24M" in memory[memory.index("-m") + 1], memory
+            # An apply does not come between the two halves of a restart, nor does it wait for them.
+            edit(fabric, text("16M", "changed", "same"))
+            restarts = asked("cell", "restart", "slow", "--fabric", fabric.name)
+            refused = fabric.cli("apply", fabric.file, check=False)
+            assert refused.returncode == 1 and '"slow" is being stopped or restarted' in refused.stderr, refused
+            assert did(apply(fabric, "--dry-run")) == {"vm.slow": "restart", "vm.changed": "restart"}
+            assert restarts.communicate(timeout=PATIENCE_S)[0] is not None and restarts.returncode == 0
+            assert pids(fabric)["slow"], "it runs again"
+            fabric.down()
+            assert not any(with_argument(gate) for gate in gates.values())
 
 
 @timeout(60)

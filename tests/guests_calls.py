@@ -416,6 +416,40 @@ def test_a_bridge_ends_by_itself_where_a_killed_daemon_and_its_machine_are_gone(
         fabric.down()
 
 
+@timeout(600)
+def test_a_changed_service_of_a_link_leaves_its_cell_and_its_memory_alone():
+    text = (GOES_ON + MORE.split("[cell.asker]")[0]).format(name=f"a{os.getpid()}")
+    with scratch() as folder, Fabric(folder, text) as fabric:
+        registered(fabric, "slow")
+        registered(fabric, "quick")
+        first = {name: fabric.machine(name)["pid"] for name in ("slow", "quick")}
+        joins = {link["name"]: link["joins"] for link in fabric.status()["links"] if link["kind"] == "direct"}
+
+        def change(old, new, expected):
+            fabric.file.write_text(fabric.file.read_text().replace(old, new))
+            report = json.loads(fabric.cli("apply", fabric.file, "--json").stdout)
+            assert {c["section"]: [c["action"], *(k["key"] for k in c["keys"])] for c in report["changes"]} == expected, report
+            assert report["outcome"] == "done", report
+
+        change('service = "slow"', 'service = "other"', {"link.slow": ["change", "service"]})
+        registered(fabric, "other")
+        assert "no service" in call(fabric, "slow", "1 + 1"), "the name of before is gone"
+        change('callers = "everybody"\n', "", {"link.quick": ["change", "callers"]})
+        registered(fabric, "quick")
+        # Each takes the name of the other, whichever comes first in the file.
+        swapped = text.replace('service = "slow"', 'service = "quick"', 1)[::-1].replace('"kciuq" = ecivres', '"rehto" = ecivres', 1)[::-1]
+        change(fabric.file.read_text(), swapped.replace('callers = "everybody"\n', ""), {"link.slow": ["change", "service"], "link.quick": ["change", "service"]})
+        registered(fabric, "quick")
+        registered(fabric, "other")
+        begun = time.monotonic()
+        assert call(fabric, "quick", "6 * 7", "--deadline", IN_TIME) == "42" and time.monotonic() - begun >= 0.5, "it is the slow cell's name"
+        assert {name: fabric.machine(name)["pid"] for name in first} == first, "a cell was started again"
+        now = {link["name"]: link["joins"] for link in fabric.status()["links"] if link["kind"] == "direct"}
+        assert all(now[name] > joins[name] for name in joins), (joins, now, "they are the links of before, with another bridge")
+        fabric.down()
+        assert not list((folder / "run" / "services").iterdir()), "no name is left"
+
+
 def bridge_processes(fabric):
     """The bridges that there are, by their command lines."""
     found = set()

@@ -322,7 +322,6 @@ fn named(keys: &[KeyChange]) -> String {
 
 /// How a part that differs is changed, and why so.
 fn judge(old: &Model, before: &Part, after: &Part, keys: &[KeyChange]) -> (Action, String) {
-    let has = |names: &[&str]| keys.iter().any(|k| names.contains(&k.key.as_str()));
     let beyond = |names: &[&str]| -> Vec<KeyChange> {
         keys.iter().filter(|k| !names.contains(&k.key.as_str())).cloned().collect()
     };
@@ -351,12 +350,10 @@ fn judge(old: &Model, before: &Part, after: &Part, keys: &[KeyChange]) -> (Actio
         (Part::Port(a), Part::Port(b)) => {
             judge_port(&a.1, &b.1, &beyond(&[&LIVE[..], &["ip", "boot"]].concat()), "its peer has to connect again")
         }
-        (Part::Link(a), Part::Link(b)) => {
-            let why = match has(&["service", "to", "callers"]) && a.1 == b.1 {
-                true => "calls under way through it end",
-                false => "its memory is made again, and its machines start again with it",
-            };
-            (Action::Restart, why.into())
+        // Then only its bridge is another one.
+        (Part::Link(a), Part::Link(b)) if a.1 == b.1 => (Action::Change, "calls under way through it end".into()),
+        (Part::Link(_), Part::Link(_)) => {
+            (Action::Restart, "its memory is made again, and its machines start again with it".into())
         }
         (Part::Export(_), Part::Export(_)) | (Part::Import(_), Part::Import(_)) => {
             (Action::Restart, "calls under way through it end".into())

@@ -108,6 +108,24 @@ fn a_link_restarts_its_machines_and_no_other() {
 }
 
 #[test]
+fn another_service_of_a_link_is_a_change_of_its_bridge_alone() {
+    let with = |link: &str| {
+        FILE.replacen("[[forward]]\n", &format!("[link.pair]\nbetween = [\"web\"]\n{link}[[forward]]\n"), 1)
+    };
+    let found = |a: &str, b: &str| difference(&model(&with(a)), &model(&with(b)));
+    for (before, after, keys) in [
+        ("service = \"a\"\n", "service = \"b\"\n", "[service]"),
+        ("service = \"a\"\n", "to = \"a\"\n", "[service to]"),
+        ("service = \"a\"\n", "service = \"a\"\ncallers = \"everybody\"\n", "[callers]"),
+    ] {
+        assert_eq!(told(&found(before, after)), [format!("change link.pair {keys}")]);
+    }
+    // A seat more is another memory.
+    let found = told(&found("seats = 1\n", "seats = 2\n"));
+    assert_eq!(found, ["restart cell.web []", "restart link.pair [seats]"]);
+}
+
+#[test]
 fn a_member_that_changes_its_kind_goes_and_comes() {
     let text = FILE.replace(
         "[tap.host]\nnetwork = \"lan\"\nip = \"10.87.0.3\"\n",

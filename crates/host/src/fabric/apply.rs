@@ -7,18 +7,24 @@
 //!
 //! # Invariants
 //! - `spec` is what runs: it changes with each step that is done, and stays without one that
-//!   failed. So the next apply finds what is missing.
-//! - A part that is equal in both is not touched: its ports, processes and connections go on.
+//!   failed. A machine that could not be started is in it, and known as one that never ran
+//!   (`model` leaves it out). So the next apply finds what is missing.
+//! - A part that is equal in both is not touched: its ports, processes and connections go on. Only
+//!   the bypass is attached again for all networks, where one that has it changes.
 //! - What goes is taken out before what comes is made, so that names, addresses and listeners are
-//!   free. Rules of the kernel's uplinks are in place before the ports behind them.
+//!   free: also bridges, uplinks and forwards of parts that go on with others. Rules of the kernel's
+//!   uplinks are in place before the ports behind them.
 //! - Steps do not depend on each other's success. One that fails is reported, and the others are
 //!   done.
+//! - No machine starts between the end of its process and its turn here: those that go are marked
+//!   (`is_ending`), and neither a restart that is due nor one that waits for others starts meanwhile.
 //! - A daemon that is killed meanwhile leaves what every killed daemon leaves: the next `up` reads
 //!   the file, keeps the machines that fit it and starts the others.
 //!
 //! # Threads
 //! The fabric's mutex is held, except while machines end. Meanwhile all other requests that would
-//! change the fabric are refused (`applying`).
+//! change the fabric's parts are refused (`applying`), and so is an apply while a machine is being
+//! stopped or restarted. What the control plane tells of other machines is taken.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,7 +41,7 @@ use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
 use crate::difference::{
     Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
 };
-use crate::file::{self, Fabric};
+use crate::file::{self, Fabric, Forward};
 use crate::plan::{self, Facts, Plan, PortGuard, PortPlan};
 use crate::preflight;
 
@@ -128,6 +134,11 @@ impl Running {
             kept,
         };
         let is_asked = !query.dry_run && !is_refused;
+        if is_asked && let Some(name) = self.machines.iter().find(|(_, m)| m.is_ending).map(|(name, _)| name) {
+            return Err(FabricError::State(format!(
+                "machine \"{name}\" is being stopped or restarted; try again when that is done"
+            )));
+        }
         // From here on nothing else changes the fabric.
         self.applying = is_asked;
         Ok(Prepared { changes, new, facts, file: path, own, report, is_asked })
@@ -176,24 +187,36 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
         return Ok(report);
     }
     let mut steps = Steps { changes, failed: BTreeMap::new() };
-    let (endings, say) = {
+    let say = {
         let mut running = shared.running.lock().await;
         if let Err(error) = running.note_file(&file, &own, facts, &new) {
             running.applying = false;
             return Err(error);
         }
-        (running.begin_ends(&steps), running.say.clone())
+        running.say.clone()
     };
-    let (names, ending): (Vec<_>, Vec<_>) =
-        endings.into_iter().map(|(name, pid, ending)| ((name, pid), ending)).unzip();
-    let left = end_all(ending, &say).await;
-    let mut running = shared.running.lock().await;
-    if running.dir.is_none() {
-        return Err(FabricError::State("the fabric was taken down meanwhile".into()));
-    }
-    for (name, pid) in names {
-        running.finish_end(&name, pid, &left);
-    }
+    let mut ended = Vec::new();
+    let mut left = Vec::new();
+    let mut running = loop {
+        let mut running = shared.running.lock().await;
+        if running.dir.is_none() {
+            running.applying = false;
+            return Err(FabricError::State("the fabric was taken down meanwhile".into()));
+        }
+        running.finish_ends(&std::mem::take(&mut ended), &left);
+        // Also those that have a process again, however they came by it: none is taken out with one.
+        let endings = running.begin_ends(&steps);
+        if endings.is_empty() {
+            break running;
+        }
+        drop(running);
+        let ending;
+        (ended, ending) = endings.into_iter().map(|(name, pid, ending)| ((name, pid), ending)).unzip();
+        left.extend(end_all(ending, &say).await);
+    };
+    // The lock is held from here to the end.
+    running.applying = false;
+    running.unmark_ends(&steps);
     for domain in &left {
         let of_it = |c: &&Change| matches!(&c.before, Some(Part::Machine(m)) if m.spec.name == domain.machine);
         if let Some(change) = steps.changes.iter().find(of_it) {
@@ -204,20 +227,33 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     running.take_out(&mut steps);
     running.put_in(&mut steps, &new);
     running.record_standing();
-    running.applying = false;
-    for (change, told) in steps.changes.iter().zip(&mut report.changes) {
-        match steps.failed.remove(&change.section) {
+    let text = report_steps(&mut report, steps.failed);
+    (running.say)(&text);
+    running.events.add(Kind::Apply, Told::of(&report.fabric), &text);
+    Ok(report)
+}
+
+/// Puts into the report which of its changes failed and why, also what failed of a section that no change is about. Returns
+/// it in a sentence.
+fn report_steps(report: &mut ApplyReport, mut failed: BTreeMap<String, String>) -> String {
+    for told in &mut report.changes {
+        match failed.remove(&told.section) {
             None => told.outcome = "done".into(),
             Some(why) => (told.outcome, told.error) = ("failed".into(), Some(why)),
         }
     }
+    report.changes.extend(failed.into_iter().map(|(section, why)| ChangeReport {
+        section,
+        action: Action::Change.word().into(),
+        outcome: "failed".into(),
+        error: Some(why),
+        ..ChangeReport::default()
+    }));
+    report.changes.sort_by(|a, b| a.section.cmp(&b.section));
     let failed = report.changes.iter().filter(|c| c.outcome == "failed").count();
     report.outcome = if failed == 0 { "done" } else { "partly" }.into();
     let done = report.changes.len() - failed;
-    let text = format!("apply: {done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged);
-    (running.say)(&text);
-    running.events.add(Kind::Apply, Told::of(&report.fabric), &text);
-    Ok(report)
+    format!("apply: {done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged)
 }
 
 /// The changes, and which of them failed so far.
@@ -227,6 +263,15 @@ struct Steps {
 }
 
 impl Steps {
+    /// The machines that are taken out, or started again.
+    fn machines_that_go(&self) -> impl Iterator<Item = &String> {
+        let going = self.changes.iter().filter(|c| GOES.contains(&c.action));
+        going.filter_map(|c| match &c.before {
+            Some(Part::Machine(part)) => Some(&part.spec.name),
+            _ => None,
+        })
+    }
+
     /// Does `step` with every change of these actions that has not failed.
     fn each(&mut self, actions: &[Action], mut step: impl FnMut(&Change) -> Result<(), FabricError>) {
         for change in &self.changes {
@@ -261,36 +306,41 @@ impl Running {
         self.start_links(&new.plan)
     }
 
-    /// Begins to end the machines that go or start again. One that the user has stopped has no process.
-    fn begin_ends(&mut self, steps: &Steps) -> Vec<(String, Option<u32>, Ending)> {
+    /// Begins to end the machines that go or start again, and keeps them from being started until [`Running::unmark_ends`]:
+    /// also those without a process, that are about to be started again or wait for others. Returns those that have one.
+    fn begin_ends(&mut self, steps: &Steps) -> Vec<(String, u32, Ending)> {
         let runtime = self.facts.runtime.clone();
-        let going = steps.changes.iter().filter(|c| GOES.contains(&c.action));
         let mut out = Vec::new();
-        for part in going.filter_map(|c| c.before.as_ref()) {
-            let Part::Machine(part) = part else { continue };
-            let Some(machine) = self.machines.get_mut(&part.spec.name) else { continue };
-            let (button, domain, pid) = (machine.button(&runtime), machine.plan.domain.clone(), machine.pid);
-            if machine.pid.is_none() {
-                continue;
-            }
+        for name in steps.machines_that_go() {
+            let Some(machine) = self.machines.get_mut(name) else { continue };
             machine.is_ending = true;
-            out.push((part.spec.name.clone(), pid, Ending { process: machine.let_go(), button, domain }));
+            machine.again_at = None;
+            machine.waits = false;
+            let Some(pid) = machine.pid else { continue };
+            let (button, domain) = (machine.button(&runtime), machine.plan.domain.clone());
+            out.push((name.clone(), pid, Ending { process: machine.let_go(), button, domain }));
         }
         out
     }
 
-    fn finish_end(&mut self, name: &str, pid: Option<u32>, left: &[crate::xen::config::Domain]) {
-        if let Some(pid) = pid.filter(|pid| self.machines.get(name).is_some_and(|m| m.pid == Some(*pid))) {
-            self.machine_ended(name, pid);
+    /// Takes note of the ends of machines; the domains of those that are `left` may run on.
+    fn finish_ends(&mut self, ended: &[(String, u32)], left: &[crate::xen::config::Domain]) {
+        for (name, pid) in ended {
+            self.machine_ended(name, *pid);
+            if let Some(domain) = self.domain_of(name).filter(|d| !left.contains(d)) {
+                self.forget_domain(&domain);
+            }
+            if let Some(machine) = self.machines.get_mut(name) {
+                // The apply ended it, neither its user nor itself.
+                machine.stopped = false;
+                machine.ended = None;
+            }
         }
-        if let Some(domain) = self.domain_of(name).filter(|d| !left.contains(d)) {
-            self.forget_domain(&domain);
-        }
-        if let Some(machine) = self.machines.get_mut(name) {
-            machine.is_ending = false;
-            // The apply ended it, neither its user nor itself.
-            machine.stopped = false;
-            machine.ended = None;
+    }
+
+    fn unmark_ends(&mut self, steps: &Steps) {
+        for name in steps.machines_that_go() {
+            self.machines.entry(name.clone()).and_modify(|machine| machine.is_ending = false);
         }
     }
 
@@ -317,9 +367,13 @@ impl Running {
             self.have(&Change { after: None, ..change.clone() });
             Ok(())
         });
-        steps.each(&GOES, |change| {
+        steps.each(&[Action::Remove, Action::Restart, Action::Change], |change| {
             if let Some(Part::Link(part)) = &change.before {
+                // All of them before the first new one: a name may go from one link to another.
                 self.end_bridge(&services::link(&part.0.name));
+                if change.action == Action::Change {
+                    return Ok(());
+                }
                 if let (Some(links), Some(config)) = (self.links(), &part.1) {
                     links.close(&config.name);
                 }
@@ -331,6 +385,7 @@ impl Running {
             }
             Ok(())
         });
+        self.take_uplinks_out(steps);
         steps.each(&GOES, |change| {
             if let Some(Part::Network(part)) = &change.before {
                 self.drop_port(&plan::uplink_name(&part.spec.name));
@@ -342,6 +397,27 @@ impl Running {
             }
             Ok(())
         });
+    }
+
+    /// Takes out the uplinks and forwards of networks that get others: another network's may need their listeners.
+    fn take_uplinks_out(&mut self, steps: &mut Steps) {
+        let mut is_relayed = false;
+        steps.each(&[Action::Change], |change| {
+            let (Some(Part::Network(a)), Some(Part::Network(b))) = (&change.before, &change.after) else {
+                return Ok(());
+            };
+            if uplink_differs(a, b) {
+                self.drop_port(&plan::uplink_name(&a.spec.name));
+            }
+            let kept = self.spec.forwards.len();
+            self.spec.forwards.retain(|f| f.network != a.spec.name || b.forwards.contains(f));
+            is_relayed |= self.spec.forwards.len() < kept && a.kernel.is_some();
+            Ok(())
+        });
+        if is_relayed {
+            // The kernel's rules are all loaded again with those that come; the relay has listeners.
+            self.settle_relay();
+        }
     }
 
     fn take_port_out(&mut self, name: &str, for_good: bool) {
@@ -414,10 +490,17 @@ impl Running {
             }
             Ok(())
         });
-        if let Err(error) = self.settle_policies() {
-            steps.failed.insert("policy".into(), error.to_string());
+        // Also where the rules are the same: they are about members that have changed.
+        for error in self.settle_policies() {
+            steps.failed.entry("policy".into()).and_modify(|why| why.push_str(&format!("; {error}"))).or_insert(error);
         }
-        steps.each(&COMES, |change| match &change.after {
+        steps.each(&[Action::Add, Action::Restart, Action::Change], |change| match &change.after {
+            // Its memory and its machines go on.
+            Some(Part::Link(part)) if change.action == Action::Change => {
+                self.have(change);
+                self.start_bridge_as_asked(&services::link(&part.0.name));
+                Ok(())
+            }
             Some(Part::Link(part)) => self.with_part(change, |running| running.put_link(part)),
             Some(Part::Export(_) | Part::Import(_)) => {
                 self.have(change);
@@ -558,6 +641,7 @@ impl Running {
                     true => self.restart_gateway(&before.spec),
                     false => Ok(()),
                 };
+                self.have_forwards(before);
                 let port = before.uplink.iter().filter(|_| uplink).try_for_each(|port| self.add_port(port));
                 self.update_names();
                 gateway.and(port).and_then(|()| self.kernel_again())
@@ -569,13 +653,24 @@ impl Running {
         }
     }
 
+    /// Has the forwards of a network as before, but those that another one has by now.
+    fn have_forwards(&mut self, before: &NetworkPart) {
+        let name = &before.spec.name;
+        let taken = |f: &Forward| {
+            self.spec.forwards.iter().any(|o| o.network != *name && (o.proto, o.listen) == (f.proto, f.listen))
+        };
+        let back: Vec<Forward> = before.forwards.iter().filter(|f| !taken(f)).cloned().collect();
+        self.spec.forwards.retain(|f| f.network != *name);
+        self.spec.forwards.extend(back);
+    }
+
     fn put_link(
         &mut self,
         part: &(file::Link, Option<tombolo_shm::ivshmem::links::Config>),
     ) -> Result<(), FabricError> {
         let (Some(links), Some(config)) = (self.links(), &part.1) else { return Ok(()) };
         links.open(config.clone())?;
-        links.serve(&config.name, None)?;
+        links.serve(&config.name, Some(self.link_watcher(&config.name)))?;
         self.start_bridge_as_asked(&services::link(&part.0.name));
         Ok(())
     }
@@ -700,14 +795,15 @@ impl Running {
         });
     }
 
-    /// Has every switch judge by the file's rules; one whose rules are the same goes on undisturbed.
-    fn settle_policies(&mut self) -> Result<(), FabricError> {
-        for spec in &self.spec.networks {
-            let Some((_, worker)) = self.worker_of(&spec.name) else { continue };
-            let Some(net) = self.networks.get(&spec.name) else { continue };
-            worker.thread.handle().set_policy(net.id, self.spec.policy(&spec.name))?;
-        }
-        Ok(())
+    /// Has every switch judge by the file's rules; one whose rules are the same goes on undisturbed. Returns why one does not.
+    fn settle_policies(&self) -> Vec<String> {
+        let settle = |spec: &file::Network| {
+            let (_, worker) = self.worker_of(&spec.name)?;
+            let net = self.networks.get(&spec.name)?;
+            let set = worker.thread.handle().set_policy(net.id, self.spec.policy(&spec.name));
+            set.err().map(|error| format!("the rules of network {}: {error}", spec.name))
+        };
+        self.spec.networks.iter().filter_map(settle).collect()
     }
 
     /// Puts the lists of what runs in the order of the file, which reports follow.
@@ -722,5 +818,32 @@ impl Running {
         self.spec.links.sort_by_key(|l| place(&file.links, |o| o.name == l.name));
         self.spec.workers.sort_by_key(|w| place(&file.workers, |o| o.name == w.name));
         self.spec.forwards.sort_by_key(|f| place(&file.forwards, |o| (o.proto, o.listen) == (f.proto, f.listen)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_failure_is_reported_also_of_a_section_that_no_change_is_about() {
+        let change = |section: &str| ChangeReport { section: section.into(), ..ChangeReport::default() };
+        let mut report =
+            ApplyReport { changes: vec![change("cell.web"), change("port.guest")], ..ApplyReport::default() };
+        let failed = [("policy", "its worker has ended"), ("port.guest", "no room")];
+        let text =
+            report_steps(&mut report, failed.map(|(section, why)| (section.to_string(), why.to_string())).into());
+        let told: Vec<_> =
+            report.changes.iter().map(|c| (&c.section[..], &c.outcome[..], c.error.as_deref())).collect();
+        let expected = [
+            ("cell.web", "done", None),
+            ("policy", "failed", Some("its worker has ended")),
+            ("port.guest", "failed", Some("no room")),
+        ];
+        assert_eq!(told, expected);
+        assert_eq!(
+            (&report.outcome[..], &text[..]),
+            ("partly", "apply: 1 change(s) done, 2 failed, 0 part(s) untouched")
+        );
     }
 }

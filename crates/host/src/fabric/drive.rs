@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::{FabricError, Shared, apply, machine};
+use super::{APPLY_RUNS, FabricError, Shared, apply, machine};
 use crate::api::report::{MachineReport, PortReport};
 use crate::api::{Console, Refusal, Reply, Request, Requests};
 use crate::file::FileError;
@@ -126,8 +126,7 @@ async fn unless_applying(shared: &Shared, request: Request) -> Option<Request> {
         return Some(request);
     }
     fn busy<T>(reply: Reply<T>) -> Option<Request> {
-        let text = "the fabric is being changed by `tombolo apply`; try again when that is done";
-        answer(reply, Err(FabricError::State(text.into())));
+        answer(reply, Err(FabricError::State(APPLY_RUNS.into())));
         None
     }
     match request {
@@ -201,16 +200,10 @@ async fn serve(shared: &Shared, request: Request) {
         Request::RestartMachine { name, reply } => {
             let shared = shared.clone();
             tokio::spawn(async move {
-                let result = match machine::stop(&shared, &name, machine::Then::Keep).await {
-                    Ok(()) => {
-                        let mut running = shared.running.lock().await;
-                        let started = running.run(&name);
-                        let machine = running.machine_reports().into_iter().find(|m| m.name == name);
-                        started.and_then(|()| machine.ok_or_else(|| FabricError::State(format!("{name} is gone"))))
-                    }
-                    Err(error) => Err(error),
-                };
-                answer(reply, result);
+                let result = machine::stop(&shared, &name, machine::Then::Run).await;
+                let machine = shared.running.lock().await.machine_reports().into_iter().find(|m| m.name == name);
+                let gone = || FabricError::State(format!("{name} is gone"));
+                answer(reply, result.and_then(|()| machine.ok_or_else(gone)));
             });
         }
         Request::Console { name, reply } => {

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use super::backoff::Backoff;
 use super::ending::{Ending, end_all};
 use super::events::{Facts, Kind};
-use super::{FabricError, Running, domains};
+use super::{APPLY_RUNS, FabricError, Running, domains};
 use crate::api::Console;
 use crate::confine::{self, Writes};
 use crate::console;
@@ -25,6 +25,8 @@ use crate::xen::toolstack;
 
 /// How often the size of a console, and of QEMU's complaints, is looked at.
 const TRIM: Duration = Duration::from_secs(2);
+/// How often a machine that is due to be started again looks whether an apply is done.
+const APPLYING: Duration = Duration::from_millis(200);
 /// Lines of a console that a report of a death shows.
 const LAST_LINES: usize = 12;
 
@@ -315,8 +317,11 @@ impl Running {
         on.into_iter().filter(|other| self.machines.get(other).is_none_or(|m| !m.was_up)).collect()
     }
 
-    /// Starts the machines that wait and need not any more.
+    /// Starts the machines that wait and need not any more. An apply does so at its end, by its plan.
     pub(crate) fn start_waiting(&mut self) {
+        if self.applying {
+            return;
+        }
         let waiting = self.machines.values().filter(|m| m.waits).map(|m| m.plan.clone());
         let ready: Vec<_> = waiting.filter(|plan| self.waits_for(&plan.name).is_empty()).collect();
         for plan in ready {
@@ -492,9 +497,17 @@ impl Running {
                 tokio::time::sleep(wait).await;
                 let Some(running) = me.upgrade() else { return };
                 let mut running = running.lock().await;
-                // It may have been stopped, or started by hand.
-                let due = |m: &&RunningMachine| m.pid.is_none() && !m.stopped && m.again_at.is_some();
-                let Some(machine) = running.machines.get_mut(&name).filter(|m| due(&&**m)) else { return };
+                // It may have been stopped, or started by hand. Where it has failed again since, that failure has its own pause.
+                let now = Instant::now();
+                let due = |m: &RunningMachine| m.pid.is_none() && !m.stopped && m.again_at.is_some_and(|at| at <= now);
+                if !running.machines.get(&name).is_some_and(due) {
+                    return;
+                }
+                if running.applying {
+                    pause = Some(APPLYING);
+                    continue;
+                }
+                let Some(machine) = running.machines.get_mut(&name) else { return };
                 machine.restarts += 1;
                 let plan = machine.plan.clone();
                 let Err(error) = running.start_machine(&plan) else { return };
@@ -579,20 +592,24 @@ impl Running {
 pub(super) enum Then {
     /// It goes with its ports.
     Forget,
-    /// It stays, as one of the file does.
-    Keep,
+    /// It is started again.
+    Run,
 }
 
 /// Ends a machine: by its power button if it has a disk, then SIGTERM, then SIGKILL. One that was added while the fabric ran goes with its ports; one of the file stays
-/// as stopped.
+/// as stopped. Nothing comes between the end and a new start, neither an apply nor another request.
 ///
 /// # Errors
-/// If there is none of that name.
+/// If there is none of that name, it is being stopped already, an apply is under way, or it does not start again.
 pub(super) async fn stop(shared: &super::Shared, name: &str, then: Then) -> Result<(), FabricError> {
     let (ending, say, pid) = {
         let mut running = shared.running.lock().await;
         let say = running.say.clone();
         let runtime = running.facts.runtime.clone();
+        // It may have begun after the request was taken.
+        if running.applying {
+            return Err(FabricError::State(APPLY_RUNS.into()));
+        }
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
         let (button, domain, pid) = (machine.button(&runtime), machine.plan.domain.clone(), machine.pid);
         if std::mem::replace(&mut machine.is_ending, true) {
@@ -626,6 +643,7 @@ pub(super) async fn stop(shared: &super::Shared, name: &str, then: Then) -> Resu
         running.settle_away();
     }
     match left.first() {
+        None if then == Then::Run => running.run(name),
         None => Ok(()),
         Some(crate::xen::config::Domain { name, .. }) => {
             Err(FabricError::State(format!("its domain {name} may run on; `xl destroy {name}` ends it")))

@@ -272,6 +272,8 @@ fn lacking(faults: Vec<preflight::HostFault>, path: &Path) -> FabricError {
 
 /// Why [`Facts::kvm`] has no answer.
 const NOT_ASKED: &str = "not asked";
+/// Why a request that would change the fabric is refused.
+const APPLY_RUNS: &str = "the fabric is being changed by `tombolo apply`; try again when that is done";
 
 /// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the question takes seconds.
 fn kvm(qemu: &Qemu) -> Result<(), String> {

@@ -86,7 +86,7 @@ impl Running {
     }
 
     /// Adds events when peers join and leave a direct link. What a peer repeats is rationed.
-    fn link_watcher(&self, name: &str) -> tombolo_shm::ivshmem::links::Watcher {
+    pub(super) fn link_watcher(&self, name: &str) -> tombolo_shm::ivshmem::links::Watcher {
         let (events, mut ration) = (self.events.clone(), Ration::port());
         let name = name.split_once(':').map_or(name, |(_, name)| name).to_string();
         Box::new(move |event| {
