@@ -422,6 +422,34 @@ def test_no_machine_starts_or_stops_behind_an_apply():
             assert not any(with_argument(gate) for gate in gates.values())
 
 
+@timeout(120)
+def test_up_waits_for_a_machine_that_is_started_again():
+    """Its first start fails, for want of a file; the next one, after a pause of a second or more, finds it."""
+    with scratch() as folder:
+        name, gate = f"w{os.getpid()}", folder / "gate.conf"
+        file = folder / "tombolo.toml"
+        file.write_text(f'name = "{name}"\n[network.lan]\n[cell.web]\napp = "httpd"\naccel = "tcg"\nrestart = "always"\n'
+                        f'qemu = ["-readconfig", "{gate}"]\n')
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(folder / "run"), TOMBOLO_STATE=str(folder / "state"))
+        run = lambda *words: subprocess.run([str(PROGRAM), *words], env=env, capture_output=True, text=True)  # noqa: E731
+        up = subprocess.Popen([str(PROGRAM), "up", "-d", f"--wait={PATIENCE_S}", str(file)], env=env, stderr=subprocess.PIPE, text=True)
+        try:
+            def has_failed():
+                status = run("status", "--fabric", name, "--json")
+                [machine] = json.loads(status.stdout)["machines"] if status.returncode == 0 else [{"state": ""}]
+                return machine["state"] == "failed" and machine["restart_in_s"] is not None
+
+            until("the first failure", has_failed, PATIENCE_S, every=0.02)
+            gate.touch()
+            _, said = up.communicate(timeout=PATIENCE_S)
+            assert up.returncode == 0, (up.returncode, said)
+            [machine] = json.loads(run("status", "--fabric", name, "--json").stdout)["machines"]
+            assert machine["state"] == "running" and machine["restarts"] > 0, machine
+        finally:
+            down = run("down", "--fabric", name)
+        assert down.returncode == 0, down.stderr
+
+
 @timeout(60)
 def test_up_tells_which_machines_die_at_once():
     with scratch() as folder:

@@ -29,6 +29,7 @@ use tombolo_host::{confine, daemon, file, log, notify, rundir};
 use crate::exit::{Exit, Failure};
 use crate::out;
 use crate::select::{DEFAULT_FILE, Select};
+use crate::wait::is_hopeless;
 
 #[derive(Args, Debug)]
 pub(crate) struct Up {
@@ -174,9 +175,7 @@ impl Up {
                 if missing.is_empty() {
                     break;
                 }
-                let hopeless =
-                    missing.iter().any(|(_, state)| state.starts_with("failed") || state.starts_with("stopped"));
-                if hopeless || Instant::now() >= end {
+                if is_hopeless(&status, &missing) || Instant::now() >= end {
                     for (name, state) in missing {
                         out::tell!("tombolo: {name} is not on the network: {state}");
                     }

@@ -73,6 +73,11 @@ fn is_over(m: &MachineReport) -> bool {
     m.pid.is_none() && m.restart_in_s.is_none() && matches!(m.state.as_str(), "failed" | "stopped")
 }
 
+/// Whether one of the machines that are `late`, as [`missing`] has them, will never be on the network.
+pub(crate) fn is_hopeless(status: &Status, late: &[(String, String)]) -> bool {
+    status.machines.iter().any(|m| is_over(m) && late.iter().any(|(name, _)| *name == m.name))
+}
+
 fn how(m: &MachineReport) -> String {
     let end = m.last_end.as_ref().map_or_else(String::new, |end| format!(": {end}"));
     format!("{} is {}{end}", m.name, m.state)
@@ -87,7 +92,7 @@ fn up(status: &Status, name: Option<&str>) -> State {
     let late: Vec<_> = missing(status).into_iter().filter(|(n, _)| name.is_none_or(|name| name == n)).collect();
     let Some((first, state)) = late.first() else { return State::Met(Exit::Done) };
     let text = format!("{first} is not on the network: {state}");
-    match status.machines.iter().any(|m| is_over(m) && late.iter().any(|(n, _)| *n == m.name)) {
+    match is_hopeless(status, &late) {
         true => State::Never(text),
         false => State::NotYet(text),
     }
