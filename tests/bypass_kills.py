@@ -181,6 +181,38 @@ def test_a_namespace_that_is_deleted_takes_its_bypass_with_it():
         assert not (folder / "run/bypass").exists()
 
 
+def test_detach_everywhere_leaves_nothing_in_any_namespace():
+    """Of one with a name, of one that only a process is in, of one that is gone, and of one whose record another version wrote."""
+    with host() as h, scratch() as folder, Namespace() as unnamed, Namespace() as deleted, Namespace() as newer:
+        h.folder = folder
+        h.attach("ta", "tb")
+        others = [lone(folder, space) for space in (unnamed, deleted, newer)]
+        for other in others:
+            other.attach("lone", words=("--no-controller",) if other.space is deleted else ())
+        held = subprocess.Popen(["ip", "netns", "exec", str(unnamed), "sleep", "1000"])
+        keepers = [one.status()["keeper"] for one in (h, others[0], others[2])]
+        known = {path.name for path in (folder / "run/bypass").glob("*.json")}
+        record = folder / f"run/bypass/{os.stat(f'/run/netns/{newer}').st_ino}.json"
+        assert record.name in known and len(known) == 4, known
+        record.write_text(record.read_text().replace('"version": 5', '"version": 99'))
+        try:
+            for space in (unnamed, deleted):
+                subprocess.run(["ip", "netns", "del", str(space)], check=True)
+            env = dict(os.environ, TOMBOLO_RUNTIME=str(folder / "run"))
+            command = [str(PROGRAM), "bypass", "detach", "--everywhere"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60 * SLOW, env=env)
+            assert done.returncode == 0 and "ta detached" in done.stdout, done
+            assert not (folder / "run/bypass").exists(), list((folder / "run/bypass").rglob("*"))
+            for keeper in keepers:
+                until("the controller's end", lambda pid=keeper: has_ended(pid))
+            again = subprocess.run(command, capture_output=True, text=True, timeout=60 * SLOW, env=env)
+            assert again.returncode == 0 and not (folder / "run/bypass").exists(), again
+            h.across(h.udp())
+        finally:
+            held.kill()
+            held.wait()
+
+
 def test_what_a_deleted_namespace_left_without_a_keeper_goes_with_the_next_attach_anywhere():
     with host() as h, scratch() as folder, Namespace() as space:
         other = lone(folder, space)

@@ -148,6 +148,16 @@ def live(debs, main, say=print):
         assert fetching.bad == 0, f"{fetching.bad} of {fetching.bad + fetching.good} pages failed during the upgrade"
         step(f"upgraded under the running cell, which has answered {fetching.good} requests meanwhile")
 
+        # Programs in the kernel, here and in a namespace: the package detaches them.
+        for where in ((), ("-n", "apart")):
+            bare.run(*(("ip", "netns", "add", "apart") if where else ("true",)))
+            bare.run("ip", *where, "tuntap", "add", "byp0", "mode", "tap")
+            bare.run("ip", *where, "link", "set", "byp0", "up")
+            bare.run("tombolo", "bypass", "attach", "byp0", *(("--netns", "apart") if where else ()))
+        attached = [path for path in bare.runtime_files() if re.fullmatch("/run/tombolo/bypass/bpf/[0-9]+", path)]
+        assert len(attached) == 2 and any("bypass keep" in line for line in bare.processes()), (attached, bare.processes())
+        step("a bypass is attached in two network namespaces")
+
         # While the fabric runs: the package takes it down.
         (bare.folder / "etc/tombolo/demo.toml").unlink()
         bare.dpkg("--purge", *(deb.name.split("_")[0] for deb in debs))
@@ -159,9 +169,13 @@ def live(debs, main, say=print):
         while running and time.monotonic() < patience:
             time.sleep(0.1)
             running = bare.processes()
+        # They were the test's, and go with their programs or without.
+        bare.run("ip", "netns", "del", "apart")
+        bare.run("ip", "link", "del", "byp0")
         step(f"purged: {len(left)} files and {len(running)} processes left, {len(changed)} changed")
         links = [link["ifname"] for link in json.loads(bare.run("ip", "-j", "link").stdout) if link["ifname"] != "lo"]
-        return left + changed + running + bare.runtime_files() + links
+        # The folder of `ip netns` is a mount of its own, which nothing there can unmount.
+        return left + changed + running + [name for name in bare.runtime_files() if name != "/run/netns"] + links
 
 
 def test_an_override_of_lintian_has_its_reason():

@@ -13,7 +13,7 @@ use crate::layout::{Flow, Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE
 use crate::maps::{self, FlowKey, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
 use crate::object::{self, INJECT, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
-use crate::place::{Awaited, COMMAND, Interface, Place, PlaceError, Record, Wanted};
+use crate::place::{self, Awaited, COMMAND, Interface, Place, PlaceError, Record, Wanted};
 use crate::retrack;
 use crate::rules;
 use crate::settle;
@@ -606,6 +606,24 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> 
         return Err(AttachError::NotAttached(name.clone()));
     }
     take_off(place, record, going, staying)
+}
+
+/// Detaches from all interfaces of the place's namespace, wherever that is, and moves the calling thread there. From a
+/// namespace that nothing leads to any more, or with a record of another version, all programs, pins and the controller
+/// are removed as they are; conntrack may go on checking no windows there.
+pub fn detach_there(place: &Place) -> Result<Detached, AttachError> {
+    if let Some(path) = place.namespace() {
+        place::enter(&path.to_string_lossy())?;
+        match detach(place, &[]) {
+            Err(AttachError::Place(PlaceError::Version { .. } | PlaceError::Record { .. })) => {}
+            done => return done,
+        }
+    }
+    let Some(_lock) = place.lock_if_there()? else { return Ok(Detached::default()) };
+    let interfaces = place.record().map(|record| record.interfaces).unwrap_or_default();
+    let _ = controller::end(place);
+    place.remove()?;
+    Ok(Detached { interfaces: interfaces.into_iter().map(|i| i.name).collect(), unchecked: 0 })
 }
 
 /// A fabric releases what it attached. What has no other owner is detached.

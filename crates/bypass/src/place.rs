@@ -19,6 +19,7 @@ use crate::object::TCX_IN;
 use crate::rules::Reading;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fs::{self, File, TryLockError};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -198,11 +199,29 @@ impl Place {
         Ok(Place { root: runtime.join("bypass"), id })
     }
 
-    /// The places under this one's runtime directory.
-    fn all(&self) -> Vec<Place> {
-        let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
-        let id = |name: &str| name.strip_suffix(".json")?.parse().ok();
-        entries.filter_map(|e| id(&e.file_name().to_string_lossy())).map(|id| Place { id, ..self.clone() }).collect()
+    /// The places of all network namespaces under the runtime directory: those with a record or with pins.
+    pub fn all(runtime: &Path) -> Vec<Place> {
+        let root = runtime.join("bypass");
+        let names = |folder: &Path| -> Vec<String> {
+            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+            entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect()
+        };
+        let records = names(&root).into_iter().filter_map(|name| name.strip_suffix(".json")?.parse().ok());
+        let pins = names(&root.join("bpf")).into_iter().filter_map(|name| name.parse().ok());
+        let ids: BTreeSet<u64> = records.chain(pins).collect();
+        ids.into_iter().map(|id| Place { root: root.clone(), id }).collect()
+    }
+
+    /// A path that leads to the namespace: by the name that was used to attach, another name, or a process in it. `None` if
+    /// it has neither.
+    pub fn namespace(&self) -> Option<PathBuf> {
+        let is_it = |path: &PathBuf| fs::metadata(path).is_ok_and(|m| m.ino() == self.id);
+        let entries = |folder: &str| fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+        let used = self.record().ok().map(|record| record.netns).filter(|name| !name.is_empty());
+        let used = used.map(|name| path_of(&name)).into_iter();
+        let own = ["/proc/thread-self/ns/net".into()].into_iter();
+        let of_processes = entries("/proc").map(|process| process.join("ns/net"));
+        used.chain(own).chain(entries("/run/netns")).chain(of_processes).find(is_it)
     }
 
     /// Whether the namespace was deleted and only its bypass is still in it. That is so if the name
@@ -222,7 +241,7 @@ impl Place {
 
     /// Removes what is left of namespaces that are gone, where no controller did. The caller holds the lock.
     pub(crate) fn sweep(&self) -> Result<(), PlaceError> {
-        for place in self.all() {
+        for place in Place::all(self.root.parent().unwrap_or(Path::new("/"))) {
             if place.id != self.id && place.controller().is_none() && place.is_abandoned(0) {
                 place.remove()?;
             }

@@ -2,6 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
+use tombolo_bypass::attachment::{self, AttachError, Detached, Options, monotonic_ns};
 use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
 use tombolo_bypass::netlink::{Link, NetlinkError, Routes};
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
@@ -114,6 +115,9 @@ pub(crate) struct Detach {
     /// Names of the interfaces [default: all]
     #[arg(value_name = "INTERFACE")]
     interfaces: Vec<String>,
+    /// All interfaces of all network namespaces, also what fabrics attached
+    #[arg(long, conflicts_with_all = ["interfaces", "netns"])]
+    everywhere: bool,
     #[command(flatten)]
     space: Space,
 }
@@ -203,15 +207,20 @@ impl From<AttachError> for Failure {
     }
 }
 
+/// The runtime directory, where root asks.
+fn need_root() -> Result<PathBuf, Failure> {
+    if !rustix::process::geteuid().is_root() {
+        return Err(Failure::failed(
+            "the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON): run it as root or through sudo",
+        ));
+    }
+    rundir::runtime_root().map_err(|e| Failure::failed(e.to_string()))
+}
+
 impl Space {
     /// Goes into the namespace and gives its place.
     pub(crate) fn enter(&self) -> Result<Place, Failure> {
-        if !rustix::process::geteuid().is_root() {
-            return Err(Failure::failed(
-                "the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON): run it as root or through sudo",
-            ));
-        }
-        let runtime = rundir::runtime_root().map_err(|e| Failure::failed(e.to_string()))?;
+        let runtime = need_root()?;
         if let Some(name) = &self.netns {
             place::enter(name).map_err(AttachError::from)?;
         }
@@ -322,8 +331,30 @@ fn settled_report(place: &Place) -> Result<Report, Failure> {
 
 impl Detach {
     fn run(self) -> Result<Exit, Failure> {
-        let place = self.space.enter()?;
-        let detached = attachment::detach(&place, &self.interfaces)?;
+        if !self.everywhere {
+            let place = self.space.enter()?;
+            return Self::tell(&attachment::detach(&place, &self.interfaces)?);
+        }
+        let runtime = need_root()?;
+        let places = Place::all(&runtime);
+        if places.is_empty() {
+            return Self::tell(&Detached::default());
+        }
+        let mut exit = Exit::Done;
+        for place in places {
+            // What fails in one namespace is no reason to leave the others attached.
+            match attachment::detach_there(&place) {
+                Ok(detached) => drop(Self::tell(&detached)?),
+                Err(error) => {
+                    out::tell!("tombolo: {}: {error}", place.pins().display());
+                    exit = Exit::Failed;
+                }
+            }
+        }
+        Ok(exit)
+    }
+
+    fn tell(detached: &Detached) -> Result<Exit, Failure> {
         if detached.interfaces.is_empty() {
             out::print(&format!("{NOTHING}\n"))?;
         }
