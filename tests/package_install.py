@@ -61,6 +61,23 @@ def test_systemd_finds_no_fault_in_the_units():
             assert "proces" in text and "ExecRelod" in text, text
 
 
+def test_the_units_let_a_fabric_use_every_device_that_the_program_opens():
+    """What DevicePolicy=closed allows anyway is left out, and so are terminals, vfio and disks, which the unit allows as classes."""
+    unit = (ROOT / "packaging/systemd/tombolo@.service").read_text()
+    allowed = set(re.findall(r"^DeviceAllow=(/dev/\S+) rw$", unit, re.M))
+    sources = "".join(path.read_text() for path in (ROOT / "crates").glob("*/src/**/*.rs"))
+    opened = set(re.findall(r'"(/dev/(?:xen/[a-z]+|net/tun|kvm))"', sources))
+    assert {"/dev/xen/xenbus", "/dev/kvm"} <= opened <= allowed, (opened, allowed)
+    # What `xl` opens besides (libxencall, libxenforeignmemory).
+    assert {"/dev/xen/hypercall", "/dev/xen/privcmd"} <= allowed, allowed
+
+
+def test_the_units_wait_for_the_network_and_do_not_give_up():
+    system, user = ((ROOT / f"packaging/systemd/{name}").read_text() for name in ("tombolo@.service", "user-tombolo@.service"))
+    assert re.search(r"^Wants=.*network-online\.target", system, re.M) and re.search(r"^After=.*network-online\.target", system, re.M)
+    assert all("\nStartLimitIntervalSec=0\n" in unit for unit in (system, user))
+
+
 @timeout(120)
 def test_the_units_are_as_exposed_as_the_docs_say():
     page = (ROOT / "docs/install.md").read_text()
