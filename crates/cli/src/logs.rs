@@ -27,11 +27,14 @@ const LOOK: Duration = Duration::from_millis(200);
 const PROMPT_LOOKS: u32 = 5;
 /// Most bytes of a console that are held back until they have a time.
 const HELD_BYTES: usize = 64 << 10;
+/// Whose bridge a log is of, after the name of the section.
+const BRIDGED: [&str; 3] = [".link", ".export", ".import"];
 /// The daemon's own log, among names of members.
 const DAEMON: &str = "daemon";
 
 const EXAMPLES: &str = "\
-MEMBER is a machine (its console), a machine or uplink whose QEMU or passt complained, or `daemon` (the daemon's own log).
+MEMBER is a machine (its console), a machine or uplink whose QEMU or passt complained, the bridge of a link, export or import
+(calls.link), or `daemon` (the daemon's own log).
 Times are in UTC; a console's are those at which the daemon saw the line, a tenth of a second later at most.
 
 Examples:
@@ -65,7 +68,7 @@ struct LogLine {
     time: String,
     unix_ms: u64,
     member: String,
-    /// "daemon", "console", or the program that complained: "qemu" or "passt".
+    /// "daemon", "console", or the program that complained: "qemu", "passt", or "bridge" for what passes calls on.
     source: &'static str,
     text: String,
 }
@@ -176,6 +179,8 @@ impl Source {
             Kind::Daemon => DAEMON,
             Kind::Console => "console",
             Kind::Complaints if self.member.starts_with("uplink-") => "passt",
+            // Names have no dots: this is of a section, such as "sums.link".
+            Kind::Complaints if BRIDGED.iter().any(|kind| self.member.ends_with(kind)) => "bridge",
             Kind::Complaints => "qemu",
         };
         // The daemon has escaped what it wrote.
@@ -355,6 +360,25 @@ mod tests {
         assert_eq!(texts(&lines), expected);
         assert_eq!(lines[1].time, "1970-01-01T00:00:02.000Z");
         assert_eq!(texts(&followed(dir.path(), &["web"]).read(true)).len(), 3);
+    }
+
+    #[test]
+    fn a_complaint_has_the_program_that_wrote_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let written = ["web.log", "uplink-lan.log", "sums.link.log", "mean.export.log", "mean.import.log", "log"];
+        written.iter().for_each(|name| std::fs::write(dir.path().join(name), "no\n").unwrap());
+        let mut found: Vec<_> =
+            followed(dir.path(), &[]).read(true).into_iter().map(|l| (l.member, l.source)).collect();
+        found.sort();
+        let expected = [
+            ("daemon", "daemon"),
+            ("mean.export", "bridge"),
+            ("mean.import", "bridge"),
+            ("sums.link", "bridge"),
+            ("uplink-lan", "passt"),
+            ("web", "qemu"),
+        ];
+        assert_eq!(found, expected.map(|(member, source)| (member.to_string(), source)));
     }
 
     #[test]
