@@ -687,7 +687,13 @@ impl Shared {
 }
 
 /// Passes whole blocks on until the capture is stopped, its time is over, it is too large, or either side ends.
-async fn record(mut body: Incoming, running: &Running, limit: Duration, sender: mpsc::Sender<Bytes>) {
+/// None of these waits for a browser that reads slowly.
+async fn record(
+    mut body: impl Body<Data = Bytes> + Unpin,
+    running: &Running,
+    limit: Duration,
+    sender: mpsc::Sender<Bytes>,
+) {
     let mut blocks = Blocks::default();
     let mut until = std::pin::pin!(tokio::time::sleep(limit));
     let mut total = 0u64;
@@ -704,8 +710,13 @@ async fn record(mut body: Incoming, running: &Running, limit: Duration, sender: 
         let Ok(ControlFlow::Continue(())) = blocks.feed(&piece, None, &mut whole) else { return };
         total += whole.len() as u64;
         *locked(&running.done) = (blocks.frames(), total);
-        if !whole.is_empty() && sender.send(whole.into()).await.is_err() {
-            return;
+        if whole.is_empty() {
+            continue;
+        }
+        tokio::select! {
+            () = running.stop.notified() => return,
+            () = &mut until => return,
+            sent = sender.send(whole.into()) => if sent.is_err() { return },
         }
     }
 }
@@ -766,6 +777,39 @@ mod tests {
         let start = Request::builder().method(method).uri(path);
         let all = headers.iter().fold(start, |request, (name, value)| request.header(*name, *value));
         all.body(Full::default()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_capture_ends_when_it_is_stopped_or_its_time_is_over_though_its_browser_does_not_read() {
+        // A frame block without content, over and over, for a browser that takes none.
+        let block: Bytes = [6u32, 12, 12].iter().flat_map(|word| word.to_le_bytes()).collect();
+        for limit in [Duration::from_millis(20), Duration::from_secs(3600)] {
+            let (sender, _pieces) = mpsc::channel(1);
+            let (feed, source) = mpsc::channel(8);
+            for _ in 0..4 {
+                feed.try_send(block.clone()).unwrap();
+            }
+            let running = Running {
+                of: "web".into(),
+                since: Instant::now(),
+                done: Mutex::default(),
+                stop: Notify::new(),
+                pieces: Mutex::default(),
+            };
+            let recorded = record(Channel(source), &running, limit, sender);
+            let stopped = async {
+                if limit < Duration::from_secs(1) {
+                    return;
+                }
+                // The first is in the channel, the second waits for room there.
+                while locked(&running.done).0 < 2 {
+                    tokio::task::yield_now().await;
+                }
+                running.stop.notify_one();
+            };
+            let both = async { tokio::join!(recorded, stopped) };
+            assert!(tokio::time::timeout(Duration::from_secs(20), both).await.is_ok(), "it waits for its browser");
+        }
     }
 
     #[test]
