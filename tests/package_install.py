@@ -115,6 +115,43 @@ def test_what_is_installed_runs_and_is_uninstalled():
         assert left == [], left
 
 
+@timeout(300)
+def test_make_install_needs_no_tool_of_debian_and_says_what_it_lacks():
+    """On a system that has nothing of dpkg and apt, nor help2man; and where no cargo is found, as in root's PATH below sudo."""
+    with scratch() as folder:
+        bare = folder / "bin"
+        bare.mkdir()
+        absent = re.compile("dpkg.*|apt.*|dh_?.*|lintian.*|help2man|sudo|cargo")
+        for place in ("/usr/bin", "/bin"):
+            for program in Path(place).iterdir():
+                if not absent.fullmatch(program.name) and not (bare / program.name).exists():
+                    (bare / program.name).symlink_to(program)
+        (bare / "python3").unlink(missing_ok=True)
+        (bare / "python3").symlink_to(sys.executable)
+        words = [word for name in ("built", "cells") if (value := os.environ.get(f"TOMBOLO_{name.upper()}"))
+                 for word in (f"--{name}", str(Path(value).absolute()))]
+
+        def run(program, to, **environment):
+            command = [bare / "bash", "x", program, *words, "--component", "agent", "--component", "cni"]
+            surroundings = {"PATH": str(bare), "HOME": str(folder), "DESTDIR": str(to), **environment}
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=surroundings)
+
+        refused = run("install", folder / "without", CARGO_HOME=str(folder))
+        assert refused.returncode == 1 and "no cargo in PATH" in refused.stderr and "Traceback" not in refused.stderr, refused
+        below = run("install", folder / "without", CARGO_HOME=str(folder), SUDO_UID="65534")
+        assert below.returncode == 1 and "~/.cargo/bin of the user who called sudo" in below.stderr, below
+        (bare / "cargo").symlink_to(shutil.which("cargo"))
+        home = {name: os.environ[name] for name in ("HOME", "CARGO_HOME", "RUSTUP_HOME") if name in os.environ}
+        done = run("install", folder / "to", **home)
+        assert done.returncode == 0 and "without help2man" in done.stderr, done
+        assert (folder / "to/usr/local/lib/cni/tombolo-cni").is_file() and (folder / "to/usr/local/share/doc/tombolo-cni/tombolo-cni.spdx.json").is_file()
+        (bare / "cargo").unlink()
+        gone = run("uninstall", folder / "to", CARGO_HOME=str(folder))
+        assert gone.returncode == 0, gone
+        left = [path for path in (folder / "to").rglob("*") if not path.is_dir()]
+        assert left == [], left
+
+
 @timeout(120)
 def test_destdir_stands_for_the_root():
     with scratch() as folder:

@@ -6,8 +6,11 @@
 import hashlib
 import json
 import os
+import pwd
 import re
+import shutil
 import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -36,11 +39,31 @@ def vendored(root):
     return [{**package, "manifest_path": str(XTERM / "README.md"), "source": "npm"} for package in VENDORED.get(root, [])]
 
 
+def cargo():
+    """Where cargo is, and as whom it runs: below sudo it is that of the user who called it, whose PATH and toolchain root lacks."""
+    uid = int(os.environ.get("SUDO_UID", 0)) if os.geteuid() == 0 else 0
+    if uid:
+        user = pwd.getpwuid(uid)
+        path = f"{user.pw_dir}/.cargo/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        if found := shutil.which("cargo", path=path):
+            environment = {**os.environ, "HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "PATH": path}
+            return found, {"user": uid, "group": user.pw_gid, "extra_groups": [], "env": environment}
+    if found := shutil.which("cargo"):
+        return found, {}
+    below = " nor in ~/.cargo/bin of the user who called sudo" if uid else ""
+    sys.exit(f"install: no cargo in PATH{below}: it tells which crates the programs are made of; without root, "
+             "`make install DESTDIR=FOLDER` installs into a folder that can be copied")
+
+
 @cache
 def metadata(folder):
-    command = ["cargo", "metadata", "--format-version", "1", "--locked", "--filter-platform", PLATFORM]
+    program, how = cargo()
+    command = [program, "metadata", "--format-version", "1", "--locked", "--filter-platform", PLATFORM]
     # The same in a checkout and in a build of a distribution, where there may be no network.
-    return json.loads(subprocess.run(command, cwd=ROOT / folder, check=True, stdout=subprocess.PIPE).stdout)
+    done = subprocess.run(command, cwd=ROOT / folder, stdout=subprocess.PIPE, **how)
+    if done.returncode:
+        sys.exit(f"install: `{' '.join(command)}` in {ROOT / folder} ended with {done.returncode}")
+    return json.loads(done.stdout)
 
 
 def crates(roots):
