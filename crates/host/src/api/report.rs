@@ -224,7 +224,7 @@ pub struct PortReport {
     pub offloads: Vec<String>,
     /// Source addresses that it may use; empty where any may.
     pub guard: Vec<String>,
-    /// Facts of its kind.
+    /// Facts of its kind, as texts for people. docs/api.md lists the keys.
     pub details: BTreeMap<String, String>,
     /// Fill of its rings, where its kind tells (ivshmem).
     #[serde(default)]
