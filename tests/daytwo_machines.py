@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 
-from lib import Fabric, Skip, scratch, timeout, until
+from lib import BUILD, Fabric, Skip, linux_cmdline, scratch, timeout, until
+from lib.fabric import Console
 from lib.guest import CellGuest
 
 PATIENCE_S = 120
@@ -100,3 +101,26 @@ def test_a_vm_has_a_disk_for_cloud_init():
             flags = next(line for line in open(f"/proc/{pid}/fdinfo/{opened[0]}") if line.startswith("flags"))
             assert int(flags.split()[1], 8) & 3 == 0, flags
             fabric.down()
+
+
+@timeout(300)
+def test_a_vm_reads_and_writes_each_of_its_disks():
+    """Each disk is the one that the file names, in the guest's order of it: read there, written there, read here."""
+    kernel, initrd = BUILD / "guest/vmlinuz", BUILD / "guest/initramfs.cpio"
+    if not (kernel.exists() and initrd.exists()):
+        raise Skip("build/guest is not there: run ./x guest")
+    for machine in ("microvm", "q35"):
+        with scratch() as home:
+            disks = [home / name for name in ("first.raw", "second.raw", "third.raw")]
+            for number, disk in enumerate(disks, 1):
+                disk.write_bytes(f"disk {number} of {machine}\n".encode().ljust(1 << 20, b"\0"))
+            text = f'name = "{{name}}"\n[network.lan]\n[vm.v]\nkernel = "{kernel}"\ninitrd = "{initrd}"\nmachine = "{machine}"\naccel = "tcg"\n'
+            text += f'memory = "256M"\ncmdline = "{linux_cmdline("v", "", "net=none")}"\ndisk = "{disks[0]}"\ndisks = ["{disks[1]}", "{disks[2]}"]\n'
+            with fabric_of(text) as fabric, Console("v", fabric.name, fabric.env) as console:
+                console.wait_control(PATIENCE_S)
+                for number, device in enumerate(("vda", "vdb", "vdc"), 1):
+                    assert f"disk {number} of {machine}" in console.run(f"head -n 1 /dev/{device}"), (machine, device)
+                console.run("echo written in the guest | dd of=/dev/vdb bs=512 seek=4 conv=fsync 2>/dev/null")
+                written = disks[1].read_bytes()[4 * 512:].split(b"\0")[0]
+                assert written == b"written in the guest\n", written
+                fabric.down()

@@ -30,8 +30,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-virtual")
-# What virtio-net needs on PCI and on MMIO. A name the kernel has built in is passed over.
-WANTED = ("virtio_pci", "virtio_mmio", "virtio_net", "virtio_rng")
+# What virtio-net and disks need on PCI and on MMIO. A name the kernel has built in is passed over.
+WANTED = ("virtio_pci", "virtio_mmio", "virtio_net", "virtio_rng", "virtio_blk")
 # What the agent needs more: a tap, and vfio for its interrupts. Loaded only where the guest runs it.
 AGENT_WANTED = ("tun", "vfio_pci", "vfio_iommu_type1")
 # Dynamic programs that come along with their libraries, when this machine has them.
