@@ -17,7 +17,9 @@
 //! Changes are sent with `CongestionControl::Drop`, so that a machine that takes nothing does not
 //! hold up the others.
 
+use std::io::Read;
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc as orders;
@@ -129,6 +131,25 @@ pub enum CarrierError {
         /// The system's words.
         source: std::io::Error,
     },
+    /// What a key file has in it.
+    #[error("{}: expected {expected} in PEM; `tombolo service keys` makes keys", path.display())]
+    Content {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What it should have.
+        expected: &'static str,
+    },
+    /// Who may use the private key.
+    #[error(
+        "{}: expected a private key that no other user can read and only its owner can write, found mode {mode:04o}; \
+         run chmod 600 on it", path.display()
+    )]
+    Open {
+        /// The file.
+        path: std::path::PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
     /// The thread ended before it was ready.
     #[error("the thread of the carrier ended: {0}")]
     Thread(String),
@@ -151,7 +172,40 @@ pub struct Carrier {
     thread: Option<JoinHandle<()>>,
 }
 
+/// The kind of a private key in PEM, the last words of all kinds of them.
+const PRIVATE: &str = "PRIVATE KEY";
+/// Permissions that a private key must not give: anything to other users, and writing to a group.
+const TOO_OPEN: u32 = 0o027;
+
+/// The path of a key file, which can be read and has a block of that kind in it. zenoh says less of one that has not.
+fn key_file(path: std::path::PathBuf, kind: &'static str) -> Result<String, CarrierError> {
+    let read = || -> std::io::Result<(u32, String)> {
+        let mut file = std::fs::File::open(&path)?;
+        let mode = file.metadata()?.permissions().mode() & 0o7777;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        Ok((mode, String::from_utf8_lossy(&text).into_owned()))
+    };
+    match read() {
+        Err(source) => Err(CarrierError::Key { path, source }),
+        Ok((mode, _)) if kind == PRIVATE && mode & TOO_OPEN != 0 => Err(CarrierError::Open { path, mode }),
+        Ok((_, text)) if !text.contains(&format!("{kind}-----")) => {
+            let expected = if kind == PRIVATE { "a private key" } else { "a certificate" };
+            Err(CarrierError::Content { path, expected })
+        }
+        Ok(_) => Ok(path.display().to_string()),
+    }
+}
+
 impl Carriage<'_> {
+    /// Whether the keys are there, and zenoh takes the settings. Connects to nothing.
+    ///
+    /// # Errors
+    /// [`CarrierError`].
+    pub fn check(&self) -> Result<(), CarrierError> {
+        self.config().map(drop)
+    }
+
     fn endpoint(&self, address: SocketAddr) -> String {
         format!("{}/{address}", if self.keys.is_some() { "tls" } else { "tcp" })
     }
@@ -174,16 +228,11 @@ impl Carriage<'_> {
         set("transport/link/rx/max_message_size", MAX_STATE_BYTES.into())?;
         set("transport/unicast/max_sessions", (self.peers.len() + 8).into())?;
         let Some(keys) = self.keys else { return Ok(config) };
-        let file = |name: String| {
-            let path = keys.join(name);
-            match std::fs::File::open(&path) {
-                Ok(_) => Ok(path.display().to_string()),
-                Err(source) => Err(CarrierError::Key { path, source }),
-            }
-        };
-        let (certificate, key) = (file(format!("{}.pem", self.machine))?, file(format!("{}.key", self.machine))?);
+        let pem = |name: &str, kind| key_file(keys.join(name), kind);
+        let certificate = pem(&format!("{}.pem", self.machine), "CERTIFICATE")?;
+        let key = pem(&format!("{}.key", self.machine), PRIVATE)?;
         let tls = serde_json::json!({
-            "root_ca_certificate": file("ca.pem".into())?,
+            "root_ca_certificate": pem("ca.pem", "CERTIFICATE")?,
             "listen_certificate": certificate, "listen_private_key": key,
             "connect_certificate": certificate, "connect_private_key": key,
             "enable_mtls": true,
@@ -391,6 +440,37 @@ mod tests {
         assert_eq!(of("b")["flows"], serde_json::json!(["ingress"]));
         assert!(of("ask")["messages"].as_array().unwrap().iter().all(|message| message != "put" && message != "reply"));
         assert_eq!(rules["default_permission"], "deny");
+    }
+
+    #[test]
+    fn a_private_key_that_others_can_read_is_refused_and_so_is_a_file_that_is_no_key() {
+        let folder = std::env::temp_dir().join(format!("tombolo-span-keys-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let write = |name: &str, mode, text: &str| {
+            let path = folder.join(name);
+            std::fs::write(&path, text).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        };
+        let peers = [Peer { name: "b".into(), address: ([192, 0, 2, 2], 7447).into() }];
+        let listen = ([192, 0, 2, 1], 7447).into();
+        let carriage = Carriage { site: "s", machine: "a", listen, peers: &peers, keys: Some(&folder) };
+        let said = || carriage.check().map_err(|error| error.to_string());
+        assert!(said().unwrap_err().contains("a.pem: No such file"), "{:?}", said());
+        write("ca.pem", 0o644, "-----BEGIN CERTIFICATE-----");
+        write("a.pem", 0o644, "-----BEGIN CERTIFICATE-----");
+        for (mode, is_fine) in
+            [(0o600, true), (0o640, true), (0o400, true), (0o644, false), (0o660, false), (0o604, false)]
+        {
+            write("a.key", mode, "-----BEGIN EC PRIVATE KEY-----");
+            assert_eq!(said().is_ok(), is_fine, "{mode:o}: {:?}", said());
+        }
+        assert!(said().unwrap_err().contains("found mode 0604; run chmod 600"), "{:?}", said());
+        write("a.key", 0o600, "-----BEGIN CERTIFICATE-----");
+        assert!(said().unwrap_err().contains("a.key: expected a private key in PEM"), "{:?}", said());
+        write("ca.pem", 0o644, "");
+        write("a.key", 0o600, "-----BEGIN PRIVATE KEY-----");
+        assert!(said().unwrap_err().contains("ca.pem: expected a certificate in PEM"), "{:?}", said());
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

@@ -17,6 +17,7 @@ use tombolo_span::{Action, Control, PeerState, Settings};
 use crate::carrier::{Carrier, Heard, Order, Peer};
 use crate::daemon::{Daemon, DaemonError, Port, Remote, RemoteMember, Tables};
 use crate::members::{Here, here};
+use crate::notify::Manager;
 use crate::say;
 use crate::teller::{Tell, Teller};
 
@@ -48,11 +49,21 @@ pub struct Run {
     absent: Option<Instant>,
     /// Networks of the last look.
     networks: BTreeSet<String>,
+    /// Whether the daemon was ever looked at.
+    is_known: bool,
+    manager: Manager,
 }
 
 impl Run {
     /// Before the first look. To be called in a local set, in which it has the daemon told.
-    pub fn new(site: &str, settings: Settings, daemon: Daemon, carrier: Carrier, peers: &[Peer]) -> Run {
+    pub fn new(
+        site: &str,
+        settings: Settings,
+        daemon: Daemon,
+        carrier: Carrier,
+        peers: &[Peer],
+        manager: Manager,
+    ) -> Run {
         // Higher at each start, unless the clock was set back, which the others notice too.
         let epoch = SystemTime::UNIX_EPOCH.elapsed().map_or(1, |time| time.as_micros() as u64);
         let machine = settings.machine.clone();
@@ -71,6 +82,8 @@ impl Run {
             conflicts: Vec::new(),
             absent: None,
             networks: BTreeSet::new(),
+            is_known: false,
+            manager,
         }
     }
 
@@ -112,6 +125,7 @@ impl Run {
                     let now = self.now();
                     self.control.tick(now);
                     self.look_at_absence();
+                    self.manager.works();
                 }
                 Some(look) = looks.recv() => self.looked(look),
                 _ = report.tick() => self.report(),
@@ -119,6 +133,7 @@ impl Run {
             self.act();
         };
         looking.abort();
+        self.manager.ends();
         how
     }
 
@@ -144,6 +159,7 @@ impl Run {
     fn looked(&mut self, look: Result<(Tables, Vec<Port>), DaemonError>) {
         match look {
             Ok((tables, ports)) => {
+                self.is_known = true;
                 if self.absent.take().is_some_and(|since| since.elapsed() > LOOK) {
                     say("the fabric answers again");
                 }
@@ -224,7 +240,21 @@ impl Run {
             ));
         }
         self.conflicts = conflicts;
+        let status = self.standing();
+        self.manager.stands(status);
         self.tell(Tell::Report(Box::new(self.document())));
+    }
+
+    /// One line for the service manager.
+    fn standing(&self) -> String {
+        let peers = self.control.peers(self.now());
+        let up = peers.iter().filter(|peer| peer.state == PeerState::Up).count();
+        let fabric = match (self.is_known, self.absent) {
+            (_, Some(_)) => "waiting for the fabric",
+            (true, None) => "the fabric answers",
+            (false, None) => "asking the fabric",
+        };
+        format!("{up} of {} other machines are heard; {fabric}; conflicts: {}", peers.len(), self.conflicts.len())
     }
 
     fn document(&self) -> serde_json::Value {

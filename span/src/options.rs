@@ -1,0 +1,322 @@
+//! What the program is told: its flags, the settings file, and what both mean together. A flag wins over the file.
+
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+
+use clap::Parser;
+use clap_complete::Shell;
+use tombolo_span::member::is_name;
+
+use crate::carrier::{Carriage, Peer};
+use crate::file::{self, File, FileError, Said};
+
+/// What a name is.
+pub const NAME: &str = "1 to 63 of a-z, 0-9 and -, not at the beginning or end";
+/// What another machine is.
+pub const PEER: &str = "MACHINE=ADDRESS:PORT such as node-2=192.0.2.2:7447";
+/// What `--lease` may be, in seconds.
+pub const LEASE_S: RangeInclusive<u64> = 5..=3600;
+/// What it is where it is left out.
+const DEFAULT_LEASE_S: u64 = 15;
+const DEFAULT_SITE: &str = "default";
+
+const AFTER: &str = "\
+Examples:
+  tombolo-span --config /etc/tombolo/home.span.toml
+  tombolo-span --config /etc/tombolo/home.span.toml --check
+  tombolo-span --fabric demo-1 --machine node-1 --listen 192.0.2.1:7447 \\
+      --peer node-2=192.0.2.2:7447 --peer node-3=192.0.2.3:7447 --keys keys
+  tombolo span status
+
+It runs until SIGINT or SIGTERM. `tombolo service keys --keys keys node-1 node-2 node-3` makes the keys.
+As a service: systemctl enable --now tombolo-span@home
+It ends with 0 when it was asked to, 1 when it failed, 2 when it was called wrongly or its settings are wrong.";
+
+/// Tells the fabrics of several machines which member is where.
+#[derive(Debug, Parser)]
+#[command(name = "tombolo-span", version, after_help = AFTER)]
+pub struct Args {
+    /// TOML file with the other settings: fabric, machine, listen, peer, keys, no_tls, site, lease; flags win over it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Only read and check the settings and the keys; start nothing
+    #[arg(long)]
+    pub check: bool,
+    /// Name of this machine's fabric
+    #[arg(long, value_name = "NAME", env = "TOMBOLO_FABRIC", hide_env_values = true, required_unless_present = "config", value_parser = name)]
+    fabric: Option<String>,
+    /// Name of this machine, as in its certificate
+    #[arg(long, value_name = "NAME", required_unless_present = "config", value_parser = name)]
+    machine: Option<String>,
+    /// Address and port at which the other machines reach this one
+    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "config")]
+    listen: Option<SocketAddr>,
+    /// Another machine, and where its tombolo-span listens; once for each, instead of those of the file
+    #[arg(long = "peer", value_name = "MACHINE=ADDRESS:PORT", required_unless_present = "config", value_parser = peer)]
+    peers: Vec<Peer>,
+    /// Folder with ca.pem, MACHINE.pem and MACHINE.key
+    #[arg(long, value_name = "FOLDER", required_unless_present_any = ["no_tls", "config"], conflicts_with = "no_tls")]
+    keys: Option<PathBuf>,
+    /// Encrypt nothing, and believe each machine's name: only where everyone is trusted
+    #[arg(long)]
+    no_tls: bool,
+    /// Name that all these machines have in common [default: default]
+    #[arg(long, value_name = "NAME", value_parser = name)]
+    site: Option<String>,
+    /// Seconds after which a machine that is not heard is forgotten [default: 15]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(5..=3600))]
+    lease: Option<u64>,
+    /// Print completions for a shell
+    #[arg(long, value_name = "SHELL", hide = true, exclusive = true)]
+    pub completions: Option<Shell>,
+}
+
+/// All settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// This machine's fabric.
+    pub fabric: String,
+    /// This machine.
+    pub machine: String,
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// The other machines.
+    pub peers: Vec<Peer>,
+    /// The folder of keys; `None`: nothing is encrypted.
+    pub keys: Option<PathBuf>,
+    /// What the machines have in common.
+    pub site: String,
+    /// Seconds after which a machine is forgotten.
+    pub lease: u64,
+}
+
+/// Why there are no settings.
+#[derive(Debug, thiserror::Error)]
+pub enum OptionsError {
+    /// The file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The settings together, one fault a line.
+    #[error("{}", listed(.0))]
+    Faulty(Vec<String>),
+}
+
+/// Faults, one a line, and what came of them.
+pub fn listed(faults: &[String]) -> String {
+    let s = if faults.len() == 1 { "" } else { "s" };
+    format!("{}\n{} fault{s} in the settings; nothing was started", faults.join("\n"), faults.len())
+}
+
+/// Reads a name.
+///
+/// # Errors
+/// The text is none.
+pub fn name(text: &str) -> Result<String, String> {
+    if is_name(text) { Ok(text.into()) } else { Err(format!("expected {NAME}, found \"{text}\"")) }
+}
+
+/// Reads another machine.
+///
+/// # Errors
+/// The text is none.
+pub fn peer(text: &str) -> Result<Peer, String> {
+    let wrong = || format!("expected {PEER}, found \"{text}\"");
+    let (machine, address) = text.split_once('=').ok_or_else(wrong)?;
+    Ok(Peer { name: name(machine)?, address: address.parse().map_err(|_| wrong())? })
+}
+
+/// The flag, or what the file says.
+fn either<T>(flag: Option<T>, name: &str, file: Option<Said<T>>) -> Option<Said<T>> {
+    flag.map(|value| Said { value, at: format!("--{name}") }).or(file)
+}
+
+impl Args {
+    /// The settings that flags and file give.
+    ///
+    /// # Errors
+    /// [`OptionsError`]: every fault of the file, or of what the settings mean together.
+    pub fn options(self) -> Result<Options, OptionsError> {
+        let file = self.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
+        let config = self.config.clone().unwrap_or_default();
+        self.merged(file, &config)
+    }
+
+    fn merged(self, file: File, path: &Path) -> Result<Options, OptionsError> {
+        let mut faults = Vec::new();
+        let mut missing = |key: &str, expected: &str| {
+            let path = path.display();
+            faults.push(format!("{path}: {key}: expected {expected}, found nothing; add {key} = …, or give --{key}"));
+        };
+        let fabric = either(self.fabric, "fabric", file.fabric);
+        let machine = either(self.machine, "machine", file.machine);
+        let listen = either(self.listen, "listen", file.listen);
+        // Flags replace the whole list.
+        let flags = self
+            .peers
+            .into_iter()
+            .map(|peer| Said { at: format!("--peer {}={}", peer.name, peer.address), value: peer });
+        let flags: Vec<_> = flags.collect();
+        let peers = if flags.is_empty() { file.peer.unwrap_or_default() } else { flags };
+        let (keys, no_tls) = match (self.keys, self.no_tls) {
+            (None, false) => (file.keys, file.no_tls.filter(|no_tls| no_tls.value)),
+            (keys, no_tls) => {
+                let no_tls = no_tls.then(|| Said { value: true, at: "--no-tls".into() });
+                (either(keys, "keys", None), no_tls)
+            }
+        };
+        if fabric.is_none() {
+            missing("fabric", "the name of this machine's fabric");
+        }
+        if machine.is_none() {
+            missing("machine", "the name of this machine, as in its certificate");
+        }
+        if listen.is_none() {
+            missing("listen", "the address and port at which the other machines reach this one");
+        }
+        if peers.is_empty() {
+            missing("peer", "the other machines");
+        }
+        match (&keys, &no_tls) {
+            (None, None) => missing("keys", "a folder of keys, or no_tls = true"),
+            (Some(keys), Some(_)) => faults
+                .push(format!("{}: expected no keys with no_tls = true, found some; leave one of them out", keys.at)),
+            _ => {}
+        }
+        if let Some(Said { value, at }) = &listen
+            && (value.ip().is_unspecified() || value.port() == 0)
+        {
+            faults
+                .push(format!("{at}: expected an address and a port that the other machines can reach, found {value}"));
+        }
+        for (number, Said { value, at }) in peers.iter().enumerate() {
+            let is_same = |other: &Said<Peer>| other.value.name == value.name || other.value.address == value.address;
+            let is_here = machine.as_ref().is_some_and(|machine| machine.value == value.name)
+                || listen.as_ref().is_some_and(|listen| listen.value == value.address);
+            if is_here || peers[..number].iter().any(is_same) {
+                let Peer { name, address } = value;
+                faults
+                    .push(format!("{at}: expected each other machine once, and not this one, found {name}={address}"));
+            }
+        }
+        let most = tombolo_span::control::MAX_MACHINES - 1;
+        if let Some(first) = peers.get(most) {
+            faults.push(format!("{}: expected at most {most} machines, found {}", first.at, peers.len()));
+        }
+        match (fabric, machine, listen) {
+            (Some(fabric), Some(machine), Some(listen)) if faults.is_empty() => Ok(Options {
+                fabric: fabric.value,
+                machine: machine.value,
+                listen: listen.value,
+                peers: peers.into_iter().map(|peer| peer.value).collect(),
+                keys: keys.map(|keys| keys.value),
+                site: self.site.or(file.site.map(|site| site.value)).unwrap_or_else(|| DEFAULT_SITE.into()),
+                lease: self.lease.or(file.lease.map(|lease| lease.value)).unwrap_or(DEFAULT_LEASE_S),
+            }),
+            _ => Err(OptionsError::Faulty(faults)),
+        }
+    }
+}
+
+impl Options {
+    /// How this machine connects to the others.
+    pub fn carriage(&self) -> Carriage<'_> {
+        Carriage {
+            site: &self.site,
+            machine: &self.machine,
+            listen: self.listen,
+            peers: &self.peers,
+            keys: self.keys.as_deref(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [&str; 7] = ["tombolo-span", "--fabric", "demo", "--machine", "a", "--listen", "192.0.2.1:7447"];
+
+    fn args(more: &[&str]) -> Result<Args, clap::Error> {
+        Args::try_parse_from(ALL.iter().chain(more))
+    }
+
+    fn with_file(text: &str, more: &[&str]) -> Result<Options, OptionsError> {
+        let folder =
+            std::env::temp_dir().join(format!("tombolo-span-{}-{:?}", std::process::id(), std::thread::current().id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("home.span.toml");
+        std::fs::write(&path, text).unwrap();
+        let line = ["tombolo-span", "--config", path.to_str().unwrap()];
+        let options = Args::try_parse_from(line.iter().chain(more)).unwrap().options();
+        std::fs::remove_dir_all(&folder).unwrap();
+        options
+    }
+
+    #[test]
+    fn what_cannot_work_is_said_before_anything_starts() {
+        let fine = args(&["--peer", "b=192.0.2.2:7447", "--no-tls"]).unwrap().options().unwrap();
+        assert_eq!((fine.site.as_str(), fine.lease), ("default", 15));
+        for (more, word) in [
+            (&["--no-tls"][..], "--peer"),
+            (&["--peer", "b=192.0.2.2:7447"], "--keys"),
+            (&["--peer", "b=nowhere", "--no-tls"], "node-2=192.0.2.2:7447"),
+            (&["--peer", "B=192.0.2.2:7447", "--no-tls"], "a-z"),
+            (&["--peer", "b=192.0.2.2:7447", "--no-tls", "--lease", "1"], "5..=3600"),
+        ] {
+            let text = args(more).unwrap_err().to_string();
+            assert!(text.contains(word), "{text}: no {word}");
+        }
+        for peers in [&["a=192.0.2.2:7447"][..], &["b=192.0.2.1:7447"], &["b=192.0.2.2:7447", "b=192.0.2.3:7447"]] {
+            let more: Vec<&str> = peers.iter().flat_map(|peer| ["--peer", peer]).chain(["--no-tls"]).collect();
+            let error = args(&more).unwrap().options().unwrap_err().to_string();
+            assert!(error.starts_with("--peer ") && error.contains("1 fault in the settings"), "{error}");
+        }
+    }
+
+    const FILE: &str = "fabric = \"home\"\nmachine = \"node-1\"\nlisten = \"192.0.2.1:7447\"\n\
+        peer = [\"node-2=192.0.2.2:7447\", \"node-3=192.0.2.3:7447\"]\nkeys = \"keys\"\nsite = \"lab\"\nlease = 20\n";
+
+    #[test]
+    fn a_flag_wins_over_the_file() {
+        let of_file = with_file(FILE, &[]).unwrap();
+        assert_eq!((of_file.fabric.as_str(), of_file.site.as_str(), of_file.lease), ("home", "lab", 20));
+        assert!(of_file.keys.as_ref().unwrap().ends_with("keys") && of_file.keys.unwrap().is_absolute());
+        let flags = ["--fabric", "f", "--machine", "m", "--listen", "192.0.2.9:1", "--peer", "p=192.0.2.8:1"];
+        let flags = flags.into_iter().chain(["--no-tls", "--site", "s", "--lease", "5"]).collect::<Vec<_>>();
+        let expected = Options {
+            fabric: "f".into(),
+            machine: "m".into(),
+            listen: "192.0.2.9:1".parse().unwrap(),
+            peers: vec![peer("p=192.0.2.8:1").unwrap()],
+            keys: None,
+            site: "s".into(),
+            lease: 5,
+        };
+        assert_eq!(with_file(FILE, &flags).unwrap(), expected);
+        assert_eq!(with_file("no_tls = true\n", &["--keys", "k"]).unwrap_err().to_string().matches("keys").count(), 0);
+    }
+
+    #[test]
+    fn what_the_file_leaves_out_or_contradicts_is_said_with_its_place() {
+        let error = with_file("", &[]).unwrap_err().to_string();
+        for key in ["fabric", "machine", "listen", "peer", "keys"] {
+            let hint = format!("found nothing; add {key} = …, or give --{key}");
+            assert!(error.contains(&format!("home.span.toml: {key}: expected ")) && error.contains(&hint), "{error}");
+        }
+        assert!(error.ends_with("5 faults in the settings; nothing was started"), "{error}");
+        let text = FILE.replace("node-3=192.0.2.3", "node-1=192.0.2.3").replace("192.0.2.1:7447", "0.0.0.0:7447")
+            + "no_tls = true\n";
+        let error = with_file(&text, &[]).unwrap_err().to_string();
+        for part in [
+            "home.span.toml:3:10: listen: expected an address and a port that the other machines can reach, found 0.0.0.0:7447",
+            "home.span.toml:4:34: peer: expected each other machine once, and not this one, found node-1=192.0.2.3:7447",
+            "home.span.toml:5:8: keys: expected no keys with no_tls = true",
+        ] {
+            assert!(error.contains(part), "{error}: no {part}");
+        }
+        // What a flag replaces is no fault of the file.
+        let fine = with_file(&text, &["--listen", "192.0.2.1:7447", "--peer", "node-2=192.0.2.2:7447", "--no-tls"]);
+        assert_eq!(fine.unwrap().keys, None);
+    }
+}
