@@ -158,9 +158,24 @@ def live(debs, main, say=print):
         assert len(attached) == 2 and any("bypass keep" in line for line in bare.processes()), (attached, bare.processes())
         step("a bypass is attached in two network namespaces")
 
+        # The control plane: enabled, as its unit would run it, with the settings of its package.
+        example = (ROOT / "packaging/home.span.toml").read_text()
+        bare.run("tombolo", "service", "keys", "--keys", "/etc/tombolo/keys", "node-1")
+        bare.write("/etc/tombolo/demo.span.toml", example.replace("demo-1", "demo").replace("192.0.2.1:", "127.0.0.1:"))
+        unit = bare.run("cat", "/usr/lib/systemd/system/tombolo-span@.service").stdout
+        [command] = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+        bare.run("sh", "-c", f"{command.replace('%i', 'demo')} </dev/null >/run/span.log 2>&1 & echo $! >/run/span.pid")
+        until("the report of tombolo-span", lambda: bare.run("tombolo", "span", "status", "--fabric", "demo", check=False).returncode == 0, PATIENCE_S)
+        bare.run("sh", "-c", "kill $(cat /run/span.pid); rm -r /run/span.pid /run/span.log /etc/tombolo/keys /etc/tombolo/demo.span.toml")
+        wants = "/etc/systemd/system/demo.target.wants"
+        bare.run("sh", "-c", f"mkdir -p {wants} && ln -s /usr/lib/systemd/system/tombolo-span@.service {wants}/tombolo-span@demo.service")
+        step("tombolo-span has run with the command of its unit")
+
         # While the fabric runs: the package takes it down.
         (bare.folder / "etc/tombolo/demo.toml").unlink()
         bare.dpkg("--purge", *(deb.name.split("_")[0] for deb in debs))
+        # Empty now, since what was enabled is the package's.
+        bare.run("rmdir", wants)
         after = bare.files()
         left = sorted(set(after) - set(before))
         changed = sorted(name for name, size in before.items() if after.get(name, "gone") != size)
@@ -186,7 +201,7 @@ def test_an_override_of_lintian_has_its_reason():
 
 
 def test_each_package_says_what_it_is_made_of():
-    for name in ("tombolo", "tombolo-agent", "tombolo-cni", "libtombolo0", "libtombolo-dev"):
+    for name in ("tombolo", "tombolo-agent", "tombolo-cni", "tombolo-span", "libtombolo0", "libtombolo-dev"):
         [deb] = package.OUT.glob(f"{name}_*.deb")
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["dpkg-deb", "-x", deb, folder], check=True)
@@ -194,16 +209,24 @@ def test_each_package_says_what_it_is_made_of():
             [listed] = doc.glob(f"{name}.spdx.json*")
             text = subprocess.run(["gzip", "-dcf", listed], check=True, stdout=subprocess.PIPE).stdout
             crates = {entry["name"] for entry in json.loads(text)["packages"]}
-            assert "rustix" in crates and (name != "tombolo" or {"clap", "smoltcp", "aya"} <= crates), crates
+            assert "rustix" in crates and ("zenoh" in crates) == (name == "tombolo-span") and (name != "tombolo" or {"clap", "smoltcp", "aya"} <= crates), crates
             assert "proptest" not in crates, "crates of tests are not in the package"
             licences = subprocess.run(["gzip", "-dcf", *doc.glob("third-party-licences.txt*")], check=True, stdout=subprocess.PIPE).stdout
             assert b"Permission is hereby granted, free of charge" in licences
+            if name == "tombolo-span":
+                example = (doc / "examples/home.span.toml").read_text()
+                assert example in (ROOT / "docs/span.md").read_text() and example == (ROOT / "packaging/home.span.toml").read_text()
+                # Licences that no other package has, with what they ask for.
+                for part in (b"https://crates.io/crates/option-ext/", b"Mozilla Public License Version 2.0", b"Community Data License Agreement"):
+                    assert part in licences, part
             assert (doc / "copyright").is_file()
 
 
 def test_versions_agree():
     found = subprocess.run(["dpkg-parsechangelog", "-SVersion"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     assert found == package.VERSION, f"debian/changelog has {found}, Cargo.toml {package.VERSION}"
+    [span] = re.findall(r'^version = "(.*)"$', (ROOT / "span/Cargo.toml").read_text(), re.M)
+    assert span == package.VERSION, f"span/Cargo.toml has {span}, Cargo.toml {package.VERSION}"
 
 
 @timeout(1200)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import package  # noqa: E402
 
 # Names of the same package.
-NAMES = {"tombolo": "tombolo", "tombolo-agent": "tombolo-agent", "tombolo-cni": "tombolo-cni", "libtombolo0": "tombolo-libs", "libtombolo-dev": "tombolo-devel",
+NAMES = {"tombolo": "tombolo", "tombolo-agent": "tombolo-agent", "tombolo-cni": "tombolo-cni", "tombolo-span": "tombolo-span", "libtombolo0": "tombolo-libs", "libtombolo-dev": "tombolo-devel",
          "python3-tombolo": "python3-tombolo", "tombolo-lab": "tombolo-lab"}
 
 
@@ -90,4 +90,6 @@ def test_the_image_runs():
         subprocess.run(["umoci", "unpack", "--image", image, bundle], check=True)
         said = output("unshare", "--mount", "--net", "--pid", "--fork", "chroot", bundle / "rootfs", "/usr/bin/tombolo", "version")
         assert said.split()[1] == package.VERSION, said
+        said = output("unshare", "--mount", "--net", "--pid", "--fork", "chroot", bundle / "rootfs", "/usr/bin/tombolo-span", "--version")
+        assert said.split() == ["tombolo-span", package.VERSION], said
         assert (bundle / "rootfs/usr/bin/qemu-system-x86_64").exists() and (bundle / "rootfs/usr/lib/tombolo/apps/httpd").is_file()

@@ -48,6 +48,8 @@ STAGES = {
     "bindings": 30,
     "lab-unit": 20,
     "cells": 30,
+    # Packages have it too.
+    "span-program": 30,
     "package-test": 30,
     "cell-unit": 20,
     "cell-boot": 30,

@@ -5,7 +5,7 @@ usage: tools/install.py [--uninstall] [--component NAME]... [options]
 
     DESTDIR/PREFIX/bin/tombolo, lib/tombolo/apps/..., share/man/man1/..., ...
 
-It builds nothing: programs come from --built, images of cells from --cells. Files are the same for the same input: modes are
+It builds nothing: programs come from --built and --span, images of cells from --cells. Files are the same for the same input: modes are
 set, and texts that programs print about themselves (manual pages, completions) hold no date of today.
 """
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import sbom  # noqa: E402
 
-COMPONENTS = ("tombolo", "agent", "cni", "lib", "dev", "python", "lab")
+COMPONENTS = ("tombolo", "agent", "cni", "lib", "dev", "python", "lab", "span")
 APPS = ("calc", "control", "echo", "httpd", "iperf", "mesh", "ping")
 SONAME = "libtombolo.so.0"
 VERSION = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(), re.M)[1]
@@ -33,6 +33,7 @@ PARTS = {
     "tombolo": [(".", "tombolo-cli"), ("cells", "tombolo-cells")],
     "tombolo-agent": [(".", "tombolo-agent")],
     "tombolo-cni": [(".", "tombolo-cni")],
+    "tombolo-span": [("span", "tombolo-span-zenoh")],
     "libtombolo0": [(".", "tombolo-ffi")],
     "libtombolo-dev": [(".", "tombolo-ffi")],
 }
@@ -82,7 +83,7 @@ class Install:
 
     def put(self, to, content, mode):
         if isinstance(content, Path) and not content.is_file():
-            sys.exit(f"install: {content} is not there: build it first (./x build && ./x cells), or name its folder (--built, --cells)")
+            sys.exit(f"install: {content} is not there: build it first (./x build && ./x cells && ./x span-program), or name where it is (--built, --cells, --span)")
         to.parent.mkdir(parents=True, exist_ok=True)
         # A program that runs keeps its file.
         to.unlink(missing_ok=True)
@@ -94,7 +95,7 @@ class Install:
         else:
             to.write_bytes(content if isinstance(content, bytes) else content.encode())
         to.chmod(mode)
-        if self.options.strip and isinstance(content, Path) and content.parent == self.options.built:
+        if self.options.strip and isinstance(content, Path) and (content.parent == self.options.built or content == self.options.span):
             subprocess.run(["strip", "--strip-debug" if to.suffix == ".a" else "--strip-unneeded", to], check=True)
 
     def printed(self, program, *words):
@@ -142,6 +143,20 @@ class Install:
         else:
             print("install: without help2man there is no manual page of tombolo-agent; the rest is installed", file=sys.stderr)
         self.notices("tombolo-agent")
+
+    def span(self):
+        program = self.options.span
+        self.add("bin/tombolo-span", program, 0o755)
+        for manager, source in (("system", "tombolo-span@.service"), ("user", "user-tombolo-span@.service")):
+            self.add(f"lib/systemd/{manager}/tombolo-span@.service", self.unit(ROOT / "packaging/systemd" / source))
+        command = ["help2man", "--no-info", "--section=8", "--include", ROOT / "packaging/tombolo-span.h2m",
+                   "--name", "tells the fabrics of several machines which member is where"]
+        page = subprocess.run([*command, program], check=True, stdout=subprocess.PIPE).stdout
+        self.add("share/man/man8/tombolo-span.8.gz", gzip.compress(page, mtime=0))
+        for shell, place in COMPLETIONS.items():
+            self.add(place.replace("tombolo", "tombolo-span"), self.printed(program, "--completions", shell))
+        self.add("share/doc/tombolo-span/examples/home.span.toml", ROOT / "packaging/home.span.toml")
+        self.notices("tombolo-span")
 
     def cni(self):
         self.add("lib/cni/tombolo-cni", self.options.built / "tombolo-cni", 0o755)
@@ -206,6 +221,7 @@ def main():
     parser.add_argument("--strip", action="store_true", help="leave out what only debuggers need")
     parser.add_argument("--built", type=Path, default=target / "release", help="folder of the programs")
     parser.add_argument("--cells", type=Path, default=ROOT / "cells/target/x86_64-unknown-linux-gnu/release", help="folder of the cells' images")
+    parser.add_argument("--span", type=lambda text: Path(text).absolute(), default=ROOT / "span/target/release/tombolo-span", help="the program tombolo-span")
     options = parser.parse_args()
     (Uninstall if options.uninstall else Install)(options).run()
 

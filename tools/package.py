@@ -6,7 +6,7 @@ usage: tools/package.py [deb] [rpm] [oci] [all]      (default: deb)
        tools/package.py root                          makes the bare Debian system of the tests and the image (cached)
 
 Programs are built once by tools/release.sh from a copy of the tracked files, and kept for the next time. TOMBOLO_BUILT and
-TOMBOLO_CELLS may name folders of programs and cell images that are built already.
+TOMBOLO_CELLS may name folders of programs and cell images that are built already; TOMBOLO_SPAN is the program tombolo-span then.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ from debian import mirror  # noqa: E402
 from install import VERSION  # noqa: E402
 
 TAG = f"tombolo:{VERSION}"
+# What packages are made of, by the variable that names it, and where tools/release.sh puts it.
+BUILT = {"TOMBOLO_BUILT": "target/release", "TOMBOLO_CELLS": "cells/x86_64-unknown-linux-gnu/release", "TOMBOLO_SPAN": "span/release/tombolo-span"}
 # What the bare system has besides the essential packages: what tombolo and its tests need and dpkg would refuse to miss.
 BARE = ("iproute2", "nftables", "passt", "python3", "qemu-system-x86")
 SUITE = "bookworm"
@@ -58,12 +60,11 @@ def copy_sources(folder):
 def built():
     """The environment that names the programs and the cells, which are built first unless it is given."""
     if os.environ.get("TOMBOLO_BUILT"):
-        return {name: os.path.abspath(os.environ[name]) for name in ("TOMBOLO_BUILT", "TOMBOLO_CELLS")}
+        return {name: os.path.abspath(os.environ[name]) for name in BUILT}
     source = OUT / "src"
     copy_sources(source)
-    run("sh", source / "tools/release.sh", source / "debian/build/target", source / "debian/build/cells")
-    folders = {"TOMBOLO_BUILT": "target/release", "TOMBOLO_CELLS": "cells/x86_64-unknown-linux-gnu/release"}
-    return {name: str(source / "debian/build" / folder) for name, folder in folders.items()}
+    run("sh", source / "tools/release.sh", *(source / "debian/build" / folder for folder in ("target", "cells", "span")))
+    return {name: str(source / "debian/build" / place) for name, place in BUILT.items()}
 
 
 def buildpackage(source, environment):
@@ -94,9 +95,9 @@ def debs():
     return sorted(path for path in OUT.glob("*.deb") if "-dbgsym_" not in path.name)
 
 
-def main_deb():
-    """The package of the program."""
-    [path] = OUT.glob("tombolo_*.deb")
+def main_deb(name="tombolo"):
+    """The package of the program, or of another one."""
+    [path] = OUT.glob(f"{name}_*.deb")
     return path
 
 
@@ -118,7 +119,7 @@ def rpm():
         stage = Path(folder) / "stage"
         run(sys.executable, ROOT / "tools/install.py", "--strip", "--destdir", stage, "--prefix", "/usr", "--libdir", "lib64",
             "--pythondir", "lib/python3/site-packages", "--built", environment["TOMBOLO_BUILT"], "--cells", environment["TOMBOLO_CELLS"],
-            env=os.environ | {"SOURCE_DATE_EPOCH": epoch()})
+            "--span", environment["TOMBOLO_SPAN"], env=os.environ | {"SOURCE_DATE_EPOCH": epoch()})
         defines = {"_topdir": f"{folder}/top", "_dbpath": f"{folder}/db", "version": VERSION, "stage": stage}
         words = [word for name, value in defines.items() for word in ("--define", f"{name} {value}")]
         log = OUT / "rpmbuild.log"
@@ -164,18 +165,19 @@ def bare_root():
 
 
 def oci():
-    """An image of the bare system with the program, in OCI's layout, as a tar; gives its path."""
-    if not list(OUT.glob("tombolo_*.deb")):
+    """An image of the bare system with the program and tombolo-span, in OCI's layout, as a tar; gives its path."""
+    if not list(OUT.glob("tombolo_*.deb")) or not list(OUT.glob("tombolo-span_*.deb")):
         deb()
     made = epoch()
     with tempfile.TemporaryDirectory(dir=OUT, prefix="oci.") as folder:
         layout, layer = Path(folder) / "layout", Path(folder) / "layer"
         layer.mkdir()
-        run("dpkg-deb", "-x", main_deb(), layer)
-        # What dpkg would note of it, for `dpkg -l` and for scanners: a file of its own, as in images without dpkg.
-        notes = layer / "var/lib/dpkg/status.d/tombolo"
-        notes.parent.mkdir(parents=True)
-        notes.write_text(subprocess.run(["dpkg-deb", "-f", main_deb()], check=True, stdout=subprocess.PIPE, text=True).stdout)
+        # What dpkg would note of them, for `dpkg -l` and for scanners: files of their own, as in images without dpkg.
+        notes = layer / "var/lib/dpkg/status.d"
+        notes.mkdir(parents=True)
+        for name in ("tombolo", "tombolo-span"):
+            run("dpkg-deb", "-x", main_deb(name), layer)
+            (notes / name).write_text(subprocess.run(["dpkg-deb", "-f", main_deb(name)], check=True, stdout=subprocess.PIPE, text=True).stdout)
         tar = Path(folder) / "layer.tar"
         run("tar", "-C", layer, "--sort=name", f"--mtime=@{made}", "--owner=0", "--group=0", "--numeric-owner", "-cf", tar, ".")
         image, when = f"{layout}:{VERSION}", subprocess.run(["date", "-ud", f"@{made}", "+%FT%TZ"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
@@ -199,7 +201,7 @@ def reproducible():
         for name in ("a", "another-folder"):
             source = Path(folder) / name / "tombolo"
             copy_sources(source)
-            buildpackage(source, {"TOMBOLO_BUILT": "", "TOMBOLO_CELLS": ""})
+            buildpackage(source, dict.fromkeys(BUILT, ""))
             shutil.rmtree(source)
             sums.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(source.parent.glob("*.deb"))})
         different = [name for name in sums[0] if sums[1].get(name) != sums[0][name]]

@@ -2,7 +2,7 @@
 # Builds the programs, the library and the cells that packages hold, with nothing of this machine's folders in them: two builds of
 # the same sources in two folders are the same, byte for byte.
 #
-# usage: tools/release.sh TARGET CELLS    (two folders of cargo; results are in TARGET/release and CELLS/.../release)
+# usage: tools/release.sh TARGET CELLS SPAN    (three folders of cargo; results are in TARGET/release, CELLS/.../release and SPAN/release)
 #
 # Takes crates from cargo's cache or from vendored sources, and the network only where both lack one.
 set -eu
@@ -20,6 +20,8 @@ target=$(rustc -vV | sed -n 's/^host: //p')
 # An absolute folder, since the cells are built in a folder of theirs.
 programs=$(realpath -m "$1")
 cells=$(realpath -m "$2")
+span=$(realpath -m "$3")
 cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$programs" -p tombolo-cli -p tombolo-agent -p tombolo-cni -p tombolo-ffi
+(cd span && cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$span")
 cd cells
 cargo build --release --locked --config "target.$target.rustflags=[$flags]" --target-dir "$cells"

@@ -24,6 +24,12 @@ come with them, each once, with the crates that have it.
 """
 
 
+# What licences ask for beside their text.
+NOTES = {
+    "MPL-2.0": "used unchanged; the source of its files is in the crate at https://crates.io/crates/{name}/{version}",
+    "CDLA-Permissive-2.0": "data, used unchanged: root certificates that Mozilla trusts",
+}
+
 # What is in the program and no crate: scripts of its page (crates/host/src/web/assets/xterm/README.md).
 VENDORED = {
     "tombolo-cli": [
@@ -107,6 +113,8 @@ def licences(packages):
         name = f"{package['name']} {package['version']}"
         authors = ", ".join(re.sub(r"\s*<.*?>", "", author) for author in package["authors"])
         lines.append(f"{name}: {licence(package)}" + (f"; by {authors}" if authors else ""))
+        if note := NOTES.get(licence(package)):
+            lines.append("  " + note.format(**package))
         for path in licence_files(package):
             text = "\n".join(line.rstrip() for line in path.read_text(errors="replace").strip().splitlines())
             texts.setdefault(text, []).append(f"{name} ({path.name})")
