@@ -32,7 +32,7 @@ kind = "stream"
 VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$network": ".*", "$port": ".*"}
 # Panels that have values as soon as a fabric with one cell runs.
 SHOWS_AT_ONCE = {"Fabrics", "Warnings", "Machines down", "Ports down", "Bits from members", "Frames to members", "Busy", "Running", "Uptime",
-                 "Leases and addresses", "Turns"}
+                 "Leases and addresses", "Turns", "Other machines by state", "Reports of tombolo-span"}
 
 
 def promtool(*words):
@@ -133,11 +133,18 @@ def api(port, path, **fields):
 def test_prometheus_reads_a_fabric_and_evaluates_every_rule_and_every_panel():
     name = f"me{os.getpid()}"
     with scratch() as folder, Fabric(folder, FABRIC.format(name=name)) as fabric:
+        report = {"machine": "node-1", "pid": 1, "uptime_s": 1, "site": "default", "networks": [{"name": "lan", "local": 1, "remote": 0}],
+                  "machines": [{"name": "node-2", "state": "up", "heard_s": 0, "members": 0}], "counters": {"messages_refused": 2}}
+        assert fabric.ask("PUT", "/v1/span", report)[0] == 204
+        # A list that does not fit is counted.
+        assert fabric.ask("PUT", "/v1/networks/lan/remotes/node-2", {"address": "192.0.2.2", "members": []})[0] in (400, 409, 422)
         port = free_port()
         server = Process([PROGRAM, "metrics", "--fabric", name, "--listen", f"127.0.0.1:{port}"], name="metrics", env=fabric.env, cwd=folder)
         server.wait_line(lambda line: "metrics of" in line)
         page = get(port, "/metrics")
         printed = fabric.cli("metrics").stdout
+        for line in ('tombolo_span_refused_total{what="list"} 1', 'tombolo_span_refused_total{what="message"} 2', 'tombolo_span_machines{state="up"} 1'):
+            assert line in page.splitlines(), f"{line}: {page}"
         families = set(re.findall(r"^# TYPE (\S+)", page, re.M))
         assert families == set(re.findall(r"^# TYPE (\S+)", printed, re.M)) and len(families) > 60, sorted(families)
         # Each name that the rules and the dashboard use is one that the daemon gives.

@@ -131,6 +131,7 @@ def test_three_machines_know_each_others_members_by_proven_names():
         until("the report", lambda: one.states() == {"node-2": "up", "node-3": "up"}, PATIENCE_S)
         report = one.report()
         assert report["machine"] == "node-1" and report["conflicts"] == [], report
+        assert report["counters"]["messages_sent"] > 0 and report["counters"]["messages_refused"] == 0, report
         assert all(machine["rtt_us"] > 0 and machine["addresses"] for machine in report["machines"]), report
         shown = one.fabric.cli("span", "status").stdout
         assert "node-2" in shown and "up" in shown, shown

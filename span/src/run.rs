@@ -282,6 +282,7 @@ impl Run {
         let networks = self.control.networks().into_iter();
         let networks =
             networks.map(|(name, local, remote)| serde_json::json!({ "name": name, "local": local, "remote": remote }));
+        let refused: u64 = self.control.peers(now).iter().map(|peer| peer.refused).sum();
         let conflicts = self.conflicts.iter().map(|Conflict { network, what, machines, winner }| {
             serde_json::json!({ "network": network, "what": what, "machines": machines, "winner": winner })
         });
@@ -293,7 +294,7 @@ impl Run {
             "machines": machines.collect::<Vec<_>>(),
             "networks": networks.collect::<Vec<_>>(),
             "conflicts": conflicts.collect::<Vec<_>>(),
-            "counters": { "messages_sent": self.control.sent() },
+            "counters": { "messages_sent": self.control.sent(), "messages_refused": refused },
         })
     }
 }

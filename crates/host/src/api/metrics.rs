@@ -107,6 +107,12 @@ fn span(p: &mut Page, summary: &SpanSummary) {
     }
     p.family("tombolo_span_conflicts", "gauge", "Addresses and names that more than one machine has, as reported.");
     p.sample("tombolo_span_conflicts", &[], summary.conflicts);
+    let name = "tombolo_span_refused_total";
+    let help = "What was refused: lists of tombolo-span by this daemon, messages of other machines by tombolo-span.";
+    p.family(name, "counter", help);
+    for (what, count) in [("list", summary.lists_refused), ("message", summary.messages_refused)] {
+        p.sample(name, &[("what", what)], count);
+    }
     if let Some(age) = summary.age_s {
         let name = "tombolo_span_report_age_seconds";
         p.family(name, "gauge", "Seconds since the last report of tombolo-span.");

@@ -474,6 +474,12 @@ pub struct SpanSummary {
     pub members: BTreeMap<String, u64>,
     /// Conflicts in the report.
     pub conflicts: u64,
+    /// Lists of the control plane that this daemon has refused since its start.
+    #[serde(default)]
+    pub lists_refused: u64,
+    /// Messages of other machines that the control plane has refused, by its report.
+    #[serde(default)]
+    pub messages_refused: u64,
 }
 
 /// What one machine has in a network: the body of `PUT /v1/networks/NAME/remotes/MACHINE`.

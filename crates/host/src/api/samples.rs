@@ -162,6 +162,8 @@ pub(crate) fn status() -> Status {
             machines: BTreeMap::from([("up".into(), next()), ("stale".into(), next())]),
             members: BTreeMap::from([("lan".into(), next())]),
             conflicts: next(),
+            lists_refused: next(),
+            messages_refused: next(),
         }),
         warnings: vec!["the uplink of lan does not work".into()],
         takeover: vec!["web: kept, process 4711 runs on".into()],

@@ -113,6 +113,8 @@ struct Remotes {
 pub(crate) struct Span {
     networks: BTreeMap<String, Remotes>,
     report: Option<(Instant, SpanReport)>,
+    /// Lists that were refused.
+    refused: u64,
     order: u64,
     /// Something of this machine may have changed.
     pub(crate) news: Arc<Notify>,
@@ -123,7 +125,7 @@ pub(crate) struct Span {
 impl Default for Span {
     fn default() -> Self {
         let (networks, news, ration) = (BTreeMap::new(), Arc::default(), Ration::port());
-        Span { networks, report: None, order: 0, news, is_watched: false, ration }
+        Span { networks, report: None, refused: 0, order: 0, news, is_watched: false, ration }
     }
 }
 
@@ -342,6 +344,15 @@ impl Running {
         machine: &str,
         request: &RemotesRequest,
     ) -> Result<RemoteConflicts, FabricError> {
+        self.replace_remotes(network, machine, request).inspect_err(|_| self.span.refused += 1)
+    }
+
+    fn replace_remotes(
+        &mut self,
+        network: &str,
+        machine: &str,
+        request: &RemotesRequest,
+    ) -> Result<RemoteConflicts, FabricError> {
         let spec = self.spec.network(network).ok_or_else(|| self.unknown("network", network))?;
         if !is_machine_name(machine) {
             let expected = format!("a name of 1 to {MAX_MACHINE_BYTES} letters, digits, dots, hyphens and underscores");
@@ -418,6 +429,10 @@ impl Running {
     /// # Errors
     /// No such network, or what is no address.
     pub(crate) fn put_lost(&mut self, network: &str, request: &LostRequest) -> Result<LostAnswer, FabricError> {
+        self.replace_lost(network, request).inspect_err(|_| self.span.refused += 1)
+    }
+
+    fn replace_lost(&mut self, network: &str, request: &LostRequest) -> Result<LostAnswer, FabricError> {
         let spec = self.spec.network(network).ok_or_else(|| self.unknown("network", network))?;
         if request.ips.len() > MAX_LOST {
             return Err(invalid("ips", &format!("at most {MAX_LOST}"), request.ips.len()));
@@ -468,7 +483,7 @@ impl Running {
     /// The same in numbers, for `status`; `None` where nothing was ever said.
     pub(crate) fn span_summary(&self) -> Option<SpanSummary> {
         let remote: BTreeMap<_, _> = self.span.networks.iter().filter(|(_, all)| !all.machines.is_empty()).collect();
-        if self.span.report.is_none() && remote.is_empty() {
+        if self.span.report.is_none() && remote.is_empty() && self.span.refused == 0 {
             return None;
         }
         let mut machines = BTreeMap::new();
@@ -481,6 +496,8 @@ impl Running {
             machines,
             members: remote.into_iter().map(|(name, all)| (name.clone(), all.count() as u64)).collect(),
             conflicts: report.map_or(0, |(_, report)| report.conflicts.len() as u64),
+            lists_refused: self.span.refused,
+            messages_refused: report.and_then(|(_, report)| report.counters.get("messages_refused")).map_or(0, |n| *n),
         })
     }
 
