@@ -160,6 +160,8 @@ def live(debs, main, say=print):
 
         # The control plane: enabled, as its unit would run it, with the settings of its package.
         example = (ROOT / "packaging/home.span.toml").read_text()
+        said = bare.run("tombolo", "span", "status", "--fabric", "demo", check=False).stderr
+        assert "`systemctl enable --now tombolo-span@demo` starts it with /etc/tombolo/demo.span.toml" in said, said
         bare.run("tombolo", "service", "keys", "--keys", "/etc/tombolo/keys", "node-1")
         bare.write("/etc/tombolo/demo.span.toml", example.replace("demo-1", "demo").replace("192.0.2.1:", "127.0.0.1:"))
         unit = bare.run("cat", "/usr/lib/systemd/system/tombolo-span@.service").stdout

@@ -226,7 +226,7 @@ def test_leases_avoid_far_members_and_a_lost_one_ends_at_once():
 def test_the_control_planes_report_is_shown_and_counted():
     with machines() as (fabric, api, _a, _b, _client):
         done = fabric.cli("span", "status", check=False)
-        assert done.returncode == 1 and done.stderr == "tombolo: tombolo-span does not run for this fabric: see docs/span.md\n", done
+        assert done.returncode == 1 and "tombolo: tombolo-span does not run for this fabric: " in done.stderr and "tombolo-span@NAME" in done.stderr, done
         machine = {"name": "node-2", "state": "up", "rtt_us": 210, "heard_s": 0.4, "members": 12, "networks": ["lan"], "addresses": [THEIRS]}
         report = {"machine": "node-1", "pid": 123, "uptime_s": 5.5, "site": "demo", "machines": [machine, dict(machine, name="node-3", state="stale")],
                   "networks": [{"name": "lan", "local": 3, "remote": 12}], "counters": {"messages_sent": 17},

@@ -1,8 +1,11 @@
 //! `tombolo span`: the other machines of a fabric's networks.
 
+use std::path::Path;
+
 use clap::{Args, Subcommand};
-use tombolo_host::api::client::ClientError;
+use tombolo_host::api::client::{Client, ClientError};
 use tombolo_host::api::report::{Span as Answer, SpanState};
+use tombolo_host::qemu::probe::which;
 
 use crate::exit::{Exit, Failure};
 use crate::out::{self, Table, Tone, counted, span, toned};
@@ -27,19 +30,46 @@ pub(crate) struct StatusArgs {
 impl Span {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let Span::Status(StatusArgs { json }) = self;
-        let answer = match select.client()?.span() {
-            // The hint says all of it.
-            Err(ClientError::Refused { status: 404, fault }) => {
-                return Err(Failure::failed(fault.hint.unwrap_or(fault.error)));
+        let client = select.client()?;
+        let answer = match client.span() {
+            Err(ClientError::Refused { status: 404, .. }) => {
+                return Err(Failure::failed(format!("tombolo-span does not run for this fabric: {}", todo(&client))));
             }
             answer => answer?,
         };
         if *json {
             out::json(&answer)?;
         } else {
-            out::print(&render(&answer, out::colour()))?;
+            let todo = if answer.age_s > OLD_S { todo(&client) } else { String::new() };
+            out::print(&render(&answer, &todo, out::colour()))?;
         }
         Ok(Exit::Done)
+    }
+}
+
+/// What to do where it does not run.
+fn todo(client: &Client) -> String {
+    let file = client.status().map(|status| status.file).unwrap_or_default();
+    advice(which("tombolo-span").is_some(), rustix::process::geteuid().is_root(), Path::new(&file))
+}
+
+/// The same, by whether the program is there, whose fabric it is, and the fabric's file.
+fn advice(is_there: bool, is_root: bool, file: &Path) -> String {
+    // Units have the name of the fabric's file, where that is in the folder that they look in.
+    let is_units = file.parent().and_then(Path::file_name).is_some_and(|folder| folder == "tombolo");
+    let stem = file.file_stem().and_then(|stem| stem.to_str()).filter(|_| is_units);
+    let (systemctl, folder) = if is_root { ("systemctl", "/etc") } else { ("systemctl --user", "~/.config") };
+    let unit = format!("tombolo-span@{}", stem.unwrap_or("NAME"));
+    let settings = format!("{folder}/tombolo/{}.span.toml", stem.unwrap_or("NAME"));
+    if is_there {
+        format!(
+            "`{systemctl} status {unit}` says why, `{systemctl} enable --now {unit}` starts it with {settings} (docs/span.md)"
+        )
+    } else {
+        format!(
+            "it is not installed: install the package tombolo-span (Debian: apt install tombolo-span), write {settings}, \
+             and run `{systemctl} enable --now {unit}` (docs/span.md)"
+        )
     }
 }
 
@@ -47,8 +77,8 @@ fn dash(words: &[String]) -> String {
     if words.is_empty() { "-".into() } else { words.join(" ") }
 }
 
-/// The report for people.
-fn render(answer: &Answer, colour: bool) -> String {
+/// The report for people; `todo` is for a program that may have ended.
+fn render(answer: &Answer, todo: &str, colour: bool) -> String {
     let report = &answer.report;
     let mut out = format!(
         "{}  of site {}, tombolo-span up {}, process {}\n",
@@ -58,7 +88,7 @@ fn render(answer: &Answer, colour: bool) -> String {
         report.pid
     );
     if answer.age_s > OLD_S {
-        let old = format!("! last report {} ago: tombolo-span may have ended", span(answer.age_s));
+        let old = format!("! last report {} ago: tombolo-span may have ended: {todo}", span(answer.age_s));
         out.push_str(&format!("{}\n", toned(&old, Tone::Bad, colour)));
     }
     let conflicts = report.conflicts.len();
@@ -146,7 +176,7 @@ mod tests {
 
     #[test]
     fn machines_networks_and_conflicts_are_tables() {
-        let text = render(&answer(), false);
+        let text = render(&answer(), "", false);
         let words = |start: &str| {
             let line = text.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{start}: {text}"));
             line.split_whitespace().map(String::from).collect::<Vec<_>>()
@@ -160,10 +190,25 @@ mod tests {
     }
 
     #[test]
+    fn what_to_do_names_the_package_the_unit_and_its_settings() {
+        let text = advice(false, true, Path::new("/etc/tombolo/home.toml"));
+        for part in
+            ["apt install tombolo-span", "/etc/tombolo/home.span.toml", "`systemctl enable --now tombolo-span@home`"]
+        {
+            assert!(text.contains(part), "{text}: no {part}");
+        }
+        let text = advice(true, false, Path::new("/srv/me/.config/tombolo/home.toml"));
+        assert!(text.starts_with("`systemctl --user status tombolo-span@home` says why"), "{text}");
+        assert!(text.contains("~/.config/tombolo/home.span.toml") && !text.contains("apt"), "{text}");
+        // A file elsewhere is no unit's.
+        assert!(advice(true, true, Path::new("/srv/lab/demo.toml")).contains("tombolo-span@NAME"));
+    }
+
+    #[test]
     fn an_old_report_says_so_and_empty_tables_are_left_out() {
         let report = SpanReport { machines: vec![], networks: vec![], conflicts: vec![], ..answer().report };
-        let text = render(&Answer { age_s: 12.0, report, ..answer() }, false);
-        assert_eq!(text.lines().nth(1), Some("! last report 12 s ago: tombolo-span may have ended"));
+        let text = render(&Answer { age_s: 12.0, report, ..answer() }, "look", false);
+        assert_eq!(text.lines().nth(1), Some("! last report 12 s ago: tombolo-span may have ended: look"));
         assert_eq!(text.lines().count(), 2, "{text}");
     }
 }

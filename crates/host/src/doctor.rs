@@ -387,6 +387,35 @@ fn resolv() -> Finding {
     finding("name servers", "names of elsewhere", result)
 }
 
+/// The name of the program that tells other machines of members.
+const SPAN: &str = "tombolo-span";
+
+fn span() -> Finding {
+    let version = which(SPAN).map(|path| first_line(&path, &["--version"]).map(|text| (text, path)));
+    let is_it = |entry: std::io::Result<std::fs::DirEntry>| {
+        let name = std::fs::read_to_string(entry.ok()?.path().join("comm")).ok()?;
+        (name.trim_end() == SPAN).then_some(())
+    };
+    span_finding(version, std::fs::read_dir("/proc").into_iter().flatten().filter_map(is_it).count())
+}
+
+/// By what it says of its version and where it is, and how many of it run.
+fn span_finding(version: Option<Result<(String, std::path::PathBuf), String>>, running: usize) -> Finding {
+    let installs = "install the package tombolo-span (Debian: apt install tombolo-span); without it, tunnels to other \
+        machines learn who is where from frames";
+    let starts = "write /etc/tombolo/NAME.span.toml, and run `systemctl enable --now tombolo-span@NAME`, or with \
+        `--user` for a fabric of your own (docs/span.md); one machine alone needs none";
+    let result = match version {
+        None => Err((Outcome::Degraded, "not in PATH".into(), installs)),
+        Some(Err(why)) => Err((Outcome::Degraded, why, installs)),
+        Some(Ok((version, path))) if running == 0 => {
+            Err((Outcome::Degraded, format!("{version} at {} is there, and does not run", path.display()), starts))
+        }
+        Some(Ok((version, path))) => Ok(format!("{version} at {}, {running} of it run", path.display())),
+    };
+    finding(SPAN, "networks across machines whose members are known everywhere", result)
+}
+
 /// What a machine shows of Xen.
 struct XenFacts {
     /// "4.17", where the kernel tells.
@@ -490,6 +519,7 @@ pub fn examine(mut before: impl FnMut(&str)) -> Report {
     step("confinement", &confinement);
     step("uplinks", &|| vec![passt(), tun(), nft(), bypass(), packet_socket(), resolv()]);
     step("Xen", &|| xen_findings(xen_facts()));
+    step("tombolo-span", &|| vec![span()]);
     let kernel = first_line(Path::new("/bin/uname"), &["-r"]).unwrap_or_default();
     findings.insert(0, finding("system", EVERY_FABRIC, Ok(format!("Linux {kernel}"))));
     Report { schema: crate::api::report::SCHEMA, findings }
@@ -503,7 +533,7 @@ mod tests {
     fn every_probe_says_what_it_saw_and_what_to_do_about_a_failure() {
         let mut steps = Vec::new();
         let report = examine(|name| steps.push(name.to_string()));
-        assert_eq!(steps.len(), 5);
+        assert_eq!(steps.len(), 6);
         assert!(report.findings.len() >= 14);
         for f in &report.findings {
             assert!(!f.seen.is_empty(), "{f:?}");
@@ -553,6 +583,23 @@ mod tests {
         assert!(refused.outcome == Outcome::Degraded && refused.advice.contains("root"), "{refused:?}");
         let old = bypass_finding(Err(ProbeError::Load(tombolo_bypass::object::LoadError::Missing("net"))));
         assert!(old.outcome == Outcome::Missing && old.advice.contains("6.1 "), "{old:?}");
+    }
+
+    #[test]
+    fn the_program_for_other_machines_is_named_with_its_package_and_its_unit() {
+        let there = || Some(Ok(("tombolo-span 0.1.0".into(), "/usr/bin/tombolo-span".into())));
+        let none = span_finding(None, 0);
+        assert!(none.outcome == Outcome::Degraded && none.advice.contains("apt install tombolo-span"), "{none:?}");
+        let broken = span_finding(Some(Err("Exec format error".into())), 0);
+        assert!(broken.seen == "Exec format error" && broken.advice == none.advice, "{broken:?}");
+        let idle = span_finding(there(), 0);
+        assert!(idle.seen.ends_with("does not run") && idle.outcome == Outcome::Degraded, "{idle:?}");
+        assert!(idle.advice.contains("systemctl enable --now tombolo-span@NAME"), "{idle:?}");
+        let runs = span_finding(there(), 2);
+        assert_eq!(
+            (runs.outcome, &*runs.seen),
+            (Outcome::Works, "tombolo-span 0.1.0 at /usr/bin/tombolo-span, 2 of it run")
+        );
     }
 
     #[test]
