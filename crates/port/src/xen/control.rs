@@ -3,6 +3,8 @@
 //! It acts by the table in [`tombolo_ring::xen::bus`]. Every event has it read the few nodes that matter and take one step,
 //! so an event that was lost or came twice changes nothing. It blocks on XenStore and on the worker, never the worker on it.
 //!
+//! While there is no vif it watches the folder of all of them, and then only its own, so what other guests do wakes it no more.
+//!
 //! The nodes of a vif are the toolstack's. What is written below them is written in a transaction that looks whether they are
 //! still there, so nothing is left of a device that was removed meanwhile.
 
@@ -31,6 +33,15 @@ const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 const HELD: Duration = Duration::from_secs(10);
 /// How often it is looked whether that is over, or whether XenStore is less busy.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Steps that may follow each other at once. Where there were more, the event about what the last one wrote leads to the next look.
+const STEPS_PER_LOOK: usize = 3;
+/// Looks that come one soon after the other and cost no pause: several handshakes.
+const FREE_LOOKS: u32 = 40;
+/// The first pause after them, which doubles, and the longest: a guest that flips its state for ever costs a look a second.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+/// After so long without a look the next ones are free again. Longer than [`LAST_PAUSE`].
+const CALM: Duration = Duration::from_secs(2);
 /// Longest path in XenStore that a frontend may have: "/local/domain/65535/device/vif/4294967295".
 const MAX_FRONT_BYTES: usize = 64;
 
@@ -88,9 +99,28 @@ struct Vif {
     held_until: Option<Instant>,
 }
 
+/// How often events make the thread look.
+#[derive(Default)]
+struct Pace {
+    looks: u32,
+    last: Option<Instant>,
+}
+
+impl Pace {
+    /// The pause that is due before the look that an event at `now` asks for.
+    fn pause(&mut self, now: Instant) -> Option<Duration> {
+        if self.last.replace(now).is_some_and(|last| now.saturating_duration_since(last) >= CALM) {
+            self.looks = 0;
+        }
+        self.looks = self.looks.saturating_add(1);
+        let over = self.looks.checked_sub(FREE_LOOKS + 1)?;
+        Some(FIRST_PAUSE.saturating_mul(1 << over.min(16)).min(LAST_PAUSE))
+    }
+}
+
 /// Runs until the port is gone.
 pub(super) fn run(machine: &dyn Machine, config: &XenConfig, exchange: &Exchange) {
-    let mut control = Control { machine, config, exchange, vif: None };
+    let mut control = Control { machine, config, exchange, vif: None, pace: Pace::default() };
     while !exchange.is_closed() {
         match control.serve() {
             Ok(()) | Err(StepError::Gone | StepError::Held) => {}
@@ -114,6 +144,37 @@ struct Control<'c> {
     config: &'c XenConfig,
     exchange: &'c Exchange,
     vif: Option<Vif>,
+    pace: Pace,
+}
+
+/// Begins a watch, if it is not there from a look that failed later on.
+fn watch(store: &mut Store, path: &str, token: &str) -> Result<(), AskError> {
+    match store.ask(&Request::Watch(path, token)) {
+        Ok(_) | Err(AskError::Refused(StoreError::Exists)) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Ends a watch, if it is there.
+fn unwatch(store: &mut Store, path: &str, token: &str) -> Result<(), AskError> {
+    match store.ask(&Request::Unwatch(path, token)) {
+        Err(error) if !error.is_refusal() => Err(error),
+        _ => Ok(()),
+    }
+}
+
+impl Vif {
+    /// Watches what the toolstack and the guest change about it.
+    fn watch(&self, store: &mut Store) -> Result<(), AskError> {
+        watch(store, &self.back, "backend")?;
+        watch(store, &format!("{}/state", self.front), "frontend")
+    }
+
+    /// Ends that. A watch does not end with its node.
+    fn unwatch(&self, store: &mut Store) -> Result<(), AskError> {
+        unwatch(store, &self.back, "backend")?;
+        unwatch(store, &format!("{}/state", self.front), "frontend")
+    }
 }
 
 impl Control<'_> {
@@ -121,9 +182,9 @@ impl Control<'_> {
     fn serve(&mut self) -> Result<(), StepError> {
         let stream = self.machine.store().map_err(AskError::from)?;
         let mut store = Store::new(stream);
-        store.ask(&Request::Watch(FOLDER, "backends"))?;
-        if let Some(vif) = &self.vif {
-            store.ask(&Request::Watch(&format!("{}/state", vif.front), "frontend"))?;
+        match &self.vif {
+            Some(vif) => vif.watch(&mut store)?,
+            None => watch(&mut store, FOLDER, "backends")?,
         }
         while !self.exchange.is_closed() {
             store.take_events();
@@ -138,26 +199,38 @@ impl Control<'_> {
                 other => other?,
             }
             store.wait(self.exchange.doorbell())?;
+            if let Some(pause) = self.pace.pause(Instant::now()) {
+                sleep(self.exchange.doorbell(), &Timespec::try_from(pause).unwrap_or(RETRY));
+            }
         }
         Ok(())
     }
 
-    /// Finds the vif if there is none, and takes steps until there is nothing to do.
+    /// Finds the vif if there is none, and takes the steps that are due.
     fn look(&mut self, store: &mut Store) -> Result<(), StepError> {
         if let Some(vif) = &self.vif
             && store.text(&format!("{}/{GUARD}", vif.back))? != vif.front
         {
-            let _ = store.ask(&Request::Unwatch(&format!("{}/state", vif.front), "frontend"));
+            // Before the other watches end, so that no vif comes unseen.
+            watch(store, FOLDER, "backends")?;
+            vif.unwatch(store)?;
             self.disconnect()?;
             self.vif = None;
+            self.pace = Pace::default();
         }
-        if self.vif.is_none() {
-            self.vif = self.find(store)?;
-            if let Some(vif) = &self.vif {
-                store.ask(&Request::Watch(&format!("{}/state", vif.front), "frontend"))?;
+        if self.vif.is_none()
+            && let Some(vif) = self.find(store)?
+        {
+            vif.watch(store)?;
+            unwatch(store, FOLDER, "backends")?;
+            self.vif = Some(vif);
+            self.pace = Pace::default();
+        }
+        for _ in 0..STEPS_PER_LOOK {
+            if !self.step(store)? {
+                break;
             }
         }
-        while self.step(store)? {}
         Ok(())
     }
 

@@ -34,6 +34,7 @@ struct State {
     started: u32,
     /// Connection, path as it was given, token.
     watches: Vec<(usize, String, String)>,
+    requests: usize,
     streams: HashMap<usize, UnixStream>,
     connections: usize,
     pages: HashMap<u32, ForeignMut<'static>>,
@@ -75,9 +76,14 @@ impl World {
         self.lock().bound.len()
     }
 
-    /// Watches of all connections.
-    pub(super) fn watches(&self) -> usize {
-        self.lock().watches.len()
+    /// Paths that are watched, by all connections.
+    pub(super) fn watched(&self) -> Vec<String> {
+        self.lock().watches.iter().map(|(_, path, _)| path.clone()).collect()
+    }
+
+    /// Requests to XenStore so far.
+    pub(super) fn requests(&self) -> usize {
+        self.lock().requests
     }
 
     pub(super) fn revoke(&self, revoked: bool) {
@@ -99,7 +105,7 @@ impl World {
     }
 
     /// Writes nodes, then tells those who watch.
-    fn write(&self, nodes: &[(String, String)]) {
+    pub(super) fn write(&self, nodes: &[(String, String)]) {
         let mut state = self.lock();
         for (path, value) in nodes {
             state.put(path, value.as_bytes());
@@ -170,6 +176,7 @@ impl State {
             }
             2 if self.hides_names && path.ends_with("/name") => (16, b"EACCES\0".to_vec()),
             2 => self.nodes.get(&path).map_or(missing, |value| (2, value.clone())),
+            4 if self.watches.contains(&(connection, parts[0].into(), parts[1].into())) => (16, b"EEXIST\0".to_vec()),
             4 => {
                 self.watches.push((connection, parts[0].into(), parts[1].into()));
                 (4, b"OK\0".to_vec())
@@ -226,6 +233,7 @@ fn serve(world: &World, connection: usize, mut stream: UnixStream) {
             break;
         }
         let mut state = world.lock();
+        state.requests += 1;
         let (kind, answer) = state.answer(connection, word(0), word(8), &payload);
         let _ = stream.write_all(&message(kind, word(4), &answer));
         if word(0) == 4 {
