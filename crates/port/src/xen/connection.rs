@@ -39,7 +39,7 @@ pub(super) struct Features {
     pub(super) tso6: bool,
     /// Blank checksums.
     pub(super) checksum: bool,
-    /// Only the multicast frames that it asks for.
+    /// Only the multicast frames that it asks for. Not where another backend was asked: then it gets all of them.
     pub(super) multicast: bool,
 }
 

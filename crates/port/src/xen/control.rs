@@ -8,11 +8,11 @@
 //! The nodes of a vif are the toolstack's. What is written below them is written in a transaction that looks whether they are
 //! still there, so nothing is left of a device that was removed meanwhile.
 
-use super::XenConfig;
 use super::connection::{Connection, Features, Queue};
 use super::exchange::{Exchange, Gone};
 use super::platform::Machine;
 use super::store::{AskError, Store};
+use super::{MAX_QUEUES, XenConfig};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
@@ -97,6 +97,8 @@ struct Vif {
     trouble: Option<String>,
     /// The frontend was found connected, or nearly, to the backend before this one; until when that one may hold what it had.
     held_until: Option<Instant>,
+    /// The frontend is connected already, and is not to notice that its backend is another one.
+    goes_on: bool,
 }
 
 /// How often events make the thread look.
@@ -264,8 +266,10 @@ impl Control<'_> {
             // write so has bound the channels already.
             let may_hold = matches!(own, BusState::Connected | BusState::InitWait);
             let held_until = may_hold.then(|| Instant::now() + HELD);
+            let its_state = store.read(&format!("{front}/state"))?.map(|text| BusState::parse(&text));
+            let goes_on = may_hold && its_state == Some(BusState::Connected);
             let own = if own == BusState::Connected { BusState::Initialising } else { own };
-            return Ok(Some(Vif { domain, back, front, own, trouble: None, held_until }));
+            return Ok(Some(Vif { domain, back, front, own, trouble: None, held_until, goes_on }));
         }
         self.exchange.say(if is_nameless && self.config.mac.is_none() {
             "waiting for the domain, whose name cannot be read here: the port needs the `mac` of its vif line".into()
@@ -306,10 +310,13 @@ impl Control<'_> {
         let mut nodes = Vec::new();
         if changes {
             match step.action {
-                BackAction::Advertise => nodes = advertise(self.config),
+                BackAction::Advertise => {
+                    vif.goes_on = false;
+                    nodes = advertise(self.config);
+                }
                 BackAction::Connect => match connect(self.machine, self.config, self.exchange, store, vif) {
                     Ok(connection) => {
-                        vif.held_until = None;
+                        (vif.held_until, vif.goes_on) = (None, false);
                         drop(self.exchange.hand_over(Some(Box::new(connection)))?);
                     }
                     Err(ConnectError::Ask(error)) => return Err(error.into()),
@@ -386,11 +393,14 @@ fn connect(
         tso4: flag("feature-gso-tcpv4", false)?,
         tso6: flag("feature-gso-tcpv6", false)?,
         checksum: !flag("feature-no-csum-offload", false)? && flag("feature-ipv6-csum-offload", false)?,
-        multicast: flag("request-multicast-control", false)?,
+        // What it asked the backend before this one for is not known, and it will not ask again.
+        multicast: flag("request-multicast-control", false)? && !vif.goes_on,
     };
     let wanted = store.number(&format!("{}/multi-queue-num-queues", vif.front))?.unwrap_or(1);
-    if !(1..=config.max_queues).contains(&wanted) {
-        return Err(ConnectError::Queues { wanted, offered: config.max_queues });
+    // What the one before offered may have been more.
+    let offered = if vif.goes_on { MAX_QUEUES } else { config.max_queues };
+    if !(1..=offered).contains(&wanted) {
+        return Err(ConnectError::Queues { wanted, offered });
     }
     let guest = machine.guest(vif.domain).map_err(ConnectError::Device)?;
     let mut queues = Vec::new();

@@ -36,7 +36,9 @@
 //! A vif is named by its domain's name and its number in the domain's `vif=` list, so it is found again after the domain was
 //! started again. In a driver domain, which cannot read names, its MAC is looked for instead. A port whose process ends leaves the guest's nodes as they are, and the kernel closes its event channels,
 //! mappings and watches. The next port finds the frontend connected and attaches to its rings where they stand: the
-//! guest is told nothing and keeps its link. Frames that were answered are not taken again.
+//! guest is told nothing and keeps its link. Frames that were answered are not taken again. Which multicast frames the
+//! guest asked for is not known to it, so all of them pass until the guest connects again. It may have more queues than
+//! are offered now.
 //!
 //! A frontend that breaks the protocol is disconnected and told to close; others notice nothing.
 //!

@@ -261,6 +261,44 @@ fn a_port_that_takes_over_goes_on_where_the_rings_stand() {
 }
 
 #[test]
+fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
+    let mut rig = Rig::<XenFixture>::up();
+    rig.peer.frontend.vanish();
+    let world = rig.peer.world.clone();
+    rig.peer.frontend = Frontend::new(world.clone(), 4, true);
+    rig.peer.frontend.make(20);
+    rig.peer.frontend.publish_with(&[("request-multicast-control", "1")]);
+    rig.until("the link comes up", |rig| rig.port.details().contains(&("domain_id", "20".into())));
+    let address = [0x33, 0x33, 0xff, 0, 0, 2];
+    let mut frames = plain(0, [60, 60]);
+    frames[0].bytes[..6].copy_from_slice(&address);
+    frames[1].bytes[..6].copy_from_slice(&[0x33, 0x33, 0, 0, 0, 9]);
+    rig.peer.frontend.subscribe(Extra::MulticastAdd(address));
+    rig.settle();
+    assert_eq!((rig.send(&frames), rig.tx_drops.of(Reason::Unsubscribed)), (1, 1));
+    until_connected(&mut rig);
+    // The next one is told to offer fewer, which counts for the next guest.
+    let registration = rig.port_registration();
+    drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+    rig.port = port(&world, 2, registration);
+    rig.until_woken("the port has them", |rig| rig.port.link() == Link::Up);
+    assert!(rig.port.details().contains(&("queues", "4".into())), "{:?}", rig.port.details());
+    assert_eq!(rig.send(&frames), 2, "what was asked for is not known, so all of it");
+    // It closes and comes again, as a guest that was started again: it asks again, and gets what is offered.
+    rig.peer.frontend.set_state("5");
+    rig.until("closing", |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
+    rig.peer.frontend.set_state("6");
+    rig.until("closed", |rig| rig.peer.frontend.back("state").as_deref() == Some("6"));
+    rig.peer.frontend.set_state("1");
+    rig.until("again", |rig| rig.peer.frontend.back("multi-queue-max-queues").as_deref() == Some("2"));
+    rig.peer.frontend.publish_with(&[("request-multicast-control", "1")]);
+    let says =
+        |rig: &Rig<XenFixture>| rig.port.details().iter().any(|(_, says)| says.contains("at most 2 are offered"));
+    rig.until("it is refused", |rig| says(rig));
+    assert!(rig.faults.is_empty(), "{:?}", rig.faults);
+}
+
+#[test]
 fn a_port_waits_for_event_channels_that_the_one_before_it_still_holds() {
     // The second: the one before was killed when it had bound them, and had not said so yet.
     for state in ["4", "2"] {
