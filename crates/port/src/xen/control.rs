@@ -21,6 +21,7 @@ use tombolo_ring::xen::bus::{BackAction, BusState, back_step};
 use tombolo_ring::xen::store::{Request, StoreError};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::frame::Mac;
+use tombolo_switch::port::FaultKind;
 
 /// Where a backend's nodes are, below the domain's own.
 const FOLDER: &str = "backend/vif";
@@ -282,10 +283,16 @@ impl Control<'_> {
     /// One step by the table; returns whether another one may follow.
     fn step(&mut self, store: &mut Store) -> Result<bool, StepError> {
         let Some(vif) = &mut self.vif else { return Ok(false) };
-        if let Some(broken) = self.exchange.given_up() {
+        if let Some((broken, kind)) = self.exchange.given_up() {
             drop(broken);
-            if vif.own == BusState::Connected {
-                vif.trouble = Some("the frontend broke the protocol".into());
+            match kind {
+                // Not the guest's doing: as another process would, this one attaches to the rings where they stand.
+                FaultKind::System if vif.own == BusState::Connected => {
+                    (vif.own, vif.goes_on) = (BusState::Initialising, true);
+                    vif.held_until = Some(Instant::now() + HELD);
+                }
+                _ if vif.own == BusState::Connected => vif.trouble = Some("the frontend broke the protocol".into()),
+                _ => {}
             }
         }
         let front = store.read(&format!("{}/state", vif.front))?;

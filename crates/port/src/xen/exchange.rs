@@ -6,6 +6,7 @@ use crate::reactor::Registration;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tombolo_shm::doorbell::Doorbell;
+use tombolo_switch::port::FaultKind;
 
 /// The port is gone.
 #[derive(Debug)]
@@ -17,8 +18,8 @@ struct Slot {
     next: Option<Option<Box<Connection>>>,
     /// What it ran before, once it has taken `next`.
     old: Option<Option<Box<Connection>>>,
-    /// The worker gave its connection up: the frontend broke the protocol.
-    given_up: Option<Box<Connection>>,
+    /// The worker gave its connection up: whose doing that was.
+    given_up: Option<(Box<Connection>, FaultKind)>,
     gone: bool,
     /// What the control thread has to say, for status.
     state: String,
@@ -70,8 +71,8 @@ impl Exchange {
         slot.old.take().ok_or(Gone)
     }
 
-    /// Control side: what the worker gave up.
-    pub(super) fn given_up(&self) -> Option<Box<Connection>> {
+    /// Control side: what the worker gave up, and why.
+    pub(super) fn given_up(&self) -> Option<(Box<Connection>, FaultKind)> {
         self.lock().given_up.take()
     }
 
@@ -104,9 +105,9 @@ impl Exchange {
         }
     }
 
-    /// Worker side: the connection is broken; the control thread closes it.
-    pub(super) fn give_up(&self, connection: Box<Connection>) {
-        self.lock().given_up = Some(connection);
+    /// Worker side: the connection is broken; the control thread closes it, or attaches again.
+    pub(super) fn give_up(&self, connection: Box<Connection>, kind: FaultKind) {
+        self.lock().given_up = Some((connection, kind));
         self.doorbell.ring();
     }
 

@@ -40,7 +40,8 @@
 //! guest asked for is not known to it, so all of them pass until the guest connects again. It may have more queues than
 //! are offered now.
 //!
-//! A frontend that breaks the protocol is disconnected and told to close; others notice nothing.
+//! A frontend that breaks the protocol is disconnected and told to close; others notice nothing. Where this system refuses
+//! an operation, the port attaches to the rings again, as another process would.
 //!
 //! # Needs
 //!
@@ -250,9 +251,9 @@ impl Port for XenPort {
         // An event channel is silent from its first event to the next `arm`.
     }
 
-    fn reset(&mut self, _fault: &Fault) {
+    fn reset(&mut self, fault: &Fault) {
         if let Some(connection) = self.connection.take() {
-            self.exchange.give_up(connection);
+            self.exchange.give_up(connection, fault.kind);
         }
     }
 

@@ -299,6 +299,29 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
 }
 
 #[test]
+fn what_this_system_refuses_is_not_blamed_on_the_guest() {
+    let mut rig = rig(1, true);
+    until_connected(&mut rig);
+    let world = rig.peer.world.clone();
+    for round in 0..3 {
+        let frames = plain(round, [60]);
+        world.refuse_copies(true);
+        if round == 1 {
+            assert_eq!(rig.send(&frames), 0);
+        } else {
+            assert!(rig.peer.inject(&frames[0].bytes, Offload::NONE));
+        }
+        rig.until_woken("the fault is seen", |rig| rig.faults.len() == round as usize + 1);
+        assert_eq!(rig.faults.last().map(|fault| fault.kind), Some(FaultKind::System));
+        world.refuse_copies(false);
+        rig.until_woken("it goes on", |rig| rig.port.link() == Link::Up);
+        until_connected(&mut rig);
+        both_ways(&mut rig);
+        assert_eq!((world.mapped(), world.bound()), (2, 2));
+    }
+}
+
+#[test]
 fn a_port_waits_for_event_channels_that_the_one_before_it_still_holds() {
     // The second: the one before was killed when it had bound them, and had not said so yet.
     for state in ["4", "2"] {

@@ -47,6 +47,8 @@ struct State {
     mapped: usize,
     /// Copies fail.
     revoked: bool,
+    /// The system refuses to copy anything.
+    refuses: bool,
     /// So many transactions end with EAGAIN and change nothing.
     conflicts: usize,
     /// As in a domain that is not the toolstack's.
@@ -88,6 +90,11 @@ impl World {
 
     pub(super) fn revoke(&self, revoked: bool) {
         self.lock().revoked = revoked;
+    }
+
+    /// From now on, or no more, this system refuses to copy anything.
+    pub(super) fn refuse_copies(&self, refuses: bool) {
+        self.lock().refuses = refuses;
     }
 
     /// Has the next transactions meet others.
@@ -324,6 +331,9 @@ impl Guest for FakeGuest {
 
     fn copy(&self, copies: &mut [GrantCopy<'_>]) -> Result<(), Errno> {
         let state = self.world.lock();
+        if state.refuses {
+            return Err(Errno::NOMEM);
+        }
         for copy in copies {
             copy.imitate(|domain, gref| {
                 let good = domain == self.domain && !state.revoked;
