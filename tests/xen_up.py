@@ -159,7 +159,7 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         assert set(before) == {"xen.web", "xen.linux"}, before
         web = machine(xen, "web")
         assert (web["state"], web["accel"], web["machine"]) == ("running", "xen", "pvh"), web
-        assert web["domain"] == {"name": "xen.web", "id": before["xen.web"]}, web
+        assert web["domain"] == {"name": "xen.web", "id": before["xen.web"], "suspended": False}, web
         assert f"Xen domain xen.linux, number {before['xen.linux']}" in xen.run("tombolo status").text
         fetch(xen, CELL, "bytes/1000003", sha256(pattern(1_000_003)))
         fetch(xen, LINUX, "data", sha256(DATA))

@@ -106,7 +106,8 @@ pub(crate) fn machines(machines: &[MachineReport]) -> Table {
         ]);
         if let Some(domain) = m.domain.as_ref().filter(|_| m.state == "running") {
             let id = domain.id.map_or_else(|| "being created".into(), |id| format!("number {id}"));
-            notes.push(format!("Xen domain {}, {id}", domain.name));
+            let suspended = if domain.suspended { "; it is suspended, by itself or to be saved" } else { "" };
+            notes.push(format!("Xen domain {}, {id}{suspended}", domain.name));
         }
         // Of a machine that runs again, the end before that is history.
         if m.state != "running" {

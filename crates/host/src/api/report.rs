@@ -207,6 +207,9 @@ pub struct DomainReport {
     pub name: String,
     /// Its number there, once it is created and while it runs.
     pub id: Option<u32>,
+    /// Whether it is suspended: by itself, or because it is being saved.
+    #[serde(default)]
+    pub suspended: bool,
 }
 
 /// One port of the switch.

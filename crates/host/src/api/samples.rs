@@ -98,7 +98,7 @@ pub(crate) fn status() -> Status {
             restarts: 5,
             restart_in_s: Some(7.5),
             adopted: true,
-            domain: Some(DomainReport { name: "demo.web".into(), id: Some(3) }),
+            domain: Some(DomainReport { name: "demo.web".into(), id: Some(3), suspended: false }),
         }],
         ports: vec![PortReport {
             name: "web".into(),

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Weak;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 
@@ -32,12 +32,19 @@ use crate::xen::toolstack::{self, Listed, SUSPENDED, State};
 use crate::xen::watcher;
 use crate::{console, process};
 
-/// How often a domain is looked at that is being saved or restored: no event tells that this is over.
+/// How often a domain is looked at that is being saved or restored: no event tells that this is over. At first, and at last: a
+/// guest can also suspend itself, for ever.
 const LOOK: Duration = Duration::from_millis(500);
+const LAST_LOOK: Duration = Duration::from_secs(10);
 /// How long an `xl` or XenStore that did not answer is left alone.
 const AGAIN: Duration = Duration::from_secs(5);
 /// Time that an `xl` has to end after SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
+
+/// The pause before the next look at a domain that has been suspended for so long.
+fn pause_before_look(since: Duration) -> Duration {
+    (since / 8).clamp(LOOK, LAST_LOOK)
+}
 
 /// What the log of an `xl` says.
 fn read_log(path: &Path) -> String {
@@ -79,6 +86,8 @@ pub(super) fn end_xl(process: &process::Process) {
 /// meanwhile. Ends when the machine is another's affair: started, stopped, or removed.
 pub(super) async fn follow(fabric: &Weak<tokio::sync::Mutex<Running>>, machine: &str, pid: Option<u32>) {
     let (mut pid, mut events) = (pid, None);
+    // Since when each look has found it suspended.
+    let mut suspended = None;
     loop {
         let Some(running) = fabric.upgrade() else { return };
         let Some(domain) = running.lock().await.suspended_domain(machine, pid) else { return };
@@ -94,7 +103,8 @@ pub(super) async fn follow(fabric: &Weak<tokio::sync::Mutex<Running>>, machine: 
         let trouble = match found {
             Ok(Some(Listed { state: State::ShutDown(SUSPENDED), .. } | Listed { is_paused: true, .. })) => {
                 drop(running);
-                tokio::time::sleep(LOOK).await;
+                let since = suspended.get_or_insert_with(Instant::now).elapsed();
+                tokio::time::sleep(pause_before_look(since)).await;
                 continue;
             }
             Ok(Some(Listed { id, .. })) => match running.watch_domain(machine, id) {
@@ -111,6 +121,7 @@ pub(super) async fn follow(fabric: &Weak<tokio::sync::Mutex<Running>>, machine: 
         };
         let say = running.say.clone();
         drop(running);
+        suspended = None;
         let waited = match trouble {
             Ok(()) => next_domain(&mut events).await.map_err(|error| format!("XenStore: {error}")),
             trouble => trouble,
@@ -276,11 +287,13 @@ impl Running {
         }
     }
 
-    /// Name and number for `status`. `None`: the machine is not a Xen domain.
-    pub(super) fn domain_report(&self, plan: &MachinePlan, runs: bool) -> Option<DomainReport> {
+    /// Name and number for `status`, and whether it is followed ([`follow`]), its process having ended. `None`: the machine is not
+    /// a Xen domain.
+    pub(super) fn domain_report(&self, plan: &MachinePlan, runs: bool, has_no_process: bool) -> Option<DomainReport> {
         let domain = plan.domain.as_ref()?;
         let id = if runs { self.domain_id(&plan.name) } else { None };
-        Some(DomainReport { name: domain.name.clone(), id })
+        let suspended = runs && has_no_process && is_suspended(&self.log_path(&plan.name));
+        Some(DomainReport { name: domain.name.clone(), id, suspended })
     }
 
     /// The number of a machine's domain, once its `xl` has created it.
@@ -300,6 +313,22 @@ impl Running {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_domain_that_stays_suspended_is_looked_at_less_and_less() {
+        let (mut since, mut looks) = (Duration::ZERO, 0);
+        while since < Duration::from_secs(3600) {
+            let pause = pause_before_look(since);
+            // A save of some length is over at most an eighth of it later.
+            assert!(
+                pause >= LOOK && pause <= LAST_LOOK && (pause == LOOK || pause <= since / 8),
+                "{since:?} {pause:?}"
+            );
+            since += pause;
+            looks += 1;
+        }
+        assert!(looks < 420, "{looks} runs of `xl` in an hour");
+    }
 
     #[test]
     fn an_end_is_the_domains_where_the_log_has_it_and_else_that_of_xl() {

@@ -64,7 +64,7 @@ pub(crate) struct RunningMachine {
     /// All of its ports have been up since it was started.
     pub(super) was_up: bool,
     /// Its process has ended: its number may be another's now.
-    is_gone: bool,
+    pub(super) is_gone: bool,
     pub(crate) console: PathBuf,
     /// When it was started, or taken over.
     pub(crate) since: Instant,

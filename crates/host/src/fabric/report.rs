@@ -317,7 +317,7 @@ impl Running {
                     .filter(|_| !running.stopped)
                     .map(|at| at.saturating_duration_since(Instant::now()).as_secs_f64()),
                 adopted: running.adopted,
-                domain: self.domain_report(&running.plan, running.pid.is_some()),
+                domain: self.domain_report(&running.plan, running.pid.is_some(), running.is_gone),
             })
         };
         self.spec.machines.iter().filter_map(one).collect()
