@@ -10,7 +10,7 @@ import time
 
 from lib import timeout
 from lib.process import until
-from lib.xen import LINUX_LINE, PATTERN, fabric_files, host, linux_guest, linux_init, sha256
+from lib.xen import LINUX_LINE, PATTERN, fabric_files, host, linux_guest, linux_init, sha256, xl_config
 
 HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
 DATA, UP = (random.Random(seed).randbytes(1_500_000) for seed in (1, 2))
@@ -60,6 +60,11 @@ restart = "always"
 xl = ["tsc_mode='native'"]
 """
 IMAGE = "/tmp/image"
+# In place of xl: its first `list` fails.
+FAILING_XL = b"""#!/bin/sh
+[ "$1" = list ] && rm /tmp/fails 2>/dev/null && exit 1
+exec /tmp/xl.true "$@"
+"""
 
 # What process 1 of the Linux guest does.
 INIT = linux_init("""echo "told $(cat /proc/cmdline)"
@@ -117,6 +122,13 @@ def domains(xen):
     """Domains but dom0: name -> number."""
     lines = xen.run("xl list").text.splitlines()[2:]
     return {line.split()[0]: int(line.split()[1]) for line in lines}
+
+
+def link_local(xen, number):
+    """The IPv6 address of a cell that follows from its MAC."""
+    mac = xen.run(f"xenstore-read /local/domain/0/backend/vif/{number}/0/mac").text.strip()
+    a, b, c, d, e, f = (int(byte, 16) for byte in mac.split(":"))
+    return f"fe80::{(a ^ 2) << 8 | b:x}:{c << 8 | 0xff:x}:{0xfe00 | d:x}:{e << 8 | f:x}"
 
 
 def reached(xen, what):
@@ -177,6 +189,9 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         assert domains(xen) == before, domains(xen)
         assert all(m["adopted"] and m["state"] == "running" for m in status(xen)["machines"])
         assert "web: kept" in "\n".join(status(xen)["takeover"]), status(xen)["takeover"]
+        # The cell asked the backend before for the multicast frames of neighbour discovery. dom0 has not looked for it before.
+        ping = f"ping -6 -I host -c 1 -W 2 {link_local(xen, before['xen.web'])}"
+        until("the cell answers by IPv6", lambda: xen.run(ping, check=False).code == 0, 60)
         fetch(xen, LINUX, "data", sha256(DATA), meanwhile=lambda: up(xen, more="--replace"))
         assert domains(xen) == before, domains(xen)
         types(xen, "after two daemons")
@@ -255,7 +270,8 @@ def is_watched(xen, number):
 @timeout(900)
 def test_a_saved_machine_of_a_fabric_goes_on_where_it_was():
     """Checkpoint, save, restore, and each with another daemon: none starts a second domain, and console, state and port come back."""
-    with host("echo", files=fabric_files(KEPT)) as xen:
+    other = xl_config("other", None, 32, "/cells/echo", line="net=none ip=none").encode()
+    with host("echo", files=fabric_files(KEPT) | {"other.cfg": other, "failing-xl": FAILING_XL}) as xen:
         xen.run("rmmod xen_netback")
         up(xen)
         wait_printed(xen, "web", f"net up {CELL}/24")
@@ -296,6 +312,22 @@ def test_a_saved_machine_of_a_fabric_goes_on_where_it_was():
         assert machine(xen, "web")["adopted"] and domains(xen) == {"xen.web": second}
         is_watched(xen, second)
         reached(xen, "restored, and kept by another daemon")
+
+        # An `xl` that fails once is no reason to end a healthy domain. The end of another one has the watcher ask it.
+        watcher = machine(xen, "web")["pid"]
+        xen.run("xl create -p -q /other.cfg", 60)
+        xl = xen.run("which xl").text.strip()
+        xen.run(f"mv {xl} /tmp/xl.true; touch /tmp/fails; cp /failing-xl {xl}; chmod 755 {xl}")
+        xen.run("xl destroy other")
+        until("an `xl list` has failed", lambda: xen.run("ls /tmp/fails", check=False).code, 60, 0.3)
+        log = f"cat {RUNTIME}/web.log"
+        until("the watcher looks again", lambda: "looking again every 5 s" in xen.run(log).text, 30, 0.3)
+        time.sleep(6)
+        xen.run(f"mv /tmp/xl.true {xl}")
+        assert domains(xen) == {"xen.web": second}
+        assert machine(xen, "web")["pid"] == watcher, machine(xen, "web")
+        answers(xen)
+        reached(xen, "an xl that failed")
 
         # Saved and restored while no daemon runs, as far as a vif can be without its backend: the next one finds it.
         xen.run(f"rm {IMAGE}; xl save xen.web {IMAGE} >/dev/null 2>&1", 120)

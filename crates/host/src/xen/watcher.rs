@@ -4,7 +4,8 @@
 //! The `xl create` of the domain has no more to do with it: it ends when the domain is suspended. This process does what
 //! that did. It copies the console to its standard output, and waits for the end. It writes that into its standard error in
 //! the words of `xl`, so the fabric reads one kind of log ([`super::toolstack::end_in_log`]). A domain that has shut down is
-//! destroyed, as the configuration of each domain of a fabric has it. A suspended one is left to what suspended it.
+//! destroyed, as the configuration of each domain of a fabric has it. A suspended one is left to what suspended it. Where
+//! XenStore or `xl` does not answer, that is logged and tried again: the fabric destroys the domain of a watcher that ends.
 //!
 //! Like `xl`, it runs on without a daemon, and the next daemon finds it by its arguments.
 
@@ -13,7 +14,7 @@ use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
@@ -28,6 +29,8 @@ pub const COMMAND: &str = "domain-watch";
 pub(crate) const FIRST_WORDS: &str = "Watching domain";
 /// How often the console is looked at while the domain is destroyed.
 const LOOK: Duration = Duration::from_millis(50);
+/// How long an `xl` or XenStore that did not answer is left alone.
+const AGAIN: Duration = Duration::from_secs(5);
 
 /// Its arguments, behind the program's name.
 pub(crate) fn words(runtime: &Path, machine: &str, domain: u32) -> Vec<String> {
@@ -82,31 +85,54 @@ impl Console {
 /// Watches a domain until its end, which it reports. `config` is the file that its machine's `xl` was given.
 ///
 /// # Errors
-/// XenStore or `xl` does not answer, as a sentence; the domain may run on.
+/// The domain has shut down, and could not be destroyed, as a sentence.
 pub fn run(domain: u32, config: &Path) -> Result<(), String> {
     let machine = config.file_stem().unwrap_or_default().to_string_lossy();
     eprintln!("{FIRST_WORDS} of {machine} (domid {domain})");
+    let (mut console, mut said) = (Console::default(), String::new());
+    let end = loop {
+        match wait_for_end(domain, &mut console) {
+            Ok(end) => break end,
+            Err(why) => {
+                // It may go on for long, in a log that is kept.
+                if said != why {
+                    eprintln!("{why}; looking again every {} s", AGAIN.as_secs());
+                }
+                said = why;
+                let until = Instant::now() + AGAIN;
+                while Instant::now() < until {
+                    console.copy();
+                    std::thread::sleep(LOOK);
+                }
+            }
+        }
+    };
+    console.copy();
+    match end {
+        State::ShutDown(reason) => {
+            eprintln!("Domain {domain} has shut down, reason code {reason} 0x{reason:x}");
+            if reason != SUSPENDED {
+                destroy(domain, &mut console)?;
+            }
+        }
+        State::Gone | State::Runs => eprintln!("Domain {domain} has been destroyed."),
+    }
+    Ok(())
+}
+
+/// Waits until a domain runs no more, and copies its console meanwhile; what it is at then. The first look is at once.
+///
+/// # Errors
+/// XenStore or `xl` does not answer, as a sentence: nothing is known of the domain.
+fn wait_for_end(domain: u32, console: &mut Console) -> Result<State, String> {
     let store = |error| format!("XenStore: {error}");
     let mut events = DomainEvents::open(&[DomainEvent::Released, DomainEvent::Console(domain)]).map_err(store)?;
-    let mut console = Console::default();
     loop {
         if events.take().map_err(store)? {
             console.find(&mut events, domain);
             match toolstack::state_of(domain)? {
                 State::Runs => {}
-                State::ShutDown(reason) => {
-                    console.copy();
-                    eprintln!("Domain {domain} has shut down, reason code {reason} 0x{reason:x}");
-                    if reason != SUSPENDED {
-                        destroy(domain, &mut console)?;
-                    }
-                    return Ok(());
-                }
-                State::Gone => {
-                    console.copy();
-                    eprintln!("Domain {domain} has been destroyed.");
-                    return Ok(());
-                }
+                end => return Ok(end),
             }
         }
         let mut fds = vec![PollFd::new(&events, PollFlags::IN)];
