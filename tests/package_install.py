@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lib import ROOT, need_program, scratch, timeout
+from lib import ROOT, need_program, need_root, scratch, timeout
 
 # What docs/install.md tells.
 EXPOSURE = re.compile(r"^→ Overall exposure level for (\S+): ([\d.]+)", re.M)
@@ -134,8 +134,8 @@ def test_make_install_needs_no_tool_of_debian_and_says_what_it_lacks():
         words = [word for name in ("built", "cells") if (value := os.environ.get(f"TOMBOLO_{name.upper()}"))
                  for word in (f"--{name}", str(Path(value).absolute()))]
 
-        def run(program, to, **environment):
-            command = [bare / "bash", "x", program, *words, "--component", "agent", "--component", "cni"]
+        def run(program, to, *before, **environment):
+            command = [*before, bare / "bash", "x", program, *words, "--component", "agent", "--component", "cni"]
             surroundings = {"PATH": str(bare), "HOME": str(folder), "DESTDIR": str(to), **environment}
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=surroundings)
 
@@ -143,6 +143,20 @@ def test_make_install_needs_no_tool_of_debian_and_says_what_it_lacks():
         assert refused.returncode == 1 and "no cargo in PATH" in refused.stderr and "Traceback" not in refused.stderr, refused
         below = run("install", folder / "without", CARGO_HOME=str(folder), SUDO_UID="65534")
         assert below.returncode == 1 and "~/.cargo/bin of the user who called sudo" in below.stderr, below
+        # Below sudo it is the user's, run as that user: one who says who asked, and no more.
+        need_root()
+        user, passwd = folder / "user", folder / "passwd"
+        theirs = user / ".cargo/bin/cargo"
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text('#!/bin/sh\necho "$(id -u) $(id -G) $HOME" >"$HOME/asked"\nexit 3\n')
+        theirs.chmod(0o755)
+        folder.chmod(0o755)
+        os.chown(user, 54321, 54321)
+        passwd.write_text(Path("/etc/passwd").read_text() + f"someone:x:54321:54321::{user}:/bin/sh\n")
+        known = ("unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/passwd; exec "$@"', passwd)
+        asked = run("install", folder / "without", *known, CARGO_HOME=str(folder), SUDO_UID="54321")
+        assert asked.returncode == 1 and "ended with 3" in asked.stderr, asked
+        assert (user / "asked").read_text() == f"54321 54321 {user}\n"
         (bare / "cargo").symlink_to(shutil.which("cargo"))
         home = {name: os.environ[name] for name in ("HOME", "CARGO_HOME", "RUSTUP_HOME") if name in os.environ}
         done = run("install", folder / "to", **home)
