@@ -1,13 +1,16 @@
 """tombolo-span as a service: the settings file of docs/span.md, and the unit that packages install, under a systemd of the test's own."""
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tomllib
 from pathlib import Path
 
-from lib import ROOT, Skip, scratch, timeout, until
+from daytwo_user_unit import UID, UserManager
+from lib import ROOT, Namespace, Skip, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.systemd import Manager
 from span_control import LEASE_S, PATIENCE_S, SPAN, machines
@@ -176,3 +179,36 @@ def test_the_unit_waits_for_the_fabric_and_lives_through_kills_hangs_and_wrong_s
             service.control("stop")
             service.reaches("the end", ActiveState="inactive", Result="success", MainPID="0")
         two.span.stop()
+
+
+@timeout(240)
+def test_the_unit_of_a_user_runs_beside_the_users_fabric():
+    need_span()
+    with contextlib.ExitStack() as stack:
+        folder, manager_folder, space = (stack.enter_context(each) for each in (scratch(), scratch(), Namespace()))
+        user = UserManager(folder, manager_folder, space)
+        program, settings = user.home / "bin/tombolo-span", user.home / ".config/tombolo/demo.span.toml"
+        shutil.copy(SPAN, program)
+        (user.home / ".config/tombolo/demo.toml").write_text('name = "mine"\n[network.lan]\n')
+        settings.write_text('fabric = "mine"\nmachine = "node-1"\nlisten = "127.0.0.1:7447"\npeer = "node-2=127.0.0.2:7447"\nno_tls = true\n')
+        text = (ROOT / "packaging/systemd" / f"user-{TEMPLATE}").read_text()
+        assert "@BINDIR@" in text and "%E/tombolo/%i.span.toml" in text
+        units = user.home / ".config/systemd/user"
+        (units / TEMPLATE).write_text(text.replace("@BINDIR@", str(program.parent)))
+        for path in (program, settings, units / TEMPLATE):
+            os.chown(path, UID, UID)
+        stack.enter_context(user)
+        unit = "tombolo-span@demo.service"
+
+        def states():
+            return dict(line.split("=", 1) for line in user.systemctl("show", unit, "-p", ",".join(STATES)).stdout.splitlines())
+
+        user.systemctl("start", unit)
+        until("the wait for the fabric", lambda: "waiting for the fabric" in states()["StatusText"], PATIENCE_S)
+        user.systemctl("start", "tombolo@demo.service")
+        until("the fabric", lambda: "the fabric answers" in states()["StatusText"], PATIENCE_S)
+        shown = user.run(user.program, "span", "status", "--fabric", "mine").stdout
+        assert shown.startswith("node-1  of site default") and "node-2   gone" in shown, shown
+        user.systemctl("stop", unit, "tombolo@demo.service")
+        assert states()["Result"] == "success" and states()["ActiveState"] == "inactive", states()
+        user.run(user.program, "down", "--fabric", "mine", check=False)
