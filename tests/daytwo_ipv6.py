@@ -240,6 +240,37 @@ def test_a_port_claims_as_many_addresses_as_the_file_says():
 
 
 @timeout(120)
+def test_an_address_that_was_claimed_before_it_is_listed_for_another_port_is_lost_to_it():
+    with members() as (fabric, spaces, _), Namespace() as home:
+        mac = MAC["rogue"]
+        prefix = ipaddress.IPv6Network(f"{automatic(spaces['rogue'], 'rogue')}/64", strict=False)
+        automatic(spaces["auto"], "auto")
+        web_mac = "02:54:00:00:66:77"
+        # The rogue neighbour takes an address that nobody has, and the one that a later MAC address would show.
+        shown = ipaddress.IPv6Address(prefix.network_address.packed[:8] + ipaddress.IPv6Address(local(web_mac)).packed[8:])
+        taken = [prefix[0x7777], shown]
+        for address in taken:
+            spaces["rogue"].ip("address", "add", f"{address}/64", "dev", "rogue", "nodad")
+            assert spaces["auto"].answers(str(address)), "the address was free"
+        # Then a port comes whose list has the first and whose MAC address the second shows.
+        fabric.file.write_text(text(spaces) + f'[tap.web]\nnetns = "/run/netns/{home}"\nmac = "{web_mac}"\nip = "10.235.0.77"\nguard = "ip"\n'
+                                              f'ip6 = ["{taken[0]}", "{shown}"]\n')
+        fabric.cli("apply", fabric.file)
+        for address in taken:
+            before = drops(fabric, "rogue", "source6"), drops(fabric, "rogue", "nd_inspection")
+            send(spaces["rogue"], "rogue", [packet(mac, str(address), ALL_NODES, 58, b"\x80\0\0\0\0\1\0\1", 2, hops=64)] * 3)
+            option = b"\x02\x01" + mac_bytes(mac)
+            send(spaces["rogue"], "rogue", [packet(mac, local(mac), ALL_NODES, 58, bytes([136, 0, 0, 0, 0x20, 0, 0, 0]) + address.packed + option, 2)] * 3)
+            until("none of it passes", lambda: drops(fabric, "rogue", "source6") >= before[0] + 3)  # noqa: B023
+            until("nor is it advertised", lambda: drops(fabric, "rogue", "nd_inspection") >= before[1] + 3)  # noqa: B023
+            home.ip("address", "add", f"{address}/64", "dev", "web", "nodad")
+            spaces["auto"].ip("-6", "neighbour", "flush", "dev", "auto")
+            assert spaces["auto"].answers(str(address))
+            shown_mac = spaces["auto"].ip("-6", "neighbour", "show", str(address), "dev", "auto")
+            assert web_mac in shown_mac, shown_mac
+
+
+@timeout(120)
 def test_another_prefix_takes_the_place_of_the_first_while_the_fabric_runs():
     with members('ipv6 = "fd12:3456:789a:1::/64"') as (fabric, spaces, _):
         first = automatic(spaces["auto"], "auto")

@@ -15,7 +15,7 @@ mod bindings;
 mod ipv6;
 mod roles;
 
-pub(crate) use bindings::Bindings;
+pub(crate) use bindings::{Bindings, shown_mac};
 pub use bindings::{LIMIT, Learn};
 pub use ipv6::nd_options;
 pub(crate) use ipv6::options_tell;

@@ -363,7 +363,15 @@ impl Network {
         if !guard.is_pinned() {
             return 0;
         }
-        guard.sources().iter().filter(|source| !self.macs.pin(**source, port)).count()
+        let mut elsewhere = 0;
+        for source in guard.sources() {
+            if self.macs.pin(*source, port) {
+                self.bindings.lock(port, source.bytes());
+            } else {
+                elsewhere += 1;
+            }
+        }
+        elsewhere
     }
 
     /// Decides on `batch`, which came from `from` at `now`: fills `plan`, which is empty, and counts in `drops`

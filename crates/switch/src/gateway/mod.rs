@@ -283,6 +283,9 @@ impl Gateway {
     /// Sets all names of the file under which IPv6 addresses are found.
     pub fn set_names6(&mut self, names: &[Name6]) {
         self.members.set_names6(names);
+        if let Some(six) = &mut self.six {
+            six.revoke_others(&self.members);
+        }
         if let Some(leases) = self.six.as_mut().and_then(|six| six.leases.as_mut()) {
             leases.reservations_changed();
         }

@@ -13,6 +13,7 @@
 
 use crate::frame::Mac;
 use crate::gateway::ConfigError;
+use crate::guard::shown_mac;
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -188,6 +189,14 @@ impl Members {
     /// Whether some member has that fixed IPv6 address.
     pub(crate) fn has_static6(&self, address: Ipv6Addr) -> bool {
         self.name_of6.contains_key(&address)
+    }
+
+    /// Whether `address` is the fixed one of a member with another MAC address than `mac`, or shows such a member's MAC address.
+    pub(crate) fn is_others6(&self, address: Ipv6Addr, mac: Mac) -> bool {
+        let of_file = self.name_of6(address).and_then(|name| self.mac6(name));
+        let shown = shown_mac(address.to_bits())
+            .filter(|shown| self.name_of_mac.contains_key(shown) || self.name_of_mac6.contains_key(shown));
+        of_file.or(shown).is_some_and(|holder| holder != mac)
     }
 
     pub(crate) fn name_of6(&self, address: Ipv6Addr) -> Option<&str> {

@@ -15,7 +15,9 @@
 //! | a claim beyond the port's limit | dropped, `address_limit` |
 //!
 //! An address that is written into another guard's list is that port's. An interface identifier that shows a MAC address
-//! which is locked to another port is not to be claimed either. An address that was not used for [`LIFETIME`] is free again.
+//! which is locked to another port is not to be claimed either. Both hold from the moment at which the list is set or the MAC
+//! address locked: a port that claimed such an address earlier loses it then. An address that was not used for [`LIFETIME`] is
+//! free again.
 
 use super::ipv6::{self, Upper};
 use super::{Roles, ipv6::link_local};
@@ -62,26 +64,42 @@ pub(crate) struct Bindings {
 }
 
 /// The MAC address that an interface identifier shows (modified EUI-64), if it does.
-fn shown_mac(address: u128) -> Option<Mac> {
+pub(crate) fn shown_mac(address: u128) -> Option<Mac> {
     let bytes = address.to_be_bytes();
     (bytes[11..13] == [0xff, 0xfe]).then(|| [bytes[8] ^ 2, bytes[9], bytes[10], bytes[13], bytes[14], bytes[15]])
 }
 
 impl Bindings {
-    /// Sets which addresses the list of `port`'s guard names.
+    /// Sets which addresses the list of `port`'s guard names. Ports that claimed them lose them.
     pub(crate) fn list(&mut self, port: PortNumber, addresses: impl Iterator<Item = Ipv6Addr>) {
         self.listed.retain(|_, holder| *holder != port);
-        self.listed.extend(addresses.map(|address| (address.to_bits(), port)));
+        for address in addresses.map(Ipv6Addr::to_bits) {
+            self.listed.insert(address, port);
+            self.free(address);
+        }
+    }
+
+    /// Takes the addresses that show `mac`, which is locked to `port` from now on, from ports that claimed them.
+    pub(crate) fn lock(&mut self, port: PortNumber, mac: Mac) {
+        let shows = |(address, holder): (&u128, &PortNumber)| {
+            (*holder != port && shown_mac(*address) == Some(mac)).then_some(*address)
+        };
+        let taken: Vec<u128> = self.holders.iter().filter_map(shows).collect();
+        taken.into_iter().for_each(|address| self.free(address));
+    }
+
+    /// Ends the claim to `address`, if there is one.
+    fn free(&mut self, address: u128) {
+        if let Some(own) = self.holders.remove(&address).and_then(|port| self.own.get_mut(&port)) {
+            own.retain(|own| own.address != address);
+        }
     }
 
     /// Sets the addresses that no port may claim, since another machine has them. What was learned of them is forgotten.
     pub(crate) fn lose(&mut self, addresses: impl Iterator<Item = Ipv6Addr>) {
-        self.lost = addresses.map(Ipv6Addr::to_bits).collect();
-        for address in &self.lost {
-            if let Some(own) = self.holders.remove(address).and_then(|port| self.own.get_mut(&port)) {
-                own.retain(|own| own.address != *address);
-            }
-        }
+        let lost: HashSet<u128> = addresses.map(Ipv6Addr::to_bits).collect();
+        lost.iter().for_each(|address| self.free(*address));
+        self.lost = lost;
     }
 
     /// Forgets `port`.
@@ -104,6 +122,11 @@ impl Bindings {
         if self.lost.contains(&address) {
             return Err(None);
         }
+        // Before the claims: what is listed or locked meanwhile was taken from its claimant, and it may not claim it again.
+        let other = |holder: Option<PortNumber>| holder.is_some_and(|holder| holder != port);
+        if other(self.listed.get(&address).copied()) || other(shown_mac(address).and_then(locked_to)) {
+            return Err(None);
+        }
         let list = self.own.entry(port).or_default();
         if let Some(own) = list.iter_mut().find(|own| own.address == address) {
             own.used = now;
@@ -112,10 +135,6 @@ impl Bindings {
         let is_local = address >> 118 == 0xfe80 >> 6;
         if !is_local && (address ^ learn.prefix.to_bits()) >> 64 != 0 {
             return if learn.strict { Err(None) } else { Ok(()) };
-        }
-        let other = |holder: Option<PortNumber>| holder.is_some_and(|holder| holder != port);
-        if other(self.listed.get(&address).copied()) || other(shown_mac(address).and_then(locked_to)) {
-            return Err(None);
         }
         if let Some(holder) = self.holders.get(&address).copied() {
             // Not this port's, as its own list does not have it.
@@ -287,6 +306,40 @@ mod tests {
         assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None, "who has it there objects");
         ports.0.lose(std::iter::empty());
         assert_eq!((ports.put(2, &data("fd00::5")), ports.put(1, &data("fd00::5"))), (None, Some(Reason::Source6)));
+    }
+
+    #[test]
+    fn an_address_that_is_listed_for_another_port_or_shows_its_mac_address_is_lost_to_it() {
+        const C: Mac = [2, 0, 0, 0, 0, 9];
+        let mut ports = Ports::new();
+        let data = |source: &str| packet(source, 6, &[0; 20]);
+        let shown = ["fe80::ff:fe00:9", "fd00::ff:fe00:9"];
+        for source in ["fd00::9", "fd00::8", shown[0], shown[1]] {
+            assert_eq!(ports.put(1, &data(source)), None, "{source} is free, and no port has the MAC address {C:?}");
+        }
+        // Another port comes, whose guard has a list and locks its MAC address.
+        ports.0.list(3, [ip("fd00::9")].into_iter());
+        ports.0.lock(3, C);
+        assert_eq!((ports.0.own[&1].len(), ports.0.holders.len()), (1, 1), "the claims are gone at once");
+        let locked = |mac| (mac == C).then_some(3);
+        for source in ["fd00::9", shown[0], shown[1]] {
+            let now = ports.1;
+            let mut refuse = |packet: &[u8]| ports.0.refuse(now, 1, (learn(), Roles::default()), packet, &A, &locked);
+            assert_eq!(refuse(&data(source)), Some(Reason::Source6), "{source}");
+            let advertisement = about(136, "fe80::ff:fe00:7", source, &[]);
+            assert_eq!(refuse(&advertisement), Some(Reason::NdInspection), "{source}");
+            assert_eq!(refuse(&about(135, "::", source, &[])), None, "the holder objects");
+            assert_eq!(refuse(&data(source)), Some(Reason::Source6), "asking for {source} gains nothing");
+        }
+        assert_eq!(ports.put(1, &data("fd00::8")), None, "what nobody else has stays");
+        // A port that keeps its own MAC address keeps what shows it.
+        assert_eq!(ports.put(2, &data("fd00::ff:fe00:8")), None);
+        ports.0.lock(2, B);
+        assert_eq!(ports.0.holders.get(&ip("fd00::ff:fe00:8").to_bits()), Some(&2));
+        // With the list, its own earlier claim is of no use: the address is free once the list no longer has it.
+        ports.0.list(1, [ip("fd00::8")].into_iter());
+        ports.0.list(1, std::iter::empty());
+        assert_eq!(ports.put(2, &data("fd00::8")), None);
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! A host that takes an address asks all others whether they have it (RFC 4862 §5.4), and the gateway hears that. Whether
 //! the host may claim it was checked before, by the guard of its port. An address belongs to the MAC address that it was
 //! first heard from. It is given up when the host does not answer for it any more: that is looked into when somebody asks
-//! for the name or the address, so that nobody is woken for nothing.
+//! for the name or the address, so that nobody is woken for nothing. It is also given up when the file gives it to another
+//! member, and not heard for one that the file does not give it to.
 //!
 //! Limits: [`PER_SOURCE`] addresses of one port of the switch, where a new one takes the place of the one that was not heard
 //! from for longest; [`MAX_ADDRESSES`] in all.
@@ -77,6 +78,13 @@ impl Learned {
         self.by_address.insert(address, entry);
         self.by_source.entry(source).or_default().push(address);
         self.by_mac.entry(mac).or_default().push(address);
+    }
+
+    /// Forgets the addresses that, with their MAC address, `is_others` names.
+    pub(super) fn revoke(&mut self, is_others: impl Fn(Ipv6Addr, Mac) -> bool) {
+        let gone = self.by_address.iter().filter(|(address, entry)| is_others(**address, entry.mac));
+        let gone: Vec<Ipv6Addr> = gone.map(|(address, _)| *address).collect();
+        gone.into_iter().for_each(|address| self.forget(address));
     }
 
     fn forget(&mut self, address: Ipv6Addr) {

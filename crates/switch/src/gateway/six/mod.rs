@@ -25,7 +25,7 @@ use super::config::{Ipv6Config, MAX_DOMAIN_BYTES};
 use super::dns;
 use super::forward::{Client, Delivery};
 use super::lease::{Claim, Lease, LeaseChange, LeaseRecord, Leases, Refusal};
-use super::names;
+use super::names::{self, Members};
 use super::rate::Rates;
 use super::tcp;
 use super::{Gateway, Source};
@@ -138,6 +138,11 @@ impl Six {
     /// Has an address asked whether it is there, if it was learned and not heard from lately.
     pub(super) fn check(&mut self, address: Ipv6Addr, now: Nanos) {
         self.learned.check(address, now);
+    }
+
+    /// Gives up the learned addresses that are others' by the file.
+    pub(super) fn revoke_others(&mut self, members: &Members) {
+        self.learned.revoke(|address, mac| members.is_others6(address, mac));
     }
 
     pub(super) fn deadline(&self) -> Option<Nanos> {
@@ -273,6 +278,7 @@ impl Gateway {
                 self.check_source6(inbound.route.source)?;
                 if let Some(six) = &mut self.six
                     && six.config.holds(inbound.route.source)
+                    && !self.members.is_others6(inbound.route.source, inbound.route.source_mac)
                 {
                     six.learned.hear(inbound.route.source, inbound.route.source_mac, source, false, now);
                 }
@@ -419,7 +425,7 @@ impl Gateway {
         let (mac, anonymous) = (route.source_mac, route.source.is_unspecified());
         // An announcement, an answer to us, or somebody who wants to know whether it may have the address.
         let claims = kind == NEIGHBOUR_ADVERTISEMENT || anonymous;
-        if claims && !ours && six.config.holds(target) {
+        if claims && !ours && six.config.holds(target) && !self.members.is_others6(target, mac) {
             six.learned.hear(target, mac, source, kind == NEIGHBOUR_ADVERTISEMENT, now);
         }
         if claims && ours {
@@ -432,6 +438,7 @@ impl Gateway {
             self.check_source6(route.source)?;
             if let Some(six) = &mut self.six
                 && six.config.holds(route.source)
+                && !self.members.is_others6(route.source, mac)
             {
                 six.learned.hear(route.source, mac, source, false, now);
             }

@@ -371,6 +371,35 @@ fn a_member_of_the_file_gets_its_own_address() {
 }
 
 #[test]
+fn an_address_that_the_file_gives_to_another_member_loses_the_name_of_its_claimant() {
+    let mut world = World::new();
+    let name6 = |name: &str, n: u8, addresses: &[Ipv6Addr]| Name6 {
+        name: name.into(),
+        mac: Some(mac(n)),
+        addresses: addresses.to_vec(),
+    };
+    let shown = crate::guard::link_local(&mac(4)).to_bits() as u64;
+    let (listed, shown) = (host(0xabc), host(shown));
+    world.gateway.set_names6(&[name6("rogue", 3, &[])]);
+    let detect_all = |world: &mut World| {
+        for target in [listed, shown, host(0xdef)] {
+            assert!(world.put(3, &detect(3, target)).is_empty());
+        }
+    };
+    detect_all(&mut world);
+    assert_eq!(world.resolve(9, &["rogue"], 28).1.len(), 3);
+    world.gateway.set_names6(&[name6("rogue", 3, &[]), name6("web", 4, &[listed])]);
+    for _ in 0..2 {
+        assert_eq!(world.resolve(9, &["rogue"], 28), (0, vec![host(0xdef).octets().to_vec()]));
+        assert_eq!(world.resolve(9, &["web"], 28), (0, vec![listed.octets().to_vec()]));
+        // Saying so again changes nothing.
+        detect_all(&mut world);
+    }
+    assert!(world.put(4, &detect(4, shown)).is_empty());
+    assert_eq!(world.resolve(9, &["web"], 28).1.len(), 2, "it gives itself the address that shows its MAC address");
+}
+
+#[test]
 fn addresses_that_members_gave_themselves_have_names() {
     let mut world = World::new();
     world.gateway.set_names6(&[Name6 { name: "cam".into(), mac: Some(mac(3)), addresses: vec![] }]);
