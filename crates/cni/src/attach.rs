@@ -13,6 +13,7 @@
 //! A persistent tap stays, without carrier, and the next daemon attaches to it again. DEL deletes
 //! the tap itself; the next daemon finds none and forgets the port.
 
+use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -310,8 +311,23 @@ fn result(
     json!({ "cniVersion": config.version, "interfaces": interfaces, "ips": ips, "routes": routes.collect::<Vec<_>>(), "dns": dns })
 }
 
+/// Says why DEL has nothing to do: ADD refuses the same, so it has made nothing.
+pub(crate) fn note_nothing_added(error: &CniError) {
+    // A runtime that does not read has ended.
+    let _ = writeln!(std::io::stderr(), "tombolo-cni: DEL: {error}; ADD refuses it, so there is nothing to remove");
+}
+
 fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
-    let (container, interface, path) = (environment.container()?, environment.device(config.vm)?, environment.netns()?);
+    let (container, interface) = match (environment.container(), environment.interface()) {
+        (Ok(container), Ok(interface)) => (container, interface),
+        (Err(error), _) | (_, Err(error)) if environment.names_attachment() => {
+            note_nothing_added(&error);
+            return Ok(());
+        }
+        (Err(error), _) | (_, Err(error)) => return Err(error),
+    };
+    // ADD makes nothing in a namespace whose path it refuses.
+    let path = environment.netns().unwrap_or_default();
     let identity = config.identity(container, interface);
     let removed = Fabric::new(config).and_then(|fabric| match fabric.status() {
         Ok(status) => {
@@ -320,21 +336,23 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
         }
         Err(error) => Err(error),
     });
-    if config.vm == Some(Vm::VhostUser) {
-        let fabric = Fabric::new(config)?;
-        forget_vm(config, &fabric.socket(mac_of(config, &identity)), container, interface)?;
-    }
-    // Of a namespace that is gone there is nothing left.
-    else if let Some(netns) = path.and_then(|path| Netns::open(path).ok()) {
-        delete_device(&netns, interface, device_mac(config, &identity))?;
-    }
+    let cleared = (|| {
+        if config.vm == Some(Vm::VhostUser) {
+            let fabric = Fabric::new(config)?;
+            return forget_vm(config, &fabric.socket(mac_of(config, &identity)), container, interface);
+        }
+        // Of a namespace that is gone there is nothing left.
+        let Some(netns) = path.and_then(|path| Netns::open(path).ok()) else { return Ok(()) };
+        delete_device(&netns, interface, device_mac(config, &identity)).map(drop)
+    })();
     match removed {
         // Whether its daemon is down or only slow: it forgets the port when it finds that the device or the namespace is gone.
         Err(CniError::Again(why)) => {
-            eprintln!("tombolo-cni: DEL: {why}; the port is forgotten by the next daemon");
-            Ok(())
+            // A runtime that does not read has ended.
+            let _ = writeln!(std::io::stderr(), "tombolo-cni: DEL: {why}; the port is forgotten by the next daemon");
+            cleared
         }
-        other => other,
+        other => other.and(cleared),
     }
 }
 
@@ -462,7 +480,7 @@ mod tests {
 
     fn answer(version: &str, more: &str) -> Value {
         let text = format!(r#"{{"cniVersion":"{version}","name":"pods","fabric":"demo"{more}}}"#);
-        let config = crate::request::parse(text.as_bytes()).unwrap();
+        let config = crate::request::parse(Command::Add, text.as_bytes()).unwrap();
         let place = Place {
             ip: Ipv4Addr::new(10, 87, 0, 9),
             prefix: 24,
@@ -541,7 +559,7 @@ mod tests {
         let config = |version| {
             let text =
                 format!(r#"{{"cniVersion":"{version}","name":"pods","fabric":"demo","runtime":"/nonexistent"}}"#);
-            crate::request::parse(text.as_bytes()).unwrap()
+            crate::request::parse(Command::Add, text.as_bytes()).unwrap()
         };
         let environment = Environment::default();
         let code = |command, version| run(command, &environment, &config(version)).unwrap_err().code();
@@ -558,7 +576,7 @@ mod tests {
     #[test]
     fn del_without_a_daemon_and_without_a_namespace_succeeds() {
         let text = r#"{"cniVersion":"1.1.0","name":"pods","fabric":"demo","runtime":"/nonexistent"}"#;
-        let config = crate::request::parse(text.as_bytes()).unwrap();
+        let config = crate::request::parse(Command::Add, text.as_bytes()).unwrap();
         let environment = Environment {
             container: Some("c1".into()),
             interface: Some("eth0".into()),

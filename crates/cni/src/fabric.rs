@@ -369,7 +369,7 @@ mod tests {
     #[test]
     fn a_section_is_one_that_the_fabric_reads() {
         let input = r#"{"cniVersion":"1.0.0","name":"pods","fabric":"demo","runtimeConfig":{"bandwidth":{"egressRate":5000,"egressBurst":7,"ingressRate":6000,"ingressBurst":70000}}}"#;
-        let config = crate::request::parse(input.as_bytes()).unwrap();
+        let config = crate::request::parse(crate::request::Command::Add, input.as_bytes()).unwrap();
         let identity = config.identity("abc", "eth0");
         let mac = mac_of(&config, &identity);
         let form = Form::Tap { interface: "eth0", monitor: false };
@@ -391,7 +391,7 @@ mod tests {
     #[test]
     fn the_section_of_a_vhost_user_socket_is_one_that_the_fabric_reads() {
         let input = r#"{"cniVersion":"1.1.0","name":"pods","fabric":"demo","vm":"vhost-user"}"#;
-        let config = crate::request::parse(input.as_bytes()).unwrap();
+        let config = crate::request::parse(crate::request::Command::Add, input.as_bytes()).unwrap();
         let identity = config.identity("abc", "eth0");
         let mac = mac_of(&config, &identity);
         for connect in [false, true] {

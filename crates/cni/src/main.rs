@@ -26,7 +26,14 @@ fn answer(environment: &Environment, input: &[u8]) -> Result<Option<Value>, erro
     if command == Command::Version {
         return Ok(Some(attach::versions(&request::version_of(input))));
     }
-    attach::run(command, environment, &request::parse(input)?)
+    match request::parse(command, input) {
+        // What makes ADD fail must not make DEL fail too: the runtime could not tear down the sandbox.
+        Err(error) if command == Command::Del && request::is_object(input) => {
+            attach::note_nothing_added(&error);
+            Ok(None)
+        }
+        config => attach::run(command, environment, &config?),
+    }
 }
 
 fn main() -> ExitCode {
@@ -52,4 +59,97 @@ fn main() -> ExitCode {
     // A runtime that does not read has ended.
     let _ = writeln!(std::io::stdout(), "{text}");
     code
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn environment(command: &str) -> Environment {
+        Environment {
+            command: Some(command.into()),
+            container: Some("c1".into()),
+            netns: Some("/nonexistent/netns".into()),
+            interface: Some("eth0".into()),
+            args: None,
+        }
+    }
+
+    fn input(more: &Value) -> Vec<u8> {
+        let mut all = json!({ "cniVersion": "1.1.0", "name": "pods", "fabric": "demo", "runtime": "/nonexistent", "cni.dev/valid-attachments": [] });
+        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        all.to_string().into_bytes()
+    }
+
+    /// What ADD refuses for `code`, DEL carries out. GC and STATUS get as far as the daemon, which is not there.
+    #[test]
+    fn what_add_refuses_does_not_keep_a_sandbox_from_its_end() {
+        let mapping = |more: Value| {
+            let mut one = json!({ "hostPort": 80, "containerPort": 80 });
+            one.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            json!({ "runtimeConfig": { "portMappings": [one] } })
+        };
+        let many: Vec<Value> = (1..=257).map(|n| json!({ "hostPort": n, "containerPort": n })).collect();
+        let wishes = [
+            (mapping(json!({ "protocol": "sctp" })), 7),
+            (mapping(json!({ "hostPort": 0 })), 7),
+            (mapping(json!({ "hostPort": -1 })), 6),
+            (mapping(json!({ "hostIP": "host" })), 7),
+            (json!({ "runtimeConfig": { "portMappings": many } }), 7),
+            (json!({ "runtimeConfig": { "bandwidth": { "ingressRate": 500 } } }), 7),
+            (json!({ "runtimeConfig": { "bandwidth": { "egressRate": "fast" } } }), 6),
+            (json!({ "runtimeConfig": { "mac": "02:00:00:00:00:01" } }), 2),
+            (json!({ "runtimeConfig": { "ips": ["10.0.0.x"] } }), 7),
+            (json!({ "runtimeConfig": { "ips": ["10.0.0.1", "10.0.0.2"] } }), 7),
+            (json!({ "runtimeConfig": 7 }), 6),
+            (json!({ "defaultRoute": "yes" }), 6),
+        ];
+        let code = |command: &str, input: &[u8]| answer(&environment(command), input).err().map(|error| error.code());
+        for (more, refused) in wishes {
+            let input = input(&more);
+            assert_eq!(code("ADD", &input), Some(refused), "{more}");
+            assert_eq!(code("CHECK", &input), Some(refused), "{more}");
+            assert_eq!(code("DEL", &input), None, "{more}");
+            assert_eq!((code("GC", &input), code("STATUS", &input)), (Some(11), Some(50)), "{more}");
+        }
+        // Without a right place there is nothing that GC and STATUS could look at; DEL has nothing to remove.
+        for (more, refused) in [
+            (json!({ "cniVersion": "9.0.0" }), 1),
+            (json!({ "name": "a b" }), 7),
+            (json!({ "fabric": "A" }), 7),
+            (json!({ "fabric": 7 }), 6),
+            (json!({ "runtime": "run" }), 7),
+            (json!({ "vm": "kata" }), 7),
+            (json!({ "dan": "/run/dans" }), 7),
+        ] {
+            let input = input(&more);
+            let all = ["ADD", "CHECK", "GC", "STATUS"].map(|command| code(command, &input));
+            assert_eq!((all, code("DEL", &input)), ([Some(refused); 4], None), "{more}");
+        }
+        assert_eq!(
+            (code("ADD", &input(&json!({ "network": "A" }))), code("DEL", &input(&json!({ "network": "A" })))),
+            (Some(7), None)
+        );
+        // So it is for the environment. What the specification demands is demanded.
+        let with = |change: &dyn Fn(&mut Environment)| {
+            ["ADD", "DEL"].map(|command| {
+                let mut environment = environment(command);
+                change(&mut environment);
+                answer(&environment, &input(&json!({}))).err().map(|error| error.code())
+            })
+        };
+        let long = "x".repeat(200);
+        assert_eq!(with(&|e| e.container = Some(long.clone())), [Some(4), None]);
+        assert_eq!(with(&|e| e.interface = Some("much-too-long-a-name".into())), [Some(4), None]);
+        assert_eq!(with(&|e| e.netns = Some("/a\nb".into())), [Some(4), None]);
+        assert_eq!(with(&|e| e.args = Some("MAC=02:00:00:00:00:01".into())), [Some(2), None]);
+        assert_eq!(with(&|e| e.args = Some("IP=x".into())), [Some(7), None]);
+        assert_eq!(with(&|e| e.container = None), [Some(4); 2]);
+        assert_eq!(with(&|e| e.interface = Some(String::new())), [Some(4); 2]);
+        for bytes in [&b"{"[..], b"[]", b""] {
+            assert_eq!([code("ADD", bytes), code("DEL", bytes)], [Some(6); 2]);
+        }
+    }
 }

@@ -82,6 +82,13 @@ impl Environment {
         args.split(';').filter_map(|pair| pair.split_once('=')).find(|(k, _)| *k == key).map(|(_, value)| value)
     }
 
+    /// Whether container and interface are set, right or not.
+    pub(crate) fn names_attachment(&self) -> bool {
+        [&self.container, &self.interface]
+            .into_iter()
+            .all(|value| value.as_deref().is_some_and(|text| !text.is_empty()))
+    }
+
     /// The name of the interface in the container.
     pub(crate) fn interface(&self) -> Result<&str, CniError> {
         let name = "CNI_IFNAME";
@@ -209,23 +216,38 @@ pub(crate) struct AttachmentId {
     pub(crate) interface: String,
 }
 
+/// Where attachments are: what every command needs.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Raw {
+struct RawPlace {
     cni_version: Option<String>,
     name: Option<String>,
     fabric: Option<String>,
-    network: Option<String>,
     runtime: Option<PathBuf>,
-    #[serde(default)]
+    vm: Option<String>,
+    dan: Option<PathBuf>,
+}
+
+/// What a container is to have.
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct RawWishes {
     runtime_config: RuntimeConfig,
     prev_result: Option<Value>,
-    #[serde(default)]
     default_route: Option<bool>,
-    #[serde(default)]
-    vm: Option<String>,
-    #[serde(default)]
-    dan: Option<PathBuf>,
+}
+
+/// The network, which needs no other key to be right.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawNetwork {
+    network: Option<String>,
+}
+
+/// The lists for GC.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawLists {
     #[serde(rename = "cni.dev/valid-attachments")]
     valid_attachments: Option<Vec<AttachmentId>>,
     // The name in libcni before 1.2.
@@ -375,12 +397,26 @@ pub(crate) fn is_path(path: &Path) -> bool {
     path.is_absolute() && path.to_str().is_some_and(|text| text.len() <= MAX_VARIABLE_BYTES && fit(text))
 }
 
-/// Reads a configuration.
-pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
+/// Whether the input is a JSON object of a length that is read.
+pub(crate) fn is_object(input: &[u8]) -> bool {
+    type Any = std::collections::BTreeMap<String, serde::de::IgnoredAny>;
+    input.len() as u64 <= MAX_INPUT_BYTES && serde_json::from_slice::<Any>(input).is_ok()
+}
+
+/// Reads what `command` needs of a configuration. Other keys are not looked at: a container that ADD refused because of them must
+/// still come to its end by DEL.
+pub(crate) fn parse(command: Command, input: &[u8]) -> Result<Config, CniError> {
     if input.len() as u64 > MAX_INPUT_BYTES {
         return Err(CniError::Decode(format!("it is longer than {MAX_INPUT_BYTES} bytes")));
     }
-    let raw: Raw = serde_json::from_slice(input).map_err(|e| CniError::Decode(e.to_string()))?;
+    fn part<T: serde::de::DeserializeOwned>(input: &[u8]) -> Result<T, CniError> {
+        serde_json::from_slice(input).map_err(|e| CniError::Decode(e.to_string()))
+    }
+    let is_whole = matches!(command, Command::Add | Command::Check);
+    let raw: RawPlace = part(input)?;
+    let network = if is_whole || command == Command::Status { part(input)? } else { RawNetwork::default() }.network;
+    let wishes = if is_whole { part(input)? } else { RawWishes::default() };
+    let lists = if is_whole || command == Command::Gc { part(input)? } else { RawLists::default() };
     let given = raw.cni_version.unwrap_or_else(|| "0.1.0".into());
     let version = VERSIONS.into_iter().find(|v| *v == given);
     let version = version.ok_or_else(|| CniError::Version { found: short(&given) })?;
@@ -396,7 +432,7 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
     if !is_word(&fabric) {
         return Err(wrong("fabric", "the name of a running fabric (`tombolo ls`)", &fabric));
     }
-    if let Some(network) = raw.network.as_deref().filter(|n| !is_word(n)) {
+    if let Some(network) = network.as_deref().filter(|n| !is_word(n)) {
         return Err(wrong("network", "the name of a network of the fabric", network));
     }
     if let Some(path) = raw.runtime.as_ref().filter(|p| !p.is_absolute()) {
@@ -417,11 +453,11 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
             return Err(wrong("dan", "an absolute path of printable characters", &text));
         }
     }
-    if vm == Some(Vm::VhostUser) && raw.dan.is_none() && version != "1.1.0" {
+    if is_whole && vm == Some(Vm::VhostUser) && raw.dan.is_none() && version != "1.1.0" {
         // Answers of other versions have no place for the socket's path.
         return Err(wrong("cniVersion", "1.1.0 with vm \"vhost-user\", or the key dan", version));
     }
-    let runtime = raw.runtime_config;
+    let runtime = wishes.runtime_config;
     let mappings = mappings(runtime.port_mappings.unwrap_or_default())?;
     if let Some(mac) = &runtime.mac {
         return Err(no_mac("runtimeConfig.mac", mac));
@@ -440,17 +476,17 @@ pub(crate) fn parse(input: &[u8]) -> Result<Config, CniError> {
         version,
         name,
         fabric,
-        network: raw.network,
+        network,
         runtime: raw.runtime,
-        default_route: raw.default_route.unwrap_or(true),
+        default_route: wishes.default_route.unwrap_or(true),
         vm,
         dan: raw.dan,
         bandwidth,
         mappings,
         ip,
         ip6,
-        prev_result: raw.prev_result,
-        valid: raw.valid_attachments.or(raw.attachments),
+        prev_result: wishes.prev_result,
+        valid: lists.valid_attachments.or(lists.attachments),
     })
 }
 
@@ -463,7 +499,7 @@ mod tests {
     fn config(more: Value) -> Result<Config, CniError> {
         let mut all = json!({ "cniVersion": "1.0.0", "name": "pods", "type": "tombolo-cni", "fabric": "demo" });
         all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        parse(all.to_string().as_bytes())
+        parse(Command::Add, all.to_string().as_bytes())
     }
 
     #[test]
@@ -475,7 +511,7 @@ mod tests {
             let error = config(json!({ "cniVersion": version })).unwrap_err();
             assert_eq!(error.code(), 1, "{error}");
         }
-        assert_eq!(parse(b"{}").unwrap_err().code(), 1, "no version is 0.1.0");
+        assert_eq!(parse(Command::Add, b"{}").unwrap_err().code(), 1, "no version is 0.1.0");
         assert!(!config(json!({})).unwrap().is_at_least("1.1.0"));
         assert!(config(json!({ "cniVersion": "1.1.0" })).unwrap().is_at_least("0.4.0"));
     }
@@ -637,7 +673,9 @@ mod tests {
     proptest! {
         #[test]
         fn no_bytes_break_the_reader(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let _ = parse(&bytes);
+            for command in [Command::Add, Command::Del, Command::Gc, Command::Status] {
+                let _ = parse(command, &bytes);
+            }
             prop_assert!(VERSIONS.contains(&&version_of(&bytes)[..]));
         }
 
@@ -647,7 +685,8 @@ mod tests {
             if let Some(map) = more.as_object() {
                 all.as_object_mut().unwrap().extend(map.clone());
             }
-            if let Ok(config) = parse(all.to_string().as_bytes()) {
+            for command in [Command::Add, Command::Del, Command::Gc, Command::Status] {
+                let Ok(config) = parse(command, all.to_string().as_bytes()) else { continue };
                 let text = format!("{}{}{:?}", config.name, config.fabric, config.network);
                 prop_assert!(!text.contains(['\n', '\\', '/', ']']));
             }
