@@ -413,6 +413,34 @@ def test_a_microvms_monitor_opens_its_tap_and_its_guest_is_on_the_fabric():
         assert not cni.ports() and "tap7" not in one.ip("link")
 
 
+@timeout(120)
+def test_a_microvm_whose_tap_has_a_name_of_its_own_is_known_by_the_name_of_its_interface():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        vms = Cni(f, "1.1.0", vm="tap")
+        named = {"args": "TC_REDIRECT_TAP_NAME=tap7"}
+        result = vms("ADD", "vm1", path(one), **named)
+        vms("ADD", "vm2", path(two), args="TC_REDIRECT_TAP_NAME=tap8")
+        assert {port["details"]["container"] for port in vms.ports().values()} == {"pods/vm1/eth0", "pods/vm2/eth0"}
+        # GC's list has CNI_IFNAME: the virtual machine that lives stays.
+        vms("GC", **{"cni.dev/valid-attachments": [{"containerID": "vm1", "ifname": "eth0"}]})
+        assert set(vms.ports()) == {"vm1"}
+        # CHECK and DEL need no argument. A second ADD, as after a kill, replaces the tap though it has another name.
+        vms("CHECK", "vm1", path(one), prevResult=result)
+        again = vms("ADD", "vm1", path(one), args="TC_REDIRECT_TAP_NAME=tap9")
+        assert again["interfaces"][1]["mac"] == result["interfaces"][1]["mac"] and set(vms.ports()) == {"vm1"}
+        assert "tap7" not in one.ip("link") and "tap9" in one.ip("link")
+        vms("DEL", "vm1", path(one))
+        assert "tap9" not in one.ip("link") and not vms.ports()
+        # So it is without a daemon, and after GC, which leaves the tap.
+        vms("ADD", "vm1", path(one), **named)
+        f.kill()
+        vms("DEL", "vm1", path(one))
+        vms("DEL", "vm2", path(two), args="TC_REDIRECT_TAP_NAME=tap8")
+        assert "tap7" not in one.ip("link") and "tap8" not in two.ip("link")
+        f.start()
+        assert not vms.ports()
+
+
 def kernel_uplink():
     """A fabric whose network takes forwards while it runs."""
     return FILE.replace('"user"', '"kernel"')

@@ -9,6 +9,11 @@
 //! ADD adds the port, then writes the file for Kata ([`dan`]); DEL removes the port, the file and
 //! the socket.
 //!
+//! # Names
+//! The fabric knows an attachment by the container's ID and CNI_IFNAME, as GC's list does, and MAC addresses follow from
+//! these. The device of a microVM may have another name, of which only ADD is sure to be told. So the other commands find
+//! the device by its MAC address.
+//!
 //! # The daemon is away
 //! A persistent tap stays, without carrier, and the next daemon attaches to it again. DEL deletes
 //! the tap itself; the next daemon finds none and forgets the port.
@@ -79,6 +84,27 @@ fn delete_device(netns: &Netns, interface: &str, mac: Mac) -> Result<bool, CniEr
     }
 }
 
+/// The name of the interface of the namespace with this MAC address, if there is one.
+fn named(netns: &Netns, mac: Mac) -> Result<Option<String>, CniError> {
+    // It shows the namespace of the thread that looks. Two lines of headings, then `NAME: NUMBERS`.
+    let list = netns.run(|| std::fs::read_to_string("/proc/thread-self/net/dev")).map_err(system)?.map_err(system)?;
+    let names = list.lines().skip(2).filter_map(|line| Some(line.split_once(':')?.0.trim()));
+    for name in names {
+        match Interface::open(Some(netns), name).and_then(|link| link.mac()) {
+            Ok(found) if found == mac.0 => return Ok(Some(name.into())),
+            Ok(_) | Err(LinkError::Absent { .. }) => {}
+            Err(error) => return Err(system(error)),
+        }
+    }
+    Ok(None)
+}
+
+/// The name of the container's device: that of the interface, but for a microVM's tap.
+fn device_name(netns: &Netns, interface: &str, config: &Config, mac: Mac) -> Result<String, CniError> {
+    let found = if config.vm == Some(Vm::Tap) { named(netns, mac)? } else { None };
+    Ok(found.unwrap_or_else(|| interface.into()))
+}
+
 /// The number that an argument names, as the jailer's user.
 fn id(environment: &Environment, key: &'static str) -> Result<Option<u32>, CniError> {
     let number = |text: &str| {
@@ -137,8 +163,8 @@ fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<(), CniErr
 
 fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     let config = &config.with_args(environment)?;
-    let (container, interface, path) =
-        (environment.container()?, environment.device(config.vm)?, environment.need_netns()?);
+    let (container, interface, path) = (environment.container()?, environment.interface()?, environment.need_netns()?);
+    let name = environment.device(config.vm)?;
     if config.prev_result.is_some() {
         let what = "prevResult: this plugin makes the container's interface, so it has to be the first of the list";
         return Err(CniError::Config(what.into()));
@@ -169,9 +195,9 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
         return add_vhost_user(&fabric, config, (container, interface, path), (&identity, mac, has_ipv6), &names);
     }
     let own = device_mac(config, &identity);
-    delete_device(&netns, interface, own)?;
-    if Interface::open(Some(&netns), interface).is_ok() {
-        let what = format!("the container has an interface \"{interface}\" already; choose another name for this one");
+    delete_device(&netns, &device_name(&netns, interface, config, own)?, own)?;
+    if Interface::open(Some(&netns), name).is_ok() {
+        let what = format!("the container has an interface \"{name}\" already; choose another name for this one");
         return Err(CniError::Config(what));
     }
     let is_monitored = config.vm.is_some();
@@ -183,30 +209,30 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
         group: id(environment, "TC_REDIRECT_TAP_GID")?.filter(|_| is_monitored),
         persist: true,
         closed: true,
-        ..TapConfig::new(interface)
+        ..TapConfig::new(name)
     };
     tap::make(&device).map_err(system)?;
     let made = (|| {
         if is_monitored {
-            set_ipv6(&netns, interface, false)?;
+            set_ipv6(&netns, name, false)?;
         }
-        let form = Form::Tap { interface, monitor: is_monitored };
+        let form = Form::Tap { interface: name, monitor: is_monitored };
         let device = Device { identity: &identity, netns: path, mac, form, has_ipv6 };
-        let (name, place) = fabric.join(&device, &names)?;
+        let (member, place) = fabric.join(&device, &names)?;
         // A guest's kernel has it from its monitor.
-        let configured = if is_monitored { Ok(()) } else { configure(&netns, interface, &place) };
+        let configured = if is_monitored { Ok(()) } else { configure(&netns, name, &place) };
         if let Err(error) = configured {
             // The first error is what matters.
-            let _ = fabric.remove(&name);
+            let _ = fabric.remove(&member);
             return Err(error);
         }
         Ok(place)
     })();
     match made {
-        Ok(place) => Ok(result(config, (container, interface, path), (own, mac), &place, None)),
+        Ok(place) => Ok(result(config, (container, name, path), (own, mac), &place, None)),
         Err(error) => {
             // The first error is what matters.
-            let _ = delete_device(&netns, interface, own);
+            let _ = delete_device(&netns, name, own);
             Err(error)
         }
     }
@@ -343,7 +369,8 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
         }
         // Of a namespace that is gone there is nothing left.
         let Some(netns) = path.and_then(|path| Netns::open(path).ok()) else { return Ok(()) };
-        delete_device(&netns, interface, device_mac(config, &identity)).map(drop)
+        let mac = device_mac(config, &identity);
+        delete_device(&netns, &device_name(&netns, interface, config, mac)?, mac).map(drop)
     })();
     match removed {
         // Whether its daemon is down or only slow: it forgets the port when it finds that the device or the namespace is gone.
@@ -357,8 +384,7 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
 }
 
 fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
-    let (container, interface, path) =
-        (environment.container()?, environment.device(config.vm)?, environment.need_netns()?);
+    let (container, interface, path) = (environment.container()?, environment.interface()?, environment.need_netns()?);
     let identity = config.identity(container, interface);
     let mac = mac_of(config, &identity);
     let differs = |what: String| CniError::Differs { what };
@@ -379,11 +405,12 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     }
     let netns = Netns::open(path).map_err(system)?;
     if config.vm != Some(Vm::VhostUser) {
-        let link = Interface::open(Some(&netns), interface).map_err(|e| differs(e.to_string()))?;
-        let there = link.mac().map_err(system)?;
         let own = device_mac(config, &identity);
+        let name = device_name(&netns, interface, config, own)?;
+        let link = Interface::open(Some(&netns), &name).map_err(|e| differs(e.to_string()))?;
+        let there = link.mac().map_err(system)?;
         if there != own.0 {
-            return Err(differs(format!("\"{interface}\": expected the address {own}, found {}", Mac(there))));
+            return Err(differs(format!("\"{name}\": expected the address {own}, found {}", Mac(there))));
         }
     } else if let Some(folder) = &config.dan {
         let (file, socket) = (dan::path(folder, container), fabric.socket(mac));

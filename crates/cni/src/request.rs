@@ -97,7 +97,7 @@ impl Environment {
         interface_name(name, text)
     }
 
-    /// The name of the device: of a microVM's tap it may be another than that of the interface.
+    /// The name that the device is to have: of a microVM's tap it may be another than that of the interface.
     pub(crate) fn device(&self, vm: Option<Vm>) -> Result<&str, CniError> {
         match self.arg("TC_REDIRECT_TAP_NAME").filter(|_| vm == Some(Vm::Tap)) {
             Some(name) => interface_name("CNI_ARGS", name),
