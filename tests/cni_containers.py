@@ -163,6 +163,85 @@ def test_a_dead_container_does_not_keep_its_namespace_and_a_daemon_may_be_killed
         until("the daemon lets go of dead containers", lambda: not cni.ports(), 60)
 
 
+@timeout(240)
+def test_containers_stay_on_the_network_when_their_daemon_is_stopped_or_replaced():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, contextlib.ExitStack() as stack:
+        way_out6(outside)
+        text = kernel_uplink().format(name=f"stay{os.getpid()}")
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False, options=["--leave-on-term"]))
+        cni = Cni(f, "1.1.0")
+        config = {"runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80}]}}
+        result = cni("ADD", "c1", path(one), args="K8S_POD_NAME=web", **config)
+        other = cni("ADD", "c2", path(two))
+        server = ("import socket\nwith socket.create_server(('', 80)) as s:\n while True:\n"
+                  "  c, peer = s.accept()\n  c.sendall(b'from the container\\n')\n  c.close()")
+        stack.enter_context(Process(["python3", "-c", server], name="server", netns=one))
+        before = addresses(one)[1]["ifindex"]
+
+        def works(how):
+            assert set(cni.ports()) == {"web", "c2"}, how
+            assert addresses(one)[1]["ifindex"] == before, f"{how}: the interface is the same one"
+            until(f"traffic between containers after {how}", lambda: two.pings(of(result, 0)) and one.pings(of(other, 0)), 60)
+            until(f"IPv6 after {how}", lambda: two.pings(of(result, 1)), 60)
+            until(f"the port mapping after {how}", lambda: listens(outside, "198.51.100.2", "8080"), 60)
+            cni("CHECK", "c1", path(one), prevResult=result, **config)
+            cni("CHECK", "c2", path(two), prevResult=other)
+
+        def ended():
+            assert f.process.wait(60 * SLOW) == 0, f.process.tail()
+
+        def helpers():
+            # Without the shell that runs it, a program of the daemon has the folder among its words.
+            own = [entry for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
+            return [int(pid) for pid in own if f"{f.folder}/run" in cmdline(pid)]
+
+        works("ADD")
+        for how, number in (("SIGTERM", signal.SIGTERM), ("SIGUSR2", signal.SIGUSR2)):
+            f.process.signal(number)
+            ended()
+            assert addresses(one)[0] == [of(result, 0)] and "default via" in one.ip("route"), f"{how}: the interface is as it was"
+            f.start()
+            works(how)
+        # A container runtime ends what is left in the container of the daemon, the fd store too.
+        f.process.signal(signal.SIGTERM)
+        ended()
+        for pid in helpers():
+            os.kill(pid, signal.SIGKILL)
+        f.start()
+        works("the end of its container")
+        f.replace(60 * SLOW)
+        works("a handover")
+        f.process.signal(signal.SIGTERM)
+        ended()
+        f.start()
+        works("SIGTERM to the daemon that took over")
+        # So it is as a daemon in the background, whose option goes with it.
+        f.cli("down")
+        ended()
+        f.cli("up", "-d", "--leave-on-term", f.file)
+        cni("ADD", "c1", path(one), args="K8S_POD_NAME=web", **config)
+        cni("ADD", "c2", path(two))
+        before = addresses(one)[1]["ifindex"]
+        daemon = f.status()["pid"]
+        os.kill(daemon, signal.SIGTERM)
+        # Its parent is the machine's first process, which may not take note of its end.
+        until("it ends", lambda: not cmdline(daemon), 60)
+        f.start()
+        works("SIGTERM to a daemon in the background")
+        f.cli("down")
+        ended()
+        assert "dnat ip to" not in outside.run("nft", "list", "ruleset").stdout
+
+
+def cmdline(pid):
+    """The words of a process; nothing where it has gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
 @timeout(120)
 def test_a_namespace_ends_with_its_container_though_no_del_came():
     with fabric() as f, Namespace() as witness:
@@ -265,7 +344,7 @@ def podman():
     with scratch() as folder, Namespace() as outside, contextlib.ExitStack() as stack:
         way_out6(outside)
         text = kernel_uplink().format(name=f"pod{os.getpid()}")
-        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False, options=["--leave-on-term"]))
         listed = conflist(f)
         listed["plugins"][0]["capabilities"] = {"portMappings": True, "ips": True}
         engine = stack.enter_context(Podman(stack.enter_context(scratch()), listed, outside))
@@ -317,6 +396,19 @@ def test_podman_runs_containers_on_the_fabric():
         f.kill()
         f.start()
         until("the port leads there after a crash", lambda: http(outside, "http://198.51.100.2:8099/") == "from podman\n", 60)
+        # It may be stopped and replaced, as kubelet does it. The kernel looks for another user of the link-local address each time.
+        show = lambda: engine("exec", "web", "ip", "address", "show", "dev", "eth0").stdout.replace(" tentative", "")  # noqa: E731
+        shown = show()
+        for how in ("SIGTERM", "SIGUSR2", "a handover"):
+            if how == "a handover":
+                f.replace(60 * SLOW)
+            else:
+                f.process.signal(signal.Signals[how])
+                assert f.process.wait(60 * SLOW) == 0, f.process.tail()
+                f.start()
+            until(f"the port leads there after {how}", lambda: http(outside, "http://198.51.100.2:8099/") == "from podman\n", 60)
+            assert show() == shown, (how, shown)
+            assert "1 packets received" in engine("exec", "web", "ping", "-c", "1", "-W", "20", "198.51.100.2").stdout, how
         engine("run", "-d", "--name", "chosen", "--ip", "10.236.1.77", "localhost/bb:1", "sleep", "1000")
         assert "10.236.1.77/22" in engine("exec", "chosen", "ip", "address").stdout
         engine("rm", "--force", "--time", "0", "web", "chosen")

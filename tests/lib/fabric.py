@@ -42,13 +42,13 @@ class Fabric:
     """`tombolo up` in the foreground, on a file written into `folder` (one of `scratch()`), with its runtime files there too.
 
     The `with` ends it by SIGTERM and then SIGKILL. `kill` and `start` are for tests of what a crash leaves behind. `process.started` is
-    when the daemon was started last, by time.monotonic().
+    when the daemon was started last, by time.monotonic(). `options` are further ones of `up`.
     """
 
-    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True):
+    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True, options=()):
         if not PROGRAM.exists():
             raise Skip(f"{PROGRAM} is not built: run ./x build")
-        self.folder, self.netns, self.nice, self.own_mounts = folder, netns, nice, own_mounts
+        self.folder, self.netns, self.nice, self.own_mounts, self.options = folder, netns, nice, own_mounts, options
         self.file = folder / "tombolo.toml"
         self.file.write_text(text)
         self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
@@ -62,7 +62,7 @@ class Fabric:
 
     def start(self, seconds=PATIENCE_S):
         """Starts the daemon and waits until it answers `status`."""
-        self.process = Process([PROGRAM, "up", self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder,
+        self.process = Process([PROGRAM, "up", *self.options, self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder,
                                own_mounts=self.own_mounts)
 
         def answers():
@@ -169,7 +169,7 @@ class Fabric:
     def replace(self, seconds=PATIENCE_S):
         """`tombolo up --replace`, in the foreground as the daemon before; waits until that one has ended."""
         before = self.process
-        self.process = Process([PROGRAM, "up", "--replace", self.file], name="tombolo", netns=self.netns, env=self.env, cwd=self.folder,
+        self.process = Process([PROGRAM, "up", "--replace", *self.options, self.file], name="tombolo", netns=self.netns, env=self.env, cwd=self.folder,
                                own_mounts=self.own_mounts)
         assert before.wait(seconds) == 0, before.tail()
         self.process.wait_line(lambda line: "is up after" in line, seconds)
@@ -180,7 +180,9 @@ class Fabric:
         self.process.wait()
 
     def stop(self):
-        """SIGTERM to the daemon, and SIGKILL if it does not end by that."""
+        """SIGTERM to the daemon, and SIGKILL if it does not end by that. Where SIGTERM leaves the fabric to the next one, `down` ends it first."""
+        if "--leave-on-term" in self.options:
+            self.cli("down", "--fabric", self.name, check=False)
         with contextlib.suppress(TimeoutError):
             self.process.stop(30)
         self.process.kill()

@@ -156,7 +156,8 @@ writes it again.
 - **Completion**: `source <(tombolo completions bash)`; also zsh, fish, elvish, powershell. Names of fabrics, networks,
   machines, ports, links and services are completed too: those of the running fabric, else those of its file.
 - **Manual pages**: `tombolo man | man -l -` shows one. `tombolo man --out DIR` writes all of them.
-- **Signals**: SIGINT, SIGTERM and SIGHUP to `up` stop the fabric as `down` does. A second signal kills machines that end
+- **Signals**: SIGINT, SIGTERM and SIGHUP to `up` stop the fabric as `down` does; SIGUSR2, and with `--leave-on-term` SIGTERM,
+  leave machines and containers running for the next daemon ([upgrade.md](upgrade.md)). A second signal kills machines that end
   slowly. The daemon's log is `log` in the runtime directory. `down` keeps leases and logs in the state folder.
 - **After a crash**: the next `up` keeps the machines that still fit the file. It ends, restarts or removes the rest, and
   prints a line with the reason for each; `status --json` has the same lines as `takeover`. `down` ends all that is left.

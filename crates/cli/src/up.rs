@@ -23,6 +23,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
+use tombolo_host::daemon::Start;
 use tombolo_host::process::Process;
 use tombolo_host::{confine, daemon, file, log, notify, rundir};
 
@@ -48,6 +49,10 @@ pub(crate) struct Up {
     /// Take over from the running daemon of this fabric while its guests run on; without one, same as plain `up`
     #[arg(long)]
     replace: bool,
+    /// On SIGTERM, leave machines and containers running for the next daemon, as on SIGUSR2; for a daemon in a container,
+    /// whose runtime sends SIGTERM when it stops or replaces it
+    #[arg(long)]
+    leave_on_term: bool,
     /// The process in between: starts the daemon and ends
     #[arg(long, hide = true, conflicts_with = "daemon")]
     detach: bool,
@@ -86,10 +91,10 @@ impl Up {
         }
         let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
         if self.detach {
-            return detach(&path, self.replace);
+            return self.detach(&path);
         }
         if let Some(starter) = self.answer_on_stdout {
-            return serve_as_daemon(&path, self.replace, starter);
+            return serve_as_daemon(&path, self.start(), starter);
         }
         let spec = file::load(&path)?;
         if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
@@ -97,7 +102,30 @@ impl Up {
                 format!("--fabric: expected \"{name}\", but {} is of the fabric \"{}\"", path.display(), spec.name);
             return Err(Failure::misused(found));
         }
-        if self.daemon { self.start_daemon(&spec.name, &path) } else { foreground(spec, &path, self.replace) }
+        if self.daemon { self.start_daemon(&spec.name, &path) } else { foreground(spec, &path, self.start()) }
+    }
+
+    fn start(&self) -> Start {
+        Start { replace: self.replace, leave_on_term: self.leave_on_term }
+    }
+
+    /// The options that the daemon itself needs.
+    fn words(&self) -> impl Iterator<Item = &'static str> {
+        let replace = self.replace.then_some("--replace");
+        replace.into_iter().chain(self.leave_on_term.then_some("--leave-on-term"))
+    }
+
+    fn detach(&self, path: &Path) -> Result<Exit, Failure> {
+        let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
+        // Nothing waits for it here: the one that does is its parent once this process has ended.
+        Command::new(&program)
+            .arg("up")
+            .arg(path)
+            .arg(format!("--answer-on-stdout={}", std::process::id()))
+            .args(self.words())
+            .spawn()
+            .map_err(|e| Failure::failed(format!("starting {} as a daemon: {e}", program.display())))?;
+        Ok(Exit::Done)
     }
 
     fn start_daemon(&self, name: &str, path: &Path) -> Result<Exit, Failure> {
@@ -120,7 +148,7 @@ impl Up {
             .arg("up")
             .arg(std::path::absolute(path)?)
             .arg("--detach")
-            .args(self.replace.then_some("--replace"))
+            .args(self.words())
             .env_remove("TOMBOLO_FABRIC")
             .envs(notify::watchdog_for_daemon())
             .stdin(Stdio::null())
@@ -269,7 +297,7 @@ fn summary(status: &Status, took: Duration) -> String {
     )
 }
 
-fn foreground(spec: file::Fabric, path: &Path, replace: bool) -> Result<Exit, Failure> {
+fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Failure> {
     let tty = io::stderr().is_terminal();
     let name = spec.name.clone();
     if tty {
@@ -289,7 +317,7 @@ fn foreground(spec: file::Fabric, path: &Path, replace: bool) -> Result<Exit, Fa
         }
     });
     confine::daemon().iter().for_each(|note| out::tell!("tombolo: {note}"));
-    daemon::run(spec, path, say, replace, |status, took| {
+    daemon::run(spec, path, say, start, |status, took| {
         notify::stands();
         stands.store(true, Ordering::Relaxed);
         tell_all(status);
@@ -321,20 +349,7 @@ fn log_say(path: &Path) -> tombolo_host::fabric::Say {
     })
 }
 
-fn detach(path: &Path, replace: bool) -> Result<Exit, Failure> {
-    let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
-    // Nothing waits for it here: the one that does is its parent once this process has ended.
-    Command::new(&program)
-        .arg("up")
-        .arg(path)
-        .arg(format!("--answer-on-stdout={}", std::process::id()))
-        .args(replace.then_some("--replace"))
-        .spawn()
-        .map_err(|e| Failure::failed(format!("starting {} as a daemon: {e}", program.display())))?;
-    Ok(Exit::Done)
-}
-
-fn serve_as_daemon(path: &Path, replace: bool, starter: u32) -> Result<Exit, Failure> {
+fn serve_as_daemon(path: &Path, start: Start, starter: u32) -> Result<Exit, Failure> {
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
     let begun = Instant::now();
@@ -368,7 +383,7 @@ fn serve_as_daemon(path: &Path, replace: bool, starter: u32) -> Result<Exit, Fai
     let live = || -> Result<(), Failure> {
         let spec = file::load(path)?;
         confine::daemon().iter().for_each(|note| say(note));
-        daemon::run(spec, path, say.clone(), replace, |status, took| {
+        daemon::run(spec, path, say.clone(), start, |status, took| {
             notify::stands();
             ready_say(&summary(status, took));
             tell(&Word::Stands { status: Box::new(status.clone()), seconds: took.as_secs_f64() });

@@ -7,6 +7,7 @@
 //!
 //! Another daemon may take the fabric over (`up --replace`), and SIGUSR2 leaves it to the next one.
 //! In both cases this process ends and removes nothing. See [`crate::fabric::handover`].
+//! [`Start::leave_on_term`] gives SIGTERM that meaning too: it is all that a container runtime sends.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,6 +39,9 @@ pub enum DaemonError {
     /// A signal came before it was up.
     #[error("interrupted before the fabric was up; everything created so far was removed")]
     Interrupted,
+    /// A signal came that leaves the fabric to the next daemon, while an earlier one still had it.
+    #[error("interrupted while it waited for the fabric's earlier daemon; nothing was changed")]
+    Left,
     /// A signal came before the daemon that runs the fabric had handed over.
     #[error("interrupted before it took over; the running daemon continues")]
     CalledOff,
@@ -49,27 +53,85 @@ pub enum DaemonError {
     Lost,
 }
 
-struct Signals([Signal; 3]);
+/// How a daemon starts, and ends.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Start {
+    /// In place of the daemon that runs the fabric.
+    pub replace: bool,
+    /// SIGTERM leaves machines and containers to the next daemon, as SIGUSR2 does.
+    pub leave_on_term: bool,
+}
+
+/// The next signal of one kind; none where there is no such kind.
+async fn next(signal: &mut Option<Signal>) {
+    match signal {
+        Some(signal) => {
+            signal.recv().await;
+        }
+        None => std::future::pending().await,
+    }
+}
+
+/// Signals that take the fabric down.
+struct Signals {
+    interrupt: Signal,
+    hangup: Signal,
+    term: Option<Signal>,
+}
 
 impl Signals {
-    fn new() -> std::io::Result<Signals> {
-        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
-        let [a, b, c] = kinds.map(signal);
-        Ok(Signals([a?, b?, c?]))
+    fn new(leave_on_term: bool) -> std::io::Result<Signals> {
+        Ok(Signals {
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+            term: if leave_on_term { None } else { Some(signal(SignalKind::terminate())?) },
+        })
     }
 
     async fn came(&mut self) {
-        let [a, b, c] = &mut self.0;
         tokio::select! {
-            _ = a.recv() => {}
-            _ = b.recv() => {}
-            _ = c.recv() => {}
+            _ = self.interrupt.recv() => {}
+            _ = self.hangup.recv() => {}
+            () = next(&mut self.term) => {}
         }
     }
 }
 
-/// Runs a fabric to its end, with `replace` in place of the daemon that runs it. `ready` is called
-/// once it is up and answers, with its report and the time that took.
+/// Signals that leave the fabric to the next daemon.
+struct Leaving {
+    user: Signal,
+    term: Option<Signal>,
+}
+
+impl Leaving {
+    fn new(leave_on_term: bool) -> std::io::Result<Leaving> {
+        let term = if leave_on_term { Some(signal(SignalKind::terminate())?) } else { None };
+        Ok(Leaving { user: signal(SignalKind::user_defined2())?, term })
+    }
+
+    async fn came(&mut self) {
+        tokio::select! {
+            _ = self.user.recv() => {}
+            () = next(&mut self.term) => {}
+        }
+    }
+
+    /// Ends once a signal has come while the fabric was another daemon's. One that comes later waits in `is_asked`: what has
+    /// been begun is brought to its end before it is left.
+    async fn came_early(&mut self, owns: &AtomicBool, is_asked: &mut bool) {
+        self.came().await;
+        *is_asked = true;
+        if owns.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// How often, and how many times, a daemon that was told to leave tries to: it cannot while the fabric is being changed.
+const LEAVES_AGAIN: Duration = Duration::from_secs(1);
+const LEAVE_TRIES: u32 = 30;
+
+/// Runs a fabric to its end. `ready` is called once it is up and answers, with its report and the time that took.
 ///
 /// # Errors
 /// Why it could not start; then nothing is left.
@@ -77,11 +139,11 @@ pub fn run(
     spec: file::Fabric,
     path: &Path,
     say: Say,
-    replace: bool,
+    start: Start,
     ready: impl FnOnce(&Status, Duration),
 ) -> Result<(), DaemonError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let done = runtime.block_on(live(spec, path, say, replace, ready));
+    let done = runtime.block_on(live(spec, path, say, start, ready));
     // A thread that waits for a process of no interest any more does not hold up the end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     done
@@ -91,18 +153,22 @@ async fn live(
     spec: file::Fabric,
     path: &Path,
     say: Say,
-    replace: bool,
+    Start { replace, leave_on_term }: Start,
     ready: impl FnOnce(&Status, Duration),
 ) -> Result<(), DaemonError> {
     let begun = Instant::now();
     let name = spec.name.clone();
     let folder = rundir::runtime_root()?.join(&name);
-    let mut signals = Signals::new()?;
-    let mut leave = signal(SignalKind::user_defined2())?;
+    let mut signals = Signals::new(leave_on_term)?;
+    let mut leave = Leaving::new(leave_on_term)?;
     let owns: Arc<AtomicBool> = Arc::default();
+    let mut leaves_at_once = false;
     let started = tokio::select! {
         started = Running::start(spec, path, say.clone(), replace, &owns) => Some(started?),
         () = signals.came() => None,
+        () = leave.came_early(&owns, &mut leaves_at_once) => {
+            return Err(if replace { DaemonError::CalledOff } else { DaemonError::Left });
+        }
     };
     let Some(shared) = started else {
         // While another daemon was waited for nothing had been made.
@@ -124,7 +190,20 @@ async fn live(
     let serving = tokio::spawn(heal::keep(me, server, folder.clone(), requests.clone(), server_end));
     let leaving = tokio::spawn({
         let requests = requests.clone();
-        async move { while leave.recv().await.is_some() && requests.send(Request::Leave).await.is_ok() {} }
+        async move {
+            loop {
+                if !std::mem::take(&mut leaves_at_once) {
+                    leave.came().await;
+                }
+                // The process ends with the first that is carried out.
+                for _ in 0..LEAVE_TRIES {
+                    if requests.send(Request::Leave).await.is_err() {
+                        return;
+                    }
+                    tokio::time::sleep(LEAVES_AGAIN).await;
+                }
+            }
+        }
     });
     let status = ask_status(&requests).await.ok_or(DaemonError::Lost)?;
     ready(&status, begun.elapsed());
@@ -184,7 +263,7 @@ const ENDS: Duration = Duration::from_secs(30);
 const PROGRESS: Duration = Duration::from_secs(2);
 
 /// Ends a daemon that does not answer, found by the lock that it holds wherever that file is by now: by SIGTERM, which takes
-/// the fabric down in order, and by SIGKILL if it does not end. Then clears up.
+/// the fabric down in order or leaves it, and by SIGKILL if it does not end. Then clears up.
 ///
 /// # Errors
 /// If there is no such daemon, or the system refuses.
