@@ -11,6 +11,7 @@ import time
 
 from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
 from lib.containers import BUILT, Cni, Containerd, Failed, Podman, cnitool, leftovers, of, path, plugin
+from lib.fabric import PROGRAM, Api
 from lib.frames import mac_bytes
 from lib.machine import SLOW
 from lib.tap import Tap
@@ -531,6 +532,65 @@ def test_a_microvm_whose_tap_has_a_name_of_its_own_is_known_by_the_name_of_its_i
         assert "tap7" not in one.ip("link") and "tap8" not in two.ip("link")
         f.start()
         assert not vms.ports()
+
+
+SLOW_END = """
+[vm.slow]
+disk = "blank.raw"
+accel = "tcg"
+memory = "64M"
+"""
+
+
+@timeout(240)
+def test_what_comes_while_the_file_is_applied_waits_and_is_told_to_try_again():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, contextlib.ExitStack() as stack:
+        outside.way_out()
+        (folder / "blank.raw").write_bytes(bytes(1 << 20))
+        text = FILE.format(name=f"busy{os.getpid()}")
+        f = stack.enter_context(Fabric(folder, text + SLOW_END, netns=outside, own_mounts=False))
+        cni = Cni(f, "1.1.0")
+        cni("ADD", "c1", path(one))
+
+        @contextlib.contextmanager
+        def applying():
+            """An apply that waits 15 s for a virtual machine whose firmware does not hear the power button."""
+            # A virtual machine that has just started may end at once.
+            until("the firmware runs", lambda: f.machine("slow")["uptime_s"] > 5, 60)
+            f.file.write_text(text)
+            with Process([PROGRAM, "apply", f.file], name="apply", netns=outside, env=f.env, own_mounts=False) as apply:
+                until("the fabric is being changed", lambda: f.ask("PATCH", "/v1/ports/x", {"toml": "rate = 5"})[0] == 503, 30, every=0.1)
+                yield apply
+                assert apply.wait(60 * SLOW) == 0, apply.tail()
+
+        with applying() as apply:
+            began = time.monotonic()
+            running = [cni.start("ADD", "c2", path(two)), cni.start("GC", **{"cni.dev/valid-attachments": []})]
+            for process in running:
+                try:
+                    cni.finish(process)
+                    raise AssertionError("the apply ended before the limit")
+                except Failed as error:
+                    assert error.code == 11 and "being changed" in error.text, (error.code, error.text)
+            assert 8 < time.monotonic() - began and apply.alive(), "they tried for 10 s"
+            assert "eth0" not in two.ip("link")
+            # One that comes later has its turn when the apply is done.
+            late = [cni.start("ADD", "c2", path(two)), cni.start("DEL", "c1", path(one))]
+            for process in late:
+                cni.finish(process)
+        assert set(cni.ports()) == {"c2"} and "eth0" not in one.ip("link")
+        # A daemon that is told to leave meanwhile leaves when the apply is done.
+        f.file.write_text(text + SLOW_END)
+        f.cli("apply", f.file)
+        with applying():
+            f.process.signal(signal.SIGUSR2)
+        assert f.process.wait(60 * SLOW) == 0, f.process.tail()
+        f.start()
+        assert set(cni.ports()) == {"c2"} and not f.status()["machines"]
+        cni("DEL", "c2", path(two))
+        assert not cni.ports()
 
 
 def kernel_uplink():

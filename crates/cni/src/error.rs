@@ -30,6 +30,9 @@ pub(crate) enum CniError {
     /// The daemon is away for now.
     #[error("{0}")]
     Again(String),
+    /// The daemon is there and does something else: what was asked for was not done.
+    #[error("{0}")]
+    Busy(String),
     /// For STATUS: no container can be added now.
     #[error("{0}")]
     NotAvailable(String),
@@ -51,7 +54,7 @@ impl CniError {
             CniError::System(_) => 5,
             CniError::Decode(_) => 6,
             CniError::Config(_) => 7,
-            CniError::Again(_) => 11,
+            CniError::Again(_) | CniError::Busy(_) => 11,
             CniError::NotAvailable(_) => 50,
             CniError::Refused(_) => 100,
             CniError::Differs { .. } => 101,

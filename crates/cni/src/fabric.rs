@@ -58,7 +58,8 @@ impl From<ClientError> for CniError {
         match error {
             ClientError::Refused { .. } | ClientError::Broken { .. } => CniError::Refused(text),
             ClientError::Denied { .. } | ClientError::Sink(_) | ClientError::System(_) => CniError::System(text),
-            // Absent or busy: the runtime tries again later.
+            ClientError::Busy { .. } => CniError::Busy(text),
+            // Absent: the runtime tries again later.
             _ => CniError::Again(text),
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! Each request has a connection of its own. A daemon that is replaced ends its connections, and one with many clients may
 //! have no place for another. So a request that ended without an answer is sent again until 10 s have passed, if nothing
-//! of it was sent or doing it twice is doing it once (GET, and `down`). Endless answers (a capture, a followed console) are
+//! of it was sent or doing it twice is doing it once (GET, and `down`). So is one that the fabric did not begin, since it
+//! was busy with others or is being changed. Endless answers (a capture, a followed console) are
 //! given piece by piece to a closure and end when it says so, at a deadline, at the fabric's end, or at SIGINT or SIGTERM.
 
 use std::cell::RefCell;
@@ -34,6 +35,9 @@ use super::report::{Events, Fault, MachineReport, Machines, PortReport, Ports, S
 
 /// How long a question may take; what starts or stops machines takes as long as it takes.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+/// How long adding or removing a port may take. A worker that hangs is noticed earlier; a kernel that makes and removes many
+/// devices may need some of it.
+const PORT_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long the socket of a daemon that runs is waited for, and how often it is looked for.
 const COMES_BACK: Duration = Duration::from_secs(3);
@@ -95,7 +99,7 @@ pub enum ClientError {
         /// Whether the request may have been carried out.
         sent: bool,
     },
-    /// The fabric has too many other requests, each time.
+    /// The fabric has too many other requests, or is being changed, each time.
     #[error("{}", with_hint(.fault))]
     Busy { fault: Fault },
     /// The answer is not one of this API.
@@ -228,7 +232,7 @@ impl Client {
 
     /// Adds ports from sections of a fabric file.
     pub fn add_ports(&self, sections: &str) -> Result<Ports, ClientError> {
-        self.json(Method::POST, "/v1/ports", sections, None)
+        self.json(Method::POST, "/v1/ports", sections, Some(PORT_LIMIT))
     }
 
     /// Changes a running port: the key `rate`, as TOML text.
@@ -239,7 +243,8 @@ impl Client {
     /// `DELETE /v1/ports/NAME`. Fails for ports of machines, which go with their machine.
     pub fn remove_port(&self, name: &str) -> Result<(), ClientError> {
         let path = format!("/v1/ports/{}", quoted(name));
-        self.call(self.repeated(false, async || self.nothing(Method::DELETE, &path).await))
+        let talk = self.repeated(false, async || self.nothing(Method::DELETE, &path).await);
+        self.call(self.limited(PORT_LIMIT, talk))
     }
 
     /// Starts machines from sections of a fabric file, or a known machine by its name.
@@ -275,11 +280,14 @@ impl Client {
 
     /// The text of a page such as `/metrics`.
     pub fn text(&self, path: &str) -> Result<String, ClientError> {
-        self.call(self.limited(self.repeated(true, async || {
-            let response = self.send(Method::GET, path, full("")).await?;
-            let bytes = self.collect(response).await?;
-            String::from_utf8(bytes.into()).map_err(|e| self.broken(e))
-        })))
+        self.call(self.limited(
+            ANSWER_LIMIT,
+            self.repeated(true, async || {
+                let response = self.send(Method::GET, path, full("")).await?;
+                let bytes = self.collect(response).await?;
+                String::from_utf8(bytes.into()).map_err(|e| self.broken(e))
+            }),
+        ))
     }
 
     /// `GET /v1/events`: what happened after event number `after`, or since the oldest that is kept.
@@ -414,7 +422,12 @@ impl Client {
             let bytes = self.collect(response).await?;
             serde_json::from_slice(&bytes).map_err(|e| self.broken(format!("an answer of another schema ({e})")))
         });
-        self.call(async { if limit.is_some() { self.limited(talk).await } else { talk.await } })
+        self.call(async {
+            match limit {
+                Some(limit) => self.limited(limit, talk).await,
+                None => talk.await,
+            }
+        })
     }
 
     async fn nothing(&self, method: Method, path: &str) -> Result<(), ClientError> {
@@ -450,9 +463,13 @@ impl Client {
         }
     }
 
-    async fn limited<T>(&self, talk: impl Future<Output = Result<T, ClientError>>) -> Result<T, ClientError> {
-        let late = |_| ClientError::Timeout { fabric: self.fabric.clone(), limit: ANSWER_LIMIT };
-        tokio::time::timeout(ANSWER_LIMIT, talk).await.map_err(late)?
+    async fn limited<T>(
+        &self,
+        limit: Duration,
+        talk: impl Future<Output = Result<T, ClientError>>,
+    ) -> Result<T, ClientError> {
+        let late = |_| ClientError::Timeout { fabric: self.fabric.clone(), limit };
+        tokio::time::timeout(limit, talk).await.map_err(late)?
     }
 
     fn stream(

@@ -192,11 +192,13 @@ fn router(app: App) -> Router {
 pub(super) struct Answer {
     status: StatusCode,
     body: Fault,
+    /// Nothing was done, and the request may be sent again.
+    is_busy: bool,
 }
 
 impl Answer {
     pub(super) fn new(status: StatusCode, error: impl Into<String>) -> Self {
-        Answer { status, body: Fault { error: error.into(), hint: None, problems: vec![] } }
+        Answer { status, body: Fault { error: error.into(), hint: None, problems: vec![] }, is_busy: false }
     }
 
     pub(super) fn hint(mut self, hint: impl Into<String>) -> Self {
@@ -207,7 +209,11 @@ impl Answer {
 
 impl IntoResponse for Answer {
     fn into_response(self) -> Response {
-        (self.status, Json(self.body)).into_response()
+        let mut response = (self.status, Json(self.body)).into_response();
+        if self.is_busy {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        response
     }
 }
 
@@ -218,9 +224,11 @@ impl From<Refusal> for Answer {
             Refusal::Invalid(_) | Refusal::Faulty { .. } => StatusCode::BAD_REQUEST,
             Refusal::Unfit(_) => StatusCode::UNPROCESSABLE_ENTITY,
             Refusal::Conflict(_) => StatusCode::CONFLICT,
+            Refusal::Busy(_) => StatusCode::SERVICE_UNAVAILABLE,
             Refusal::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         };
         let mut answer = Answer::new(status, refusal.to_string());
+        answer.is_busy = matches!(refusal, Refusal::Busy(_));
         if let Refusal::Faulty { problems, .. } = refusal {
             answer.body.problems = problems;
         }
@@ -247,7 +255,7 @@ async fn check_peer(
         return response;
     }
     let fault = connections::forbidden(slot.uid, slot.member, app.owner);
-    let mut response = Answer { status: StatusCode::FORBIDDEN, body: fault }.into_response();
+    let mut response = Answer { status: StatusCode::FORBIDDEN, body: fault, is_busy: false }.into_response();
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     response
 }
@@ -274,10 +282,9 @@ fn busy(slot: &Slot, why: Busy) -> Response {
         }
         Busy::Replaced => "all connections are taken, and a process with fewer needed that of this request".into(),
     };
-    let answer = Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("read the answers to the others first");
-    let mut response = answer.into_response();
-    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-    response
+    let mut answer = Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("read the answers to the others first");
+    answer.is_busy = true;
+    answer.into_response()
 }
 
 pub(super) async fn ask<T>(requests: &Requests, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Answer> {

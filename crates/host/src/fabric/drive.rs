@@ -24,6 +24,7 @@ impl From<FabricError> for Refusal {
             FabricError::File(_) | FabricError::Plan(_) | FabricError::Request(_) => Refusal::Invalid(text),
             FabricError::Unfit(_) => Refusal::Unfit(text),
             FabricError::State(_) | FabricError::Machine(_) => Refusal::Conflict(text),
+            FabricError::Busy(_) => Refusal::Busy(text),
             _ => Refusal::Failed(text),
         }
     }
@@ -126,7 +127,7 @@ async fn unless_applying(shared: &Shared, request: Request) -> Option<Request> {
         return Some(request);
     }
     fn busy<T>(reply: Reply<T>) -> Option<Request> {
-        answer(reply, Err(FabricError::State(APPLY_RUNS.into())));
+        answer(reply, Err(FabricError::Busy(APPLY_RUNS.into())));
         None
     }
     match request {

@@ -608,7 +608,7 @@ pub(super) async fn stop(shared: &super::Shared, name: &str, then: Then) -> Resu
         let runtime = running.facts.runtime.clone();
         // It may have begun after the request was taken.
         if running.applying {
-            return Err(FabricError::State(APPLY_RUNS.into()));
+            return Err(FabricError::Busy(APPLY_RUNS.into()));
         }
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
         let (button, domain, pid) = (machine.button(&runtime), machine.plan.domain.clone(), machine.pid);

@@ -143,6 +143,9 @@ pub enum FabricError {
     /// A change that does not fit the state.
     #[error("{0}")]
     State(String),
+    /// Another change is under way, and this one was not begun.
+    #[error("{0}")]
+    Busy(String),
     /// A request that is wrong in itself.
     #[error("{0}")]
     Request(String),
