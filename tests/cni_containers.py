@@ -9,7 +9,7 @@ import struct
 import subprocess
 import time
 
-from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
+from lib import Fabric, Namespace, Process, need_program, need_root, scratch, timeout, until
 from lib.containers import BUILT, Cni, Containerd, Failed, Podman, cnitool, leftovers, of, path, plugin
 from lib.fabric import PROGRAM, Api
 from lib.frames import mac_bytes
@@ -120,6 +120,49 @@ def test_addresses_rates_and_faults_of_the_runtime():
             cni("DEL", "d", path(two))
         cni("DEL", "c", path(one))
         assert not cni.ports()
+
+
+@timeout(120)
+def test_a_pod_takes_no_name_that_its_neighbours_trust_or_that_a_client_has():
+    need_root()
+    plugin()
+    need_program("busybox")
+    with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, Namespace() as host, contextlib.ExitStack() as stack:
+        outside.way_out()
+        text = FILE.format(name=f"names{os.getpid()}") + f'[tap.host]\nnetns = "{path(host)}"\n'
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        cni = Cni(f, "1.1.0")
+        for name in ("wpad", "isatap", "localhost", "local", "127", "gateway", "router", "host"):
+            result = cni("ADD", "c1", path(one), args=f"K8S_POD_NAME={name}")
+            assert set(cni.ports()) == {"c1"}, name
+            cni("DEL", "c1", path(one))
+        # A container's ID is no better. The last name is one that nobody trusts.
+        result = cni("ADD", "wpad", path(one), args="K8S_POD_NAME=isatap")
+        assert set(cni.ports()) == {"c-" + result["interfaces"][0]["mac"].replace(":", "")}
+        # A client behind a tap, with a MAC address of its own and a name that it asked for.
+        host.ip("link", "add", "client", "link", "host", "type", "macvlan", "mode", "bridge")
+        host.ip("link", "set", "client", "up")
+        host.run("busybox", "udhcpc", "-i", "client", "-f", "-q", "-n", "-t", "10", "-s", "/bin/true", "-x", "hostname:printer", seconds=60 * SLOW)
+        held = [lease["ip"] for lease in f.status()["networks"][0]["leases"] if lease["name"] == "printer"]
+        assert len(held) == 1, f.status()["networks"][0]["leases"]
+        cni("ADD", "c2", path(two), args="K8S_POD_NAME=printer")
+        assert "c2" in cni.ports() and "printer" not in cni.ports()
+        assert held[0] in resolved(two, f"printer.{result['dns']['domain']}", result), "the name is still the client's"
+        said = refused_by(f, f'[tap.printer]\ndevice = "x"\nadopt = true\nnetns = "{path(two)}"\ncontainer = "pods/c3/eth1"\n')
+        assert "a client with the MAC address" in said and "choose another name" in said, said
+        cni("DEL", "wpad", path(one))
+        cni("DEL", "c2", path(two))
+        assert not cni.ports()
+
+
+def refused_by(fabric, sections):
+    """What the fabric says of sections that it does not add."""
+    with contextlib.closing(Api(fabric.runtime / "api.sock")) as api:
+        api.request("POST", "/v1/ports", sections)
+        answer = api.getresponse()
+        text = answer.read().decode()
+    assert answer.status == 409, (answer.status, text)
+    return json.loads(text)["error"]
 
 
 @timeout(180)

@@ -17,6 +17,9 @@
 //!   only tells how long the container lives.
 //! - A daemon that starts forgets the ports whose namespace or device is gone. They are no fault.
 //!
+//! - A container's name comes from who starts it: in Kubernetes, from whoever may create a pod. So it has no more rights than
+//!   that of a DHCP client. The file's author may choose any name.
+//!
 //! # Limits
 //! The namespace of a container that dies without DEL is there for up to two seconds.
 
@@ -28,9 +31,10 @@ use std::time::Duration;
 
 use tokio::sync::Mutex;
 use tombolo_port::link::{Interface, Netns};
+use tombolo_switch::gateway::{LeaseRecord, is_reserved};
 
-use super::{Running, Say};
-use crate::file::{Contained, Fabric, Tap, Target};
+use super::{FabricError, Running, Say};
+use crate::file::{Contained, Fabric, Mac, Tap, Target};
 use crate::rundir::RunDir;
 
 /// How often the namespaces are looked at.
@@ -96,7 +100,28 @@ impl Running {
             let found = || inode(&path_of(member.netns));
             now.insert(member.name.to_string(), known.or_else(found).unwrap_or_default());
         }
-        self.namespaces = now;
+    }
+
+    /// Whether the containers among the members `names` of `spec`, which are to be added, may have these names.
+    ///
+    /// # Errors
+    /// One is a name that no client gets by asking for it, or that of a client with a lease.
+    pub(super) fn can_be_called(&self, spec: &Fabric, names: &[String]) -> Result<(), FabricError> {
+        for member in spec.contained().filter(|member| names.iter().any(|name| name == member.name)) {
+            let (word, name) = (member.word, member.name);
+            let refused = |why: String| Err(FabricError::State(format!("[{word}.{name}]: {why}; choose another name")));
+            if is_reserved(name) {
+                return refused("programs look this name up by themselves, so no container has it".into());
+            }
+            let leases = self.networks.get(member.network).and_then(|net| net.gateway.as_ref()).map(|g| g.leases());
+            let is_others = |lease: &&LeaseRecord| {
+                lease.name.as_deref() == Some(name) && member.mac.is_none_or(|mac| mac.0 != lease.mac)
+            };
+            if let Some(lease) = leases.iter().flat_map(|store| &store.leases).find(is_others) {
+                return refused(format!("a client with the MAC address {} has this name", Mac(lease.mac)));
+            }
+        }
+        Ok(())
     }
 
     /// The ports of containers: name, the path of the namespace, and which that was.

@@ -984,6 +984,7 @@ impl Running {
         }
         let names: Vec<String> =
             spec.members().filter(|n| !self.spec.members().any(|m| m == *n)).map(String::from).collect();
+        self.can_be_called(&spec, &names)?;
         let forwards = &spec.forwards[self.spec.forwards.len()..];
         self.can_forward(&spec, forwards, &names)?;
         let forwards = !forwards.is_empty();

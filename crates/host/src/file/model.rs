@@ -773,6 +773,8 @@ pub struct Contained<'f> {
     pub container: &'f str,
     /// Name or path of the container's namespace.
     pub netns: &'f str,
+    /// Its MAC address; `None` where a port takes any.
+    pub mac: Option<Mac>,
     /// The IPv6 addresses that its guard lets it use.
     pub ip6: &'f Ip6,
 }
@@ -947,11 +949,12 @@ impl Fabric {
 
     /// The members that belong to containers.
     pub fn contained(&self) -> impl Iterator<Item = Contained<'_>> {
-        let taps = self.taps.iter().map(|t| ("tap", &t.name, &t.network, &t.container, &t.netns, &t.ip6));
-        let ports = self.ports.iter().map(|p| ("port", &p.name, &p.network, &p.container, &p.netns, &p.ip6));
-        taps.chain(ports).filter_map(|(word, name, network, container, netns, ip6)| {
+        let taps =
+            self.taps.iter().map(|t| ("tap", &t.name, &t.network, (&t.container, &t.netns), Some(t.mac), &t.ip6));
+        let ports = self.ports.iter().map(|p| ("port", &p.name, &p.network, (&p.container, &p.netns), p.mac, &p.ip6));
+        taps.chain(ports).filter_map(|(word, name, network, (container, netns), mac, ip6)| {
             let (container, netns) = (container.as_deref()?, netns.as_deref()?);
-            Some(Contained { word, name, network, container, netns, ip6 })
+            Some(Contained { word, name, network, container, netns, mac, ip6 })
         })
     }
 

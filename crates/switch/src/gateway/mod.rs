@@ -67,7 +67,7 @@ pub use counters::GatewayCounters;
 pub use elsewhere::{Elsewhere, Remote, is_host_name};
 pub use forward::UpstreamQuery;
 pub use lease::{LeaseChange, LeaseRecord, LeaseStore, MAX_POOL};
-pub use names::{MAX_MEMBERS, Member, Name6};
+pub use names::{MAX_MEMBERS, Member, Name6, is_reserved};
 pub use port::{GatewayHandle, GatewayPort, Wake};
 
 use crate::Nanos;

@@ -91,9 +91,9 @@ const RESERVED: [&str; 27] = [
     "wpad",
 ];
 
-/// Whether no client gets `name`, a label in small letters, by asking for it; the file may name a member so. Besides [`RESERVED`]
+/// Whether no client gets `name`, a label in small letters, by asking for it; the file may name a member so. Besides `RESERVED`
 /// these are names that resolvers read as an address (`inet_aton`): of digits alone, or of hexadecimal ones.
-pub(crate) fn is_reserved(name: &str) -> bool {
+pub fn is_reserved(name: &str) -> bool {
     let hex = name.strip_prefix("0x").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_hexdigit()));
     hex || name.bytes().all(|b| b.is_ascii_digit()) || RESERVED.binary_search(&name).is_ok()
 }
