@@ -77,6 +77,14 @@ def test_a_container_is_added_checked_and_deleted_in_each_version():
             assert set(cni.ports()) == {"web", "c2"}
             if version >= "0.4.0":
                 cni("CHECK", "c1", path(one), prevResult=result)
+                one.ip("link", "set", "eth0", "mtu", "1300")
+                assert "expected the MTU 1400, found 1300" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result)
+                one.ip("link", "set", "eth0", "mtu", "1400")
+                router = result["routes"][0]["gw"]
+                one.ip("route", "del", "default")
+                assert f"no default route by {router}" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result)
+                one.ip("route", "add", "default", "via", router)
+                cni("CHECK", "c1", path(one), prevResult=result)
                 one.ip("address", "flush", "dev", "eth0")
                 assert "has not the address" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result)
             else:
@@ -695,6 +703,10 @@ def test_a_container_has_an_address_of_each_family():
                 one.ip("-6", "address", "del", result["ips"][1]["address"], "dev", "eth0")
                 assert f"not the address {of(result, 1)}" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result)
                 one.ip("-6", "address", "add", result["ips"][1]["address"], "dev", "eth0", "nodad")
+                one.ip("-6", "route", "del", "default")
+                assert "no default route by fd12:3456:789a:c::2" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result)
+                one.ip("-6", "route", "add", "default", "via", "fd12:3456:789a:c::2", "dev", "eth0")
+                cni("CHECK", "c1", path(one), prevResult=result)
                 lacks = {**result, "ips": result["ips"][:1]}
                 assert of(result, 1) in refused(101, cni, "CHECK", "c1", path(one), prevResult=lacks)
             # The guard: no address but this one.

@@ -24,7 +24,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use tombolo_host::api::report::ForwardReport;
+use tombolo_host::api::report::{ForwardReport, NetworkReport};
 use tombolo_host::file::Mac;
 use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_port::tap::{self, TapConfig};
@@ -383,6 +383,89 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
     }
 }
 
+/// The MTU that an earlier answer has for an interface; answers before 1.1.0 have none.
+fn told_mtu(before: Option<&Value>, name: &str) -> Option<u32> {
+    let interfaces = before?.get("interfaces")?.as_array()?;
+    let own = interfaces.iter().find(|i| i.get("name").and_then(Value::as_str) == Some(name))?;
+    own.get("mtu")?.as_u64()?.try_into().ok().filter(|mtu| *mtu != 0)
+}
+
+/// The routers of the default routes in an earlier answer of this plugin: those that its addresses have as gateways. Plugins
+/// after it may have added routes, and changed these.
+fn told_routers(before: &Value) -> Vec<IpAddr> {
+    let list = |key: &str| before.get(key).and_then(Value::as_array).into_iter().flatten();
+    let address = |entry: &Value, key: &str| entry.get(key).and_then(Value::as_str)?.parse::<IpAddr>().ok();
+    // The interface is the first of the list.
+    let own = list("ips").filter(|ip| ip.get("interface").and_then(Value::as_u64) == Some(0));
+    let gateways: Vec<IpAddr> = own.filter_map(|ip| address(ip, "gateway")).collect();
+    let is_default = |route: &&Value| matches!(route.get("dst").and_then(Value::as_str), Some("0.0.0.0/0" | "::/0"));
+    let routers = list("routes").filter(is_default).filter_map(|route| address(route, "gw"));
+    routers.filter(|router| gateways.contains(router)).collect()
+}
+
+/// The routes of a namespace, as the kernel prints them.
+struct Routes {
+    v4: String,
+    v6: String,
+}
+
+impl Routes {
+    /// Those of the calling thread's namespace. A kernel without IPv6 has none of that family.
+    fn read() -> std::io::Result<Routes> {
+        let v4 = std::fs::read_to_string("/proc/thread-self/net/route")?;
+        let v6 = match std::fs::read_to_string("/proc/thread-self/net/ipv6_route") {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            other => other?,
+        };
+        Ok(Routes { v4, v6 })
+    }
+
+    /// Whether the default route by `router` leads through `interface`. The columns are those of `fib_route_seq_show` and
+    /// `rt6_info_route` in Linux: numbers are hexadecimal, and IPv4 addresses are in the machine's byte order.
+    fn has_default(&self, interface: &str, router: IpAddr) -> bool {
+        let fields = |line: &str| line.split_whitespace().map(String::from).collect::<Vec<_>>();
+        match router {
+            IpAddr::V4(router) => {
+                let gateway = format!("{:08X}", u32::from_ne_bytes(router.octets()));
+                self.v4.lines().map(fields).any(|f| {
+                    matches!(&f[..], [name, to, by, _, _, _, _, mask, ..]
+                        if (&name[..], &to[..], &by[..], &mask[..]) == (interface, "00000000", &gateway, "00000000"))
+                })
+            }
+            IpAddr::V6(router) => {
+                let (any, gateway) = (format!("{:032x}", 0), format!("{:032x}", router.to_bits()));
+                self.v6.lines().map(fields).any(|f| {
+                    matches!(&f[..], [to, bits, _, _, by, _, _, _, _, name]
+                        if (&name[..], &to[..], &by[..], &bits[..]) == (interface, &any, &gateway, "00"))
+                })
+            }
+        }
+    }
+}
+
+/// Compares the MTU and the default routes of the container's interface with what they were, or are to be.
+fn same_link(netns: &Netns, name: &str, config: &Config, network: &NetworkReport) -> Result<(), CniError> {
+    let differs = |what: String| Err(CniError::Differs { what });
+    let expected = told_mtu(config.prev_result.as_ref(), name).unwrap_or(network.mtu);
+    let link = Interface::open(Some(netns), name).map_err(system)?;
+    let mtu = link.state().map_err(system)?.mtu;
+    if mtu != expected {
+        return differs(format!("\"{name}\": expected the MTU {expected}, found {mtu}"));
+    }
+    let routers = match &config.prev_result {
+        // A guest has its own routes.
+        _ if config.vm.is_some() => vec![],
+        Some(before) => told_routers(before),
+        None if !config.default_route => vec![],
+        None => network.router.map(IpAddr::from).into_iter().chain(network.router6.map(IpAddr::from)).collect(),
+    };
+    let table = netns.run(Routes::read).map_err(system)?.map_err(system)?;
+    match routers.iter().find(|router| !table.has_default(name, **router)) {
+        Some(router) => differs(format!("\"{name}\" has no default route by {router} any more")),
+        None => Ok(()),
+    }
+}
+
 fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     let (container, interface, path) = (environment.container()?, environment.interface()?, environment.need_netns()?);
     let identity = config.identity(container, interface);
@@ -437,6 +520,10 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     for ip in held.iter().filter(|_| config.vm.is_none()) {
         let bound = netns.run(|| UdpSocket::bind((*ip, 0)).map(drop)).map_err(system)?;
         bound.map_err(|_| differs(format!("\"{interface}\" has not the address {ip} any more")))?;
+    }
+    if config.vm != Some(Vm::VhostUser) {
+        let name = device_name(&netns, interface, config, device_mac(config, &identity))?;
+        same_link(&netns, &name, config, network)?;
     }
     let index = usize::from(config.vm == Some(Vm::Tap));
     same_addresses(config.prev_result.as_ref(), &held, index, interface, is_fixed).map_err(differs)
@@ -579,6 +666,35 @@ mod tests {
         assert!(same(&other).unwrap_err().contains("does not have the address fd00:1:2:3::7"));
         assert_eq!(same_addresses(Some(&answer), &[], 1, "eth0", |_| true), Ok(()), "another plugin's interface");
         assert_eq!(same_addresses(Some(&answer), &held[..1], 0, "eth0", |ip| ip.is_ipv4()), Ok(()), "a guest's choice");
+    }
+
+    #[test]
+    fn the_routes_and_the_mtu_of_an_earlier_answer_are_found_in_what_the_kernel_prints() {
+        let mut before = answer("1.1.0", "");
+        let [four, six] = ["10.87.0.254", "fd00:1:2:3::2"].map(|ip| ip.parse::<IpAddr>().unwrap());
+        assert_eq!(told_routers(&before), [four, six]);
+        assert_eq!((told_mtu(Some(&before), "eth0"), told_mtu(Some(&before), "eth1")), (Some(1500), None));
+        assert_eq!((told_mtu(Some(&answer("1.0.0", "")), "eth0"), told_mtu(None, "eth0")), (None, None));
+        // Another plugin's route, and one of this plugin's that another one replaced.
+        before["routes"] =
+            json!([{ "dst": "0.0.0.0/0", "gw": "10.99.0.1" }, { "dst": "10.2.0.0/16", "gw": "10.87.0.254" }, {}]);
+        assert!(told_routers(&before).is_empty() && told_routers(&json!([])).is_empty());
+        let heading = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT";
+        let v4 = format!(
+            "{heading}\neth0\t00000000\tFE00570A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
+             eth0\t0000570A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
+        );
+        let zero = "0".repeat(32);
+        let v6 = format!(
+            "{zero} 00 {zero} 00 fd000001000200030000000000000002 00000400 1 0 00000003     eth0\n{zero} 00 {zero} 00 {zero} ffffffff 1 0 00200200       lo\n"
+        );
+        let table = Routes { v4, v6 };
+        assert!(table.has_default("eth0", four) && table.has_default("eth0", six));
+        assert!(!table.has_default("eth1", four) && !table.has_default("eth1", six));
+        assert!(!table.has_default("eth0", "10.87.0.1".parse().unwrap()));
+        assert!(!table.has_default("eth0", "fd00:1:2:3::3".parse().unwrap()));
+        let none = Routes { v4: heading.into(), v6: String::new() };
+        assert!(!none.has_default("eth0", four) && !none.has_default("eth0", six));
     }
 
     #[test]
