@@ -577,6 +577,9 @@ fn gc(config: &Config) -> Result<(), CniError> {
             failed = fabric.remove(&found.name).err().or(failed);
         }
     }
+    if let Some(folder) = &config.dan {
+        failed = dan::sweep(folder).err().or(failed);
+    }
     // Also those whose port the daemon has removed already.
     for (container, interface) in config.dan.iter().flat_map(|folder| dan::all_in(folder, fabric.folder())) {
         let identity = config.identity(&container, &interface);

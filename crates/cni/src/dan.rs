@@ -9,14 +9,17 @@
 //! # Invariants
 //! - A file holds the devices of all networks of the sandbox. Entries of other plugins stay as they
 //!   are, and a file goes with its last entry.
-//! - A file is replaced as a whole, so Kata never reads half of one. A runtime makes one call at a
-//!   time per container (CNI 1.1), so there is no lock.
+//! - A file is replaced as a whole, so Kata never reads half of one. The next one is `ID.json.next`
+//!   until then. What a call that was killed has left of that goes with the next call for the
+//!   sandbox, or with GC. A runtime makes one call at a time per container (CNI 1.1), so there is no
+//!   lock.
 //! - Kata acts on these files as root. So the folder has to be this user's, and no other user may
 //!   write in it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tombolo_host::file::Mac;
@@ -26,6 +29,8 @@ use crate::fabric::Place;
 
 /// Longest file that is read: a device has about 500 bytes.
 const MAX_BYTES: u64 = 1 << 20;
+/// Longest time that writing a file may take.
+const WRITTEN: Duration = Duration::from_secs(60);
 /// Descriptors of each of the guest's rings; also what Kata has where a file says nothing.
 const QUEUE_SIZE: u16 = 256;
 
@@ -111,15 +116,25 @@ fn devices(value: &mut Value) -> Option<&mut Vec<Value>> {
     value.get_mut("devices").and_then(Value::as_array_mut)
 }
 
+/// Where a file is written before it takes its place.
+fn next_of(path: &Path) -> PathBuf {
+    path.with_extension("json.next")
+}
+
+/// Removes a file; one that is not there is fine.
+fn remove(path: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
 /// Replaces the file.
 fn write(path: &Path, value: &Value) -> Result<(), CniError> {
-    let next = path.with_extension("json.next");
+    let next = next_of(path);
     let written = (|| {
         // What a call that was killed has left.
-        match std::fs::remove_file(&next) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+        remove(&next)?;
         let mut file = std::fs::File::options().write(true).create_new(true).mode(0o600).open(&next)?;
         file.write_all(value.to_string().as_bytes())?;
         std::fs::rename(&next, path)
@@ -145,6 +160,9 @@ pub(crate) fn put(folder: &Path, container: &str, device: Value) -> Result<(), C
 /// Removes an entry; one that is not there is fine. A file that is not of this form is left: it is another's.
 pub(crate) fn take(folder: &Path, container: &str, interface: &str) -> Result<(), CniError> {
     let path = path(folder, container);
+    // What a call that was killed has left.
+    let next = next_of(&path);
+    remove(&next).map_err(|error| system(&next, &error))?;
     let Ok(Some(mut value)) = read(&path) else { return Ok(()) };
     let Some(all) = devices(&mut value) else { return Ok(()) };
     let before = all.len();
@@ -161,6 +179,24 @@ pub(crate) fn find(folder: &Path, container: &str, interface: &str) -> Result<Op
     let value = read(&path(folder, container))?;
     let all = value.as_ref().and_then(|value| value.get("devices")?.as_array());
     Ok(all.and_then(|all| all.iter().find(|device| is_named(device, interface))).cloned())
+}
+
+/// Removes what killed calls have left for sandboxes that no further call is for. Such a file does not tell whose it is, and one
+/// that is young may be one that another call is writing.
+///
+/// # Errors
+/// The system's, the last one; the rest is removed all the same.
+pub(crate) fn sweep(folder: &Path) -> Result<(), CniError> {
+    let mut failed = None;
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_next = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.ends_with(".json.next"));
+        let written = || entry.metadata().and_then(|found| found.modified()).ok();
+        if is_next && written().and_then(|at| at.elapsed().ok()).is_some_and(|age| age >= WRITTEN) {
+            failed = remove(&path).map_err(|error| system(&path, &error)).err().or(failed);
+        }
+    }
+    failed.map_or(Ok(()), Err)
 }
 
 /// Container and interface of all entries whose socket is in `sockets`.
@@ -251,6 +287,37 @@ mod tests {
         assert_eq!(read(&path(&folder, "c2")).unwrap(), Some(other));
         assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "the file goes with its last entry");
         take(&folder.join("absent"), "c1", "eth0").unwrap();
+    }
+
+    #[test]
+    fn what_a_killed_call_left_goes_with_the_sandbox_and_with_gc() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
+        let folder = dir.path().join("dans");
+        put(&folder, "c1", entry("eth0")).unwrap();
+        // A kill before the first file was there, and one before a second entry.
+        let left = |container: &str| next_of(&path(&folder, container));
+        for container in ["c1", "c2", "c3", "c4"] {
+            std::fs::write(left(container), "{").unwrap();
+        }
+        take(&folder, "c2", "eth0").unwrap();
+        assert!(!left("c2").exists() && left("c3").exists());
+        let age = |container: &str| {
+            let file = std::fs::File::options().write(true).open(left(container)).unwrap();
+            file.set_modified(std::time::SystemTime::now() - WRITTEN).unwrap();
+        };
+        age("c1");
+        age("c3");
+        sweep(&folder).unwrap();
+        assert!(!left("c1").exists() && !left("c3").exists() && left("c4").exists(), "one that is written now stays");
+        assert!(find(&folder, "c1", "eth0").unwrap().is_some());
+        put(&folder, "c4", entry("eth0")).unwrap();
+        for container in ["c1", "c4"] {
+            std::fs::write(left(container), "{").unwrap();
+            take(&folder, container, "eth0").unwrap();
+        }
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        sweep(&folder.join("absent")).unwrap();
     }
 
     #[test]
