@@ -644,6 +644,34 @@ def test_what_comes_while_the_file_is_applied_waits_and_is_told_to_try_again():
         assert not cni.ports()
 
 
+@timeout(120)
+def test_down_leaves_no_interface_in_a_container():
+    with fabric() as f, Namespace() as one, Namespace() as two, Namespace() as three:
+        cni, vms = Cni(f, "1.1.0"), Cni(f, "1.1.0", vm="tap")
+
+        def add():
+            cni("ADD", "c1", path(one))
+            vms("ADD", "vm1", path(two), args="TC_REDIRECT_TAP_NAME=tap7")
+            # What came in the place of a tap is another's.
+            cni("ADD", "c3", path(three))
+            three.ip("link", "del", "eth0")
+            three.ip("tuntap", "add", "dev", "eth0", "mode", "tap")
+
+        for crash in (False, True):
+            add()
+            if crash:
+                f.kill()
+                f.cli("down", "--fabric", f.name)
+            else:
+                f.cli("down")
+                f.process.wait(60 * SLOW)
+            assert "eth0" not in one.ip("link") and "tap7" not in two.ip("link"), f"crash: {crash}"
+            assert "eth0" in three.ip("link")
+            three.ip("link", "del", "eth0")
+            f.start()
+            assert not cni.ports()
+
+
 def kernel_uplink():
     """A fabric whose network takes forwards while it runs."""
     return FILE.replace('"user"', '"kernel"')

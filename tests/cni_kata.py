@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import stat
+import subprocess
+import time
 from pathlib import Path
 
 from lib import Fabric, LinuxGuest, Namespace, Net, need_root, scratch, timeout, until
@@ -113,6 +115,27 @@ def refusal(code, word, call, *words, **more):
         assert error.code == code and word in error.text, (error.code, error.text)
         return
     raise AssertionError(f"{words} was not refused")
+
+
+@timeout(120)
+def test_a_virtual_machine_ends_with_its_namespace_though_another_has_the_path_when_the_next_daemon_looks():
+    with fabric() as f, Namespace() as pod, Namespace() as stays:
+        vms = Cni(f, "1.1.0", vm="vhost-user")
+        vms("ADD", "vm1", path(pod))
+        vms("ADD", "vm2", path(stays))
+        f.kill()
+        # As with /proc/PID/ns/net, whose number another process has by then.
+        subprocess.run(["ip", "netns", "del", str(pod)], check=True)
+        subprocess.run(["ip", "netns", "add", str(pod)], check=True)
+        f.start()
+        assert set(vms.ports()) == {"vm2"}
+        # The record goes on from daemon to daemon, and a name that is used again is of the new namespace.
+        vms("ADD", "vm1", path(pod))
+        f.kill()
+        f.start()
+        assert set(vms.ports()) == {"vm1", "vm2"}
+        time.sleep(2.5)
+        assert set(vms.ports()) == {"vm1", "vm2"}, "the daemon has looked at them"
 
 
 @timeout(240)

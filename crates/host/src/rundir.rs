@@ -141,6 +141,9 @@ pub struct Owner {
     /// Rate limits that were changed while it ran: by port, as text of a fabric file. They go before the file's.
     #[serde(default)]
     pub rates: BTreeMap<String, String>,
+    /// Where the ports of containers lead, by their names.
+    #[serde(default)]
+    pub containers: BTreeMap<String, ContainerPlace>,
     /// Machines whose drivers have been seen on the network: only those can be adopted. A QEMU that loses its backend while
     /// its guest agrees on features agrees on other ones with the next backend.
     #[serde(default)]
@@ -173,6 +176,18 @@ pub struct Settled {
     pub started_ticks: u64,
     /// What the daemon started. The process's own arguments are others where $TOMBOLO_QEMU is a script.
     pub argv: Vec<String>,
+}
+
+/// Where a container's port leads.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerPlace {
+    /// Path of the namespace.
+    pub netns: PathBuf,
+    /// Device and inode of that file. A path may lead to another namespace later, such as that of a process whose number was used
+    /// again. Zeros where there was none.
+    pub inode: (u64, u64),
+    /// Name and MAC address of the tap in there; nothing for a port without one.
+    pub tap: Option<(String, [u8; 6])>,
 }
 
 impl Owner {

@@ -11,8 +11,9 @@
 //! # Invariants
 //! - A namespace is known by the device and inode of its path. A pid that is used again, or a name
 //!   that is given again, is another namespace.
-//! - The device is persistent, and is the container's. It is not deleted here: it ends with its
-//!   namespace, or the plugin deletes it. So a container keeps it while the daemon is away.
+//! - The device is persistent. It ends with its namespace, with `down`, or the plugin deletes it. So a
+//!   container keeps it while the daemon is away. `down` deletes only what it can tell for the device
+//!   that it had: in the same namespace, with the same name and MAC address.
 //! - A vhost-user port of a container's virtual machine has nothing in the namespace. The namespace
 //!   only tells how long the container lives.
 //! - A daemon that starts forgets the ports whose namespace or device is gone. They are no fault.
@@ -30,12 +31,12 @@ use std::sync::Weak;
 use std::time::Duration;
 
 use tokio::sync::Mutex;
-use tombolo_port::link::{Interface, Netns};
+use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_switch::gateway::{LeaseRecord, is_reserved};
 
 use super::{FabricError, Running, Say};
 use crate::file::{Contained, Fabric, Mac, Tap, Target};
-use crate::rundir::RunDir;
+use crate::rundir::{ContainerPlace, RunDir};
 
 /// How often the namespaces are looked at.
 const LOOK: Duration = Duration::from_secs(1);
@@ -43,8 +44,11 @@ const LOOK: Duration = Duration::from_secs(1);
 /// A namespace: device and inode of its file.
 type Inode = (u64, u64);
 
-/// Namespaces of containers, by the name of the port.
-pub(crate) type Namespaces = BTreeMap<String, Inode>;
+/// Where the ports of containers lead, by their names.
+pub(crate) type Containers = BTreeMap<String, ContainerPlace>;
+
+/// How long `down` waits for the taps of containers to go. A path may lead to a file system that does not answer.
+const DELETES: Duration = Duration::from_secs(60);
 
 /// The file of a namespace that is called so, as [`Netns::open`] finds it.
 fn path_of(netns: &str) -> PathBuf {
@@ -65,12 +69,43 @@ fn is_there(tap: &Tap) -> bool {
     interface().is_some_and(|mac| tap.monitor || mac == tap.mac.0)
 }
 
+/// Whether a container's namespace has ended, or is another one than the daemon before this one saw. `recorded` has what that was.
+fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
+    match (inode(&path_of(member.netns)), recorded.get(member.name)) {
+        (None, _) => true,
+        (Some(now), Some(was)) => now != was.inode,
+        (Some(_), None) => false,
+    }
+}
+
+/// The MAC address of an interface, if it is there.
+fn mac_of(netns: &str, device: &str) -> Option<[u8; 6]> {
+    Interface::open(Some(&Netns::open(netns).ok()?), device).ok()?.mac().ok()
+}
+
+/// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it stays.
+fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
+    let Some((device, mac)) = place.tap.as_ref().filter(|_| inode(&place.netns) == Some(place.inode)) else {
+        return Ok(());
+    };
+    // Paths of namespaces are from text.
+    let netns = Netns::open(&place.netns.to_string_lossy())?;
+    match Interface::open(Some(&netns), device) {
+        Ok(link) if link.mac()? == *mac => match link.delete() {
+            Err(LinkError::Absent { .. }) => Ok(()),
+            done => done,
+        },
+        Ok(_) | Err(LinkError::Absent { .. }) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
 /// Forgets the ports of containers that ended while no daemon ran.
 pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fabric {
     let taps = spec.taps.iter().filter(|t| t.container.is_some() && !is_there(t)).map(|t| t.name.clone());
-    let is_gone = |member: &Contained<'_>| member.word == "port" && inode(&path_of(member.netns)).is_none();
-    let ports = spec.contained().filter(is_gone).map(|member| member.name.to_string());
-    let gone: BTreeSet<String> = taps.chain(ports).collect();
+    let recorded = dir.owner().containers.clone();
+    let members = spec.contained().filter(|member| has_gone(member, &recorded)).map(|member| member.name.to_string());
+    let gone: BTreeSet<String> = taps.chain(members).collect();
     if gone.is_empty() {
         return spec;
     }
@@ -83,6 +118,7 @@ pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fab
         }
         o.additions.retain(|a| !a.names.is_empty());
         o.rates.retain(|name, _| !gone.contains(name));
+        o.containers.retain(|name, _| !gone.contains(name));
     });
     for name in gone {
         say(&format!("port {name}: its container has ended meanwhile; it is forgotten"));
@@ -91,14 +127,52 @@ pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fab
 }
 
 impl Running {
-    /// Notes which namespaces the ports of containers are for.
-    pub(super) fn note_namespaces(&mut self) {
-        let mut now = Namespaces::new();
+    /// Notes where the ports of containers lead, also for daemons that follow.
+    pub(super) fn note_containers(&mut self) {
+        let mut now = Containers::new();
         for member in self.spec.contained() {
-            let known = self.namespaces.get(member.name).copied();
-            // One that is gone already has none, which the next look finds.
-            let found = || inode(&path_of(member.netns));
-            now.insert(member.name.to_string(), known.or_else(found).unwrap_or_default());
+            let noted = self.containers.get(member.name).cloned().unwrap_or_else(|| {
+                let netns = path_of(member.netns);
+                let tap = self.spec.taps.iter().find(|tap| member.word == "tap" && tap.name == member.name);
+                let tap = tap.and_then(|tap| Some((tap.device.clone(), mac_of(member.netns, &tap.device)?)));
+                // One that is gone already has none, which the next look finds.
+                ContainerPlace { inode: inode(&netns).unwrap_or_default(), netns, tap }
+            });
+            now.insert(member.name.to_string(), noted);
+        }
+        self.containers = now;
+        self.record_containers();
+    }
+
+    /// Another container may have the name next.
+    pub(super) fn forget_container(&mut self, name: &str) {
+        if self.containers.remove(name).is_some() {
+            self.record_containers();
+        }
+    }
+
+    fn record_containers(&mut self) {
+        if let Some(dir) = self.dir.as_mut().filter(|dir| dir.owner().containers != self.containers) {
+            dir.record(|o| o.containers.clone_from(&self.containers));
+        }
+    }
+
+    /// Deletes the taps of containers, for `down`.
+    pub(super) async fn delete_taps_of_containers(&mut self) {
+        let all = std::mem::take(&mut self.containers);
+        if all.is_empty() {
+            return;
+        }
+        let say = self.say.clone();
+        let delete = move || {
+            for (name, place) in &all {
+                if let Err(error) = delete_tap(place) {
+                    say(&format!("down: port {name}: its container keeps the interface: {error}"));
+                }
+            }
+        };
+        if tokio::time::timeout(DELETES, tokio::task::spawn_blocking(delete)).await.is_err() {
+            (self.say)("down: the namespaces of containers do not answer; interfaces in them may stay");
         }
     }
 
@@ -126,7 +200,7 @@ impl Running {
 
     /// The ports of containers: name, the path of the namespace, and which that was.
     fn containers(&self) -> Vec<(String, PathBuf, Inode)> {
-        let of = |m: Contained<'_>| Some((m.name.to_string(), path_of(m.netns), *self.namespaces.get(m.name)?));
+        let of = |m: Contained<'_>| Some((m.name.to_string(), path_of(m.netns), self.containers.get(m.name)?.inode));
         self.spec.contained().filter_map(of).collect()
     }
 }
@@ -148,14 +222,14 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
             let Some(running) = me.upgrade() else { return };
             let mut running = running.lock().await;
             // It may have been removed and added again meanwhile.
-            if running.applying || running.namespaces.get(&name) != Some(&was) {
+            if running.applying || running.containers.get(&name).map(|place| place.inode) != Some(was) {
                 continue;
             }
             match running.remove(&name) {
                 Ok(()) => (running.say)(&format!("port {name}: its container has ended")),
                 Err(error) => (running.say)(&format!("port {name}: its container has ended: {error}")),
             }
-            running.note_namespaces();
+            running.note_containers();
         }
     }
 }
@@ -163,6 +237,28 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_namespace_that_came_in_the_place_of_a_recorded_one_is_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ns");
+        std::fs::write(&path, "").unwrap();
+        let text = format!(
+            "name = \"demo\"\n[network.lan]\n[port.vm]\nkind = \"vhost-user\"\nnetns = \"{}\"\ncontainer = \"pods/a/eth0\"\nmac = \"02:00:00:00:00:01\"\n",
+            path.display()
+        );
+        let spec = crate::file::parse(&text, Path::new("/x/demo.toml")).unwrap();
+        let has_gone = |recorded: &Containers| has_gone(&spec.contained().next().unwrap(), recorded);
+        let place = ContainerPlace { netns: path.clone(), inode: inode(&path).unwrap(), tap: None };
+        let recorded = Containers::from([("vm".into(), place)]);
+        assert!(!has_gone(&recorded));
+        assert!(!has_gone(&Containers::new()), "a record of an earlier version has none");
+        std::fs::rename(&path, dir.path().join("old")).unwrap();
+        std::fs::write(&path, "").unwrap();
+        assert!(has_gone(&recorded), "there is a namespace at the path, and it is not the container's");
+        std::fs::remove_file(&path).unwrap();
+        assert!(has_gone(&recorded) && has_gone(&Containers::new()));
+    }
 
     #[test]
     fn a_namespace_is_found_by_name_and_by_path_and_is_known_by_its_inode() {

@@ -222,8 +222,8 @@ pub struct Running {
     pub(crate) span: span::Span,
     /// What of the ports is told in `events`.
     pub(crate) watched: events::Watched,
-    /// Which namespaces the taps of containers are in.
-    namespaces: containers::Namespaces,
+    /// Where the ports of containers lead.
+    containers: containers::Containers,
     /// Names of domains that are being ended since the addition that they were a part of failed.
     unadded: std::collections::BTreeSet<String>,
 }
@@ -349,6 +349,7 @@ impl Running {
     /// A fabric of which nothing runs yet.
     fn new(spec: Fabric, file: PathBuf, dir: RunDir, facts: Facts, say: Say) -> Running {
         let finder = Finder::new(dir.path());
+        let containers = dir.owner().containers.clone();
         Running {
             store: None,
             finder,
@@ -385,7 +386,7 @@ impl Running {
             span: span::Span::default(),
             watched: events::Watched::default(),
             unadded: std::collections::BTreeSet::new(),
-            namespaces: BTreeMap::new(),
+            containers,
         }
     }
 
@@ -603,7 +604,7 @@ impl Running {
         self.record_standing();
         self.open_events();
         self.watch_ports();
-        self.note_namespaces();
+        self.note_containers();
         tokio::spawn(containers::watch(self.me.clone()));
         tokio::spawn(crate::stamps::keep(self.facts.runtime.clone(), self.me.clone()));
         let name = self.spec.name.clone();
@@ -1026,7 +1027,7 @@ impl Running {
             });
             return Err(error);
         }
-        self.note_namespaces();
+        self.note_containers();
         self.record_standing();
         let text = format!("{} added to the running fabric", was(&names));
         names.iter().for_each(|name| self.events.add(Kind::Apply, Told::of(name), &text));
@@ -1130,8 +1131,7 @@ impl Running {
         self.spec.taps.retain(|t| t.name != name);
         self.spec.ports.retain(|p| p.name != name);
         self.update_names();
-        // Another container may have the name next.
-        self.namespaces.remove(name);
+        self.forget_container(name);
         self.forget_addition(name)?;
         self.forget_rates(name);
         self.record_standing();
@@ -1210,6 +1210,7 @@ impl Running {
         for name in names {
             self.drop_port(&name);
         }
+        self.delete_taps_of_containers().await;
         self.networks.values().for_each(Net::stop_leases);
         for net in self.networks.values() {
             net.finish_leases(&say);
