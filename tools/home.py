@@ -4,7 +4,7 @@
 usage: ./x bench home [PART...]
 
 add     the time of CNI's ADD: 40 of each plugin, in turn. Ours sets a name, a guard and addresses of both families;
-        the bridge plugin with host-local an IPv4 address
+        the bridge plugin with host-local an IPv4 address and a default route, which ours does not set without an uplink
 life    200 containers up and down, eight at a time, and what is left of them: ports, leases, interfaces
 link    TCP between two containers by iperf3, in slices of a second in turn: on the fabric by IPv4 and IPv6, on the
         bridge by IPv4

@@ -31,13 +31,22 @@ const IFF_UP: u16 = 1;
 const IFF_RUNNING: u16 = 0x40;
 const ARPHRD_ETHER: u16 = 1;
 
+/// What to do where a namespace is not found by its name, or by its path.
+const NAMES: &str = "; `ip netns list` shows those that have names";
+const PATHS: &str = "; its container has ended, or the path is one of another mount namespace than this program's";
+
 /// Why an interface could not be used.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum LinkError {
     /// The namespace cannot be opened.
-    #[error("network namespace {}: {source}; `ip netns list` shows those that have names", path.display())]
-    Namespace { path: PathBuf, source: std::io::Error },
+    #[error("network namespace {}: {source}{}", path.display(), if *named { NAMES } else { PATHS })]
+    Namespace {
+        path: PathBuf,
+        /// Whether it was given as a name, and not as a path.
+        named: bool,
+        source: std::io::Error,
+    },
     /// A thread could not enter the namespace.
     #[error("entering a network namespace: {source}; that needs CAP_SYS_ADMIN over it")]
     Enter { source: Errno },
@@ -49,8 +58,8 @@ pub enum LinkError {
     Absent { name: String },
     /// A sysctl that keeps peers from configuring this machine could not be set.
     #[error(
-        "writing {}: {source}; without it a guest could change this machine's routes. Make /proc/sys/net writable, or \
-         set accept_ra = true for this tap to accept that", path.display()
+        "writing {}: {source}; without it a peer on the link could change the routes there. Make /proc/sys/net writable for \
+         this program; for a tap of the fabric's file, accept_ra = true accepts that instead", path.display()
     )]
     Closed { path: PathBuf, source: Errno },
     /// The kernel refused an operation.
@@ -69,13 +78,11 @@ impl Netns {
     /// # Errors
     /// [`LinkError::Namespace`] where nothing is there.
     pub fn open(name_or_path: &str) -> Result<Netns, LinkError> {
-        let path = match name_or_path.contains('/') {
-            true => PathBuf::from(name_or_path),
-            false => Path::new("/run/netns").join(name_or_path),
-        };
+        let named = !name_or_path.contains('/');
+        let path = if named { Path::new("/run/netns").join(name_or_path) } else { PathBuf::from(name_or_path) };
         match File::open(&path) {
             Ok(file) => Ok(Netns(Arc::new(file.into()))),
-            Err(source) => Err(LinkError::Namespace { path, source }),
+            Err(source) => Err(LinkError::Namespace { path, named, source }),
         }
     }
 
@@ -554,7 +561,12 @@ mod tests {
         let error = Interface::open(None, "tmb-absent").unwrap_err().to_string();
         assert_eq!(error, "there is no interface `tmb-absent` in this network namespace");
         assert!(matches!(Interface::open(None, "much-too-long-a-name"), Err(LinkError::Name { .. })));
-        assert!(matches!(Netns::open("tmb-no-such"), Err(LinkError::Namespace { .. })));
+        let absent = |name: &str| Netns::open(name).unwrap_err().to_string();
+        assert!(absent("tmb-no-such").ends_with("(os error 2); `ip netns list` shows those that have names"));
+        assert!(
+            absent("/run/netns/tmb-no-such")
+                .ends_with("the path is one of another mount namespace than this program's")
+        );
     }
 
     #[test]
