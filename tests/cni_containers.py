@@ -4,9 +4,11 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
+import tempfile
 import time
 
 from lib import Fabric, Namespace, Process, need_program, need_root, scratch, timeout, until
@@ -583,6 +585,81 @@ def test_a_microvm_whose_tap_has_a_name_of_its_own_is_known_by_the_name_of_its_i
         assert "tap7" not in one.ip("link") and "tap8" not in two.ip("link")
         f.start()
         assert not vms.ports()
+
+
+@timeout(120)
+def test_the_jailers_user_opens_the_tap_and_no_other_user_does():
+    need_program("setpriv")
+    opens = ("import fcntl, os, struct\nfd = os.open('/dev/net/tun', os.O_RDWR)\n"
+             "fcntl.ioctl(fd, 0x400454CA, struct.pack('16sH22x', b'tap7', 0x5002))\nprint('opened')")
+    with fabric() as f, Namespace() as one:
+        vms = Cni(f, "1.0.0", vm="tap")
+        vms("ADD", "vm1", path(one), args="TC_REDIRECT_TAP_NAME=tap7;TC_REDIRECT_TAP_UID=1234;TC_REDIRECT_TAP_GID=1235")
+
+        def opened(user, group):
+            words = ["nsenter", f"--net={path(one)}", "setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "python3", "-c", opens]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60 * SLOW)
+            assert done.returncode == 0 or "PermissionError" in done.stderr, done
+            return "opened" in done.stdout
+
+        assert opened(1234, 1235)
+        assert not opened(1236, 1235) and not opened(1234, 1236)
+        assert opened(0, 0), "root opens any"
+        vms("DEL", "vm1", path(one))
+
+
+@timeout(120)
+def test_a_plugin_without_privileges_says_what_it_lacks_and_changes_nothing():
+    need_program("setpriv")
+    with fabric() as f, Namespace() as one, tempfile.TemporaryDirectory() as public:
+        os.chmod(public, 0o755)
+        copy = shutil.copy(plugin(), public)
+        cni = Cni(f, "1.1.0")
+        cni("ADD", "c1", path(one))
+        # The way to the socket is open; it is the daemon that refuses.
+        for folder in (f.folder, f.folder / "run", f.runtime):
+            os.chmod(folder, 0o755)
+        anybody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", copy]
+        for command, code in (("ADD", 5), ("CHECK", 5), ("GC", 5), ("STATUS", 50), ("DEL", 5)):
+            container = "c2" if command == "ADD" else "c1"
+            said = refused(code, cni, command, container, path(one), program=anybody, **{"cni.dev/valid-attachments": []})
+            assert "belongs to another user; run this as its owner" in said, (command, said)
+        assert set(cni.ports()) == {"c1"} and "eth0" in one.ip("link")
+        # Root, and no more rights over the namespace: the container's interface cannot be made.
+        bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", copy]
+        with Namespace() as two:
+            said = refused(5, cni, "ADD", "c2", path(two), program=bare)
+            assert "CAP_SYS_ADMIN" in said, said
+            assert "eth0" not in two.ip("link") and set(cni.ports()) == {"c1"}
+        cni("DEL", "c1", path(one))
+
+
+@timeout(120)
+def test_what_a_container_receives_has_its_rate():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        cni = Cni(f, "1.1.0")
+        rate = 4_000_000
+        limited = cni("ADD", "c1", path(one), runtimeConfig={"bandwidth": {"ingressRate": rate, "ingressBurst": 400_000}})
+        cni("ADD", "c2", path(two))
+        assert two.answers(of(limited, 0))
+
+        def received():
+            return int(one.run("cat", "/sys/class/net/eth0/statistics/rx_bytes").stdout)
+
+        # 40 Mbit in datagrams of 1000 bytes, of which the container gets what its rate lets through, and no less.
+        flood = f"import socket\ns=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\nfor _ in range(5000): s.sendto(bytes(1000),('{of(limited, 0)}',9))"
+        before, began = received(), time.monotonic()
+        two.run("python3", "-c", flood)
+        until("what is late has come", lambda: cni.ports()["c1"]["up"], 10)
+        took, got = time.monotonic() - began, (received() - before) * 8
+        assert 0.1 * rate < got < rate * took + 1_000_000, (got, took)
+        # The other direction is not limited.
+        sent = lambda: cni.ports()["c1"]["counters"]["rx_bytes"]  # noqa: E731
+        before = sent()
+        one.run("python3", "-c", flood.replace(of(limited, 0), "10.236.3.254"))
+        assert not cni.ports()["c1"]["counters"]["rx_drops"].get("rate_limit"), cni.ports()["c1"]["counters"]
+        for name, space in (("c1", one), ("c2", two)):
+            cni("DEL", name, path(space))
 
 
 SLOW_END = """

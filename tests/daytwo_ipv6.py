@@ -7,7 +7,7 @@ import re
 import socket
 import struct
 
-from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
+from lib import Fabric, Namespace, Process, need_program, need_root, scratch, timeout, until
 from lib.frames import mac_bytes
 from lib.tap import Inside
 
@@ -182,6 +182,30 @@ def test_a_stock_client_leases_by_dhcpv6_and_has_its_name():
         finally:
             space.run("dhclient", "-6", "-r", "-lf", leases, "-pf", folder / "pid", "-sf", script, "client", seconds=60, check=False)
         until("the lease to end", lambda: all(one["ip"] != address for one in fabric.status()["networks"][0]["leases"]))
+
+
+@timeout(120)
+def test_a_stock_client_that_configures_itself_asks_dhcpv6_for_the_rest():
+    need_program("dhclient")
+    with members('ipv6 = "fd12:3456:789a:1::/64"') as (fabric, spaces, folder):
+        space = spaces["client"]
+        own = automatic(space, "client")
+        until("a link-local address", lambda: addresses(space, "client", "link"))
+        before = fabric.status()["networks"][0]["counters"]["dhcp6_informations"]
+        script = folder / "script"
+        script.write_text(f"#!/bin/sh\necho \"$reason:$new_ip6_address:$new_dhcp6_name_servers:$new_dhcp6_domain_search\" >>{folder}/said\n")
+        script.chmod(0o755)
+        words = ["dhclient", "-6", "-S", "-d", "-v", "-lf", folder / "leases", "-pf", folder / "pid", "-sf", script, "client"]
+        with Process(words, name="dhclient", netns=space) as client:
+            said = lambda: (folder / "said").read_text() if (folder / "said").exists() else ""  # noqa: E731
+            try:
+                until("the name server and the domain, and no address", lambda: "::fd12:3456:789a:1::1:sixes.internal" in said(), 60)
+            except TimeoutError as error:
+                raise AssertionError(f"dhclient: {said()}\n{client.tail()}") from error
+        [network] = fabric.status()["networks"]
+        assert network["counters"]["dhcp6_informations"] > before, network["counters"]
+        assert not [lease for lease in network["leases"] if ":" in lease["ip"] and lease["mac"] == MAC["client"]], network["leases"]
+        assert automatic(space, "client") == own
 
 
 @timeout(120)

@@ -127,11 +127,12 @@ class Cni:
         self.fabric = fabric
         self.config = {"cniVersion": version, "name": name, "type": "tombolo-cni", "fabric": fabric.name, "runtime": str(fabric.folder / "run"), **more}
 
-    def start(self, command, container="", netns="", interface="eth0", args="", config=None, **more):
+    def start(self, command, container="", netns="", interface="eth0", args="", config=None, program=(), **more):
+        """`program` is what runs in place of the plugin: words before its path, or another copy of it."""
         words = {"CNI_COMMAND": command, "CNI_CONTAINERID": container, "CNI_NETNS": str(netns), "CNI_IFNAME": interface, "CNI_PATH": str(BUILT)}
         if args:
             words["CNI_ARGS"] = args
-        argv = [str(plugin())]
+        argv = [str(word) for word in program] or [str(plugin())]
         if self.fabric.netns is not None:
             argv = [*inside(self.fabric.netns, own_mounts=False), *argv]
         process = subprocess.Popen(argv, env=dict(os.environ, **words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -158,6 +158,8 @@ async fn serve(shared: &Shared, request: Request) {
         }
         Request::Status(reply) => answer(reply, shared.running.lock().await.status()),
         Request::Events(reply) => answer(reply, Ok(shared.running.lock().await.events.clone())),
+        // Who asked for it has gone, such as a plugin that was killed: it, or who started it, clears up what is there by now.
+        Request::AddPorts { reply, .. } if reply.is_closed() => {}
         Request::AddPorts { sections, reply } => {
             let mut running = shared.running.lock().await;
             let result = running.add(&sections).and_then(|names| Ok((running.status()?, names)));
