@@ -44,6 +44,7 @@ const STOP_PERIODIC_TIMER: usize = 7;
 const SET_SINGLESHOT_TIMER: usize = 8;
 const SCHED_YIELD: usize = 0;
 const SCHED_SHUTDOWN: usize = 2;
+const SCHED_POLL: usize = 3;
 const EVTCHN_BIND_VIRQ: usize = 1;
 const EVTCHN_CLOSE: usize = 3;
 const EVTCHN_SEND: usize = 4;
@@ -155,7 +156,8 @@ unsafe fn call(number: usize, first: usize, second: usize, third: usize) -> Resu
 
 /// A call whose arguments are a structure in local memory that Xen reads, and may answer in.
 fn call_with<T>(number: usize, operation: usize, argument: &mut T) -> Result<usize, Refused> {
-    // SAFETY: each caller below passes the structure of that operation, whose members name no other memory of Rust's.
+    // SAFETY: each caller below passes the structure of that operation. Its members name no other memory of Rust's, but for
+    // that of `poll`, which Xen reads within the call.
     unsafe { call(number, operation, (&raw mut *argument).expose_provenance(), 0) }
 }
 
@@ -327,6 +329,27 @@ pub(crate) fn set_timer(at_ns: u64) {
 pub(crate) fn yield_now() {
     // SAFETY: the call takes no argument.
     let _ = unsafe { call(SCHED_OP, SCHED_YIELD, 0, 0) };
+}
+
+/// Most channels of a [`poll`] (do_poll in xen/common/sched/core.c).
+const MAX_POLLED: usize = 128;
+
+/// Sleeps until one of these channels has an event that was not taken, or until Xen's system time is `until_ns`. Interrupts are off.
+pub(crate) fn poll(ports: &[u32], until_ns: Option<u64>) -> Result<(), Refused> {
+    /// `sched_poll`; no time is 0.
+    #[repr(C)]
+    struct Argument {
+        ports: usize,
+        count: u32,
+        until_ns: u64,
+    }
+    if ports.len() > MAX_POLLED {
+        return Err(Refused(-22));
+    }
+    let until_ns = until_ns.map_or(0, |until_ns| until_ns.max(1));
+    let mut argument = Argument { ports: ports.as_ptr().expose_provenance(), count: ports.len() as u32, until_ns };
+    // `ports` is borrowed for the length of the call, in which Xen reads so many of them.
+    call_with(SCHED_OP, SCHED_POLL, &mut argument).map(drop)
 }
 
 /// Stops the domain so that the toolstack can save it. Returns when it goes on: `true` as the same domain, with all that

@@ -1,21 +1,21 @@
 //! Event channels of this domain, in the form that Xen offers: FIFO queues, or two levels of bits.
 //!
-//! In both forms Xen raises the upcall vector when `evtchn_upcall_pending` of the shared information page goes from 0 to 1. The
-//! interrupt itself does nothing but wake the cell (traps.s). Each turn of the main loop calls [`Events::take`], which resets the
-//! flag *before* it looks for events:
+//! In both forms Xen sets `evtchn_upcall_pending` of the shared information page with an event. Each turn of the main loop calls
+//! [`Events::take`], which resets the flag *before* it looks for events:
 //!
 //! ```text
 //!   cell                                      Xen
-//!   flag = 0                                  mark the event
-//!   take READY and the queues, or             was the flag 0? set it, raise the vector
-//!   pending_sel and the bits
+//!   flag = 0                                  mark the event in its channel
+//!   take READY and the queues, or             set the flag
+//!   pending_sel and the bits                  does the cell poll that channel? wake it
 //!   work, arm the rings, look again
-//!   flag still 0? sti; hlt
+//!   flag still 0? SCHEDOP_poll of all         is one of them marked? return at once
+//!   channels
 //! ```
 //!
-//! An event after the first line raises the vector, which stays pending in the local APIC until `hlt` sees it. So none is lost.
-//! The look at the flag before `hlt` ([`Events::have_come`]) costs one read. Without it a vector that an emulator loses while
-//! the cell works would leave the cell asleep for ever: Xen raises no other one while the flag is set.
+//! The cell sleeps in a hypercall ([`Events::poll`]), in which Xen looks at the marks once more. So none is lost, and none costs
+//! an interrupt: interrupts stay off. Xen also raises the upcall vector, which then stays pending in the local APIC. A Xen that
+//! refuses to poll has the cell sleep in `hlt`, from which the vector wakes it.
 //!
 //! * FIFO ([`tombolo_ring::xen::events`]): one word for each channel, and queues that keep the order of the events. One turn takes
 //!   a limited number, and the cell does not sleep over the rest.
@@ -129,6 +129,8 @@ pub(super) struct Events {
     shared: ForeignMut<'static>,
     fired: Fired,
     fifo: RefCell<Option<Fifo>>,
+    /// The channels that were listened to. One that was closed has no events.
+    ports: RefCell<Vec<u32>>,
 }
 
 impl Events {
@@ -136,7 +138,7 @@ impl Events {
     pub(super) fn open(shared: ForeignMut<'static>, wants_fifo: bool) -> Events {
         Events::mask_all(shared);
         let fifo = RefCell::new(if wants_fifo { Fifo::open() } else { None });
-        Events { shared, fired: Fired::default(), fifo }
+        Events { shared, fired: Fired::default(), fifo, ports: RefCell::default() }
     }
 
     /// Lets no event through that was not asked for, in the two-level form.
@@ -153,6 +155,7 @@ impl Events {
     pub(super) fn restored(&self) {
         Events::mask_all(self.shared);
         self.fired.clear();
+        self.ports.borrow_mut().clear();
         if let Some(fifo) = &mut *self.fifo.borrow_mut() {
             fifo.restored();
         }
@@ -169,7 +172,17 @@ impl Events {
         // Unmasking cannot fail for a channel of this domain.
         if let Err(refused) = reached.and_then(|()| hypercall::unmask(port)) {
             println!("tombolo-cell: Xen refused the events of channel {port}: {refused:?}");
+            return;
         }
+        let ports = &mut *self.ports.borrow_mut();
+        if !ports.contains(&port) {
+            ports.push(port);
+        }
+    }
+
+    /// Sleeps until an event comes that was not taken, or until Xen's system time is `until_ns`.
+    pub(super) fn poll(&self, until_ns: Option<u64>) -> Result<(), hypercall::Refused> {
+        hypercall::poll(&self.ports.borrow(), until_ns)
     }
 
     /// Takes what has fired since the last call.
@@ -197,7 +210,7 @@ impl Events {
 
     /// Whether Xen has set the flag since the last [`Events::take`]: there are events to take.
     pub(super) fn have_come(&self) -> bool {
-        // One that comes from here on is the vector's affair.
+        // One that comes from here on is Xen's affair.
         self.shared.as_foreign().read_array(UPCALL_PENDING).is_some_and(|[flag]: [u8; 1]| flag != 0)
     }
 

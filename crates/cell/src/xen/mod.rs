@@ -387,11 +387,17 @@ impl Domain {
         if self.events.has_left() {
             return;
         }
+        let now_ns = self.clock.now_ns();
+        if until_ns.is_some_and(|until_ns| until_ns <= now_ns) || self.events.have_come() {
+            return;
+        }
+        let time = until_ns.and_then(|_| read_time(self.shared));
+        let at = until_ns.zip(time).map(|(until_ns, time)| time.at(cpu::tsc()) + (until_ns - now_ns));
+        // Without the time it would sleep too long.
+        if at.is_some() == until_ns.is_some() && self.events.poll(at).is_ok() {
+            return;
+        }
         if let Some(until_ns) = until_ns {
-            let now_ns = self.clock.now_ns();
-            if until_ns <= now_ns {
-                return;
-            }
             if self.has_fired(self.timer.port.get()) {
                 self.timer.clear();
             }
