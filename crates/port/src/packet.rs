@@ -348,7 +348,7 @@ impl Port for PacketPort {
             Ok(()) => {}
             Err(Errno::AGAIN) => return Ok(used),
             Err(Errno::INTR) => return Ok(budget),
-            // A frame whose segmentation the header cannot express (tunnels, UDP); the kernel has dropped it.
+            // A frame whose segmentation the header cannot express (tunnels; before Linux 6.2 UDP); the kernel has dropped it.
             Err(Errno::INVAL) => {
                 drops.count(Reason::SystemRefused, 1);
                 return Ok(budget);

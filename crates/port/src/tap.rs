@@ -144,7 +144,7 @@ pub enum TapError {
 struct Header {
     /// 0 without offload headers.
     bytes: usize,
-    /// It may say that a frame represents several datagrams.
+    /// Written with a frame, it may say that the frame represents several datagrams.
     datagrams: bool,
 }
 
@@ -439,15 +439,11 @@ fn set_header(fd: &OwnedFd, name: &str, mut bytes: i32) -> Result<Header, TapErr
     if cfg!(target_endian = "big") {
         little_endian.map_err(failed("the header's byte order"))?;
     }
-    let bytes = bytes as usize;
-    match sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO | TUN_F_USO) {
-        Ok(()) => Ok(Header { bytes, datagrams: true }),
-        Err(Errno::INVAL) => {
-            sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO).map_err(failed("the offloads"))?;
-            Ok(Header { bytes, datagrams: false })
-        }
-        Err(errno) => Err(failed("the offloads")(errno)),
-    }
+    // A kernel that can hand such frames to us takes them too, whatever it was told to hand over. It is told not to: a
+    // frame that represents several datagrams would be one for floods, limits and mirrors.
+    let datagrams = sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO | TUN_F_USO).is_ok();
+    sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO).map_err(failed("the offloads"))?;
+    Ok(Header { bytes: bytes as usize, datagrams })
 }
 
 impl Port for TapPort {

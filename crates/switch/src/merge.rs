@@ -10,7 +10,7 @@
 //! Only what [`crate::offload`] would cut into the same frames again. Frames of one turn are one frame if
 //! - their addresses and ports are the same;
 //! - all are as long as the first one, the last excepted, which may be shorter;
-//! - type of service, hop limit, fragment flags and flow label are the same;
+//! - type of service, hop limit, fragment flags, flow label and 802.1p priority are the same;
 //! - the IPv4 identification counts up, or "don't fragment" is set, where it has no meaning (RFC 6864 §4);
 //! - with TCP: each starts where the one before ends; acknowledgement, window and options are the same; of the flags only
 //!   ACK is set, and PSH in the last one;
@@ -93,7 +93,7 @@ struct Flow {
     is_pushed: bool,
 }
 
-/// A TCP or UDP packet that is all of its frame.
+/// A TCP or UDP packet.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     kind: SegmentKind,
@@ -106,7 +106,7 @@ struct Segment {
     /// Of TCP; else 0.
     sequence: u32,
     is_pushed: bool,
-    /// Whether it can be one of several.
+    /// Whether it can be one of several: among others, it is all of its frame.
     can_join: bool,
 }
 
@@ -286,6 +286,7 @@ impl Flow {
             }
         };
         segment.can_join
+            && frame.priority() == first.priority()
             && payload == self.segment.payload
             && segment.bytes <= self.segment.bytes
             && self.count < MAX_COUNT
@@ -358,7 +359,7 @@ fn see(frame: &Frame) -> Seen {
     let is_whole = IP + packet_bytes == frame.len();
     let header = &head[transport.min(head.len())..];
     let segment = match (protocol, header) {
-        (PROTOCOL_TCP, [_, _, _, _, a, b, c, d, _, _, _, _, words, flags, ..]) if is_whole && header.len() >= 20 => {
+        (PROTOCOL_TCP, [_, _, _, _, a, b, c, d, _, _, _, _, words, flags, ..]) if header.len() >= 20 => {
             let payload = transport + (words >> 4) as usize * 4;
             if payload < transport + 20 || payload > head.len() {
                 return Seen::Unclear;
@@ -374,7 +375,7 @@ fn see(frame: &Frame) -> Seen {
                 can_join: flags & !TCP_PSH == TCP_ACK && words & 0x0f == 0,
             }
         }
-        (PROTOCOL_UDP, [_, _, _, _, high, low, sum @ ..]) if is_whole && header.len() >= UDP_BYTES => {
+        (PROTOCOL_UDP, [_, _, _, _, high, low, sum @ ..]) if header.len() >= UDP_BYTES => {
             let payload = transport + UDP_BYTES;
             let is_all = u16::from_be_bytes([*high, *low]) as usize == frame.len() - transport;
             Segment {
@@ -394,7 +395,7 @@ fn see(frame: &Frame) -> Seen {
         _ if is_v6 => return Seen::Unclear,
         _ => return Seen::Other,
     };
-    let can_join = segment.can_join && segment.bytes != 0 && frame.offload.segmentation.is_none();
+    let can_join = segment.can_join && is_whole && segment.bytes != 0 && frame.offload.segmentation.is_none();
     Seen::Segment(Segment { can_join, ..segment })
 }
 

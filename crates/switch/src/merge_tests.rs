@@ -309,6 +309,22 @@ fn frames_of_one_stream_keep_their_order() {
 }
 
 #[test]
+fn a_frame_with_padding_ends_its_own_flow_only() {
+    let rows: Vec<Vec<Packet>> =
+        [(1, 100), (2, 6)].map(|(port, n)| row(&Packet { port, data: vec![5; n], ..Packet::plain(false) }, 6)).to_vec();
+    let mut packets: Vec<Packet> = (0..6).flat_map(|n| rows.iter().map(move |row| row[n].clone())).collect();
+    // The second flow's third segment.
+    packets[5].padding = 4;
+    let frames = bytes_of(&packets);
+    let (out, merged) = merge(&mut Merger::default(), &frames, FULL);
+    assert_eq!((merged, out.len()), (5 + 1 + 2, 4));
+    let mut sorted = frames.clone();
+    sorted.sort_by_key(|frame| frame[35]);
+    assert_eq!(cut(&out[..1]), sorted[..6]);
+    assert_eq!(cut(&out[1..]), sorted[6..]);
+}
+
+#[test]
 fn a_destination_gets_merged_only_what_it_takes() {
     for (v6, caps) in [(false, Caps { tso4: false, ..FULL }), (true, Caps { tso6: false, ..FULL })] {
         let frames = bytes_of(&row(&Packet::plain(v6), 4));

@@ -302,6 +302,11 @@ impl Network {
         &self.policy_settings
     }
 
+    /// Whether the port gets only copies of others' frames.
+    pub(crate) fn is_mirror(&self, port: PortNumber) -> bool {
+        self.policy.as_ref().is_some_and(|policy| policy.is_mirror(port))
+    }
+
     /// What the policy has counted.
     pub fn policy_counts(&self) -> policy::Counts {
         self.policy.as_ref().map(|policy| policy.counts()).unwrap_or_default()

@@ -54,7 +54,9 @@ impl Offload {
                 let (header_bytes, size) = (word(2), word(4));
                 // A segmented frame has a partial checksum by the specification's own words (§5.1.6.2.2).
                 let partial = matches!(checksum, Checksum::Partial { .. });
-                if !partial || size == 0 || header_bytes as usize > frame_bytes {
+                // Datagrams have no flag of TCP's.
+                let is_marked = kind == GSO_UDP_L4 && gso & GSO_ECN != 0;
+                if !partial || size == 0 || header_bytes as usize > frame_bytes || is_marked {
                     return Err(Reason::BadOffload);
                 }
                 let kind = match kind {
@@ -160,6 +162,7 @@ mod tests {
             [1, 1, 54, 0, 0, 0, 34, 0, 16, 0],          // segments of no byte
             [1, 1, 0xff, 0xff, 0xa8, 5, 34, 0, 16, 0],  // headers longer than the frame
             [1, 3, 54, 0, 0xa8, 5, 34, 0, 16, 0],       // UFO, which was not offered
+            [1, 0x85, 42, 0, 64, 0, 34, 0, 6, 0],       // datagrams with a flag of TCP's
             [1, 0x7f, 54, 0, 0xa8, 5, 34, 0, 16, 0],    // no such kind
         ];
         for header in refused {

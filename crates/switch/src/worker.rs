@@ -636,7 +636,10 @@ impl Core {
             if shapes && let Some(Some(NetworkSlot { network, .. })) = self.networks.get(from.network.0 as usize) {
                 network.shape(to, batch, self.plan.frames_to(to));
             }
-            match self.deliver(to, batch, summary) {
+            // A mirror gets each frame as it came.
+            let network = self.networks.get(from.network.0 as usize).and_then(Option::as_ref);
+            let may_merge = batch.may_merge() && !network.is_some_and(|slot| slot.network.is_mirror(to));
+            match self.deliver(to, batch, summary, may_merge) {
                 Some(copies) => cost += copies,
                 // A destination is a member of the network and not the source, so this cannot be; its counters would
                 // have gone with its slot, so the frames are accounted for here.

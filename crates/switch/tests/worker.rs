@@ -11,6 +11,7 @@ use tombolo_switch::drop::Reason;
 use tombolo_switch::guard::Guard;
 use tombolo_switch::limit::{Rate, Rates, Storm};
 use tombolo_switch::mac::{Address, MacSettings};
+use tombolo_switch::policy::{Labels, Mirror, Settings};
 use tombolo_switch::port::{Caps, Link};
 use tombolo_switch::recheck::RECHECK_DELAY;
 use tombolo_switch::wait::CONTROL;
@@ -207,6 +208,29 @@ fn segments_from_a_tunnel_are_one_frame_for_those_that_take_it_and_no_other() {
     }
     assert_eq!((takes.counters.software_merged.get(), plain.counters.software_merged.get()), (9, 0));
     assert_eq!((takes.counters.tx_frames.get() - before, tunnel.counters.rx_frames.get()), (11, 40));
+}
+
+#[test]
+fn a_mirror_gets_segments_as_they_came() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let named = |name: &str| Labels { names: vec![name.into()], ..Labels::default() };
+    let mut port = |name: &str| bench.port(net, PortSettings { labels: named(name), ..PortSettings::default() });
+    let (tunnel, web, ids) = (port("tunnel"), port("web"), port("ids"));
+    let mirror = Mirror { of: vec!["web".into()], to: "ids".into(), sent: false, received: true };
+    bench.ask(move |h| h.set_policy(net, Settings { mirrors: vec![mirror], ..Settings::default() })).unwrap();
+    tunnel.lock().may_merge = true;
+    for peer in [&web, &ids] {
+        peer.lock().caps = Caps::full(1500);
+    }
+    web.send(frame(mac(9), mac(2), 64, 0));
+    bench.settle();
+    ids.lock().from_switch.clear();
+    let sent = segments(mac(2), mac(1), 10, 100);
+    sent.iter().for_each(|bytes| tunnel.send(bytes.clone()));
+    bench.settle();
+    assert_eq!((web.counters.software_merged.get(), ids.counters.software_merged.get()), (9, 0));
+    assert!(ids.lock().from_switch.iter().map(|frame| &frame.bytes).eq(&sent));
 }
 
 #[test]

@@ -60,7 +60,7 @@ const PORT_COUNTERS: &[PortCounter] = &[
     ("restarts_total", "Times the port was restarted after a panic in its code.", |c| c.restarts),
     ("software_checksums_total", "Checksums completed in software for the port.", |c| c.software_checksums),
     ("software_segments_total", "Segments cut in software for the port.", |c| c.software_segments),
-    ("software_merged_total", "Segments of TCP streams that became parts of longer frames to the port.", |c| {
+    ("software_merged_total", "Segments and datagrams that became parts of longer frames to the port.", |c| {
         c.software_merged
     }),
     ("captured_frames_total", "Frames copied to captures.", |c| c.captured),

@@ -282,7 +282,7 @@ pub struct CounterReport {
     pub software_checksums: u64,
     /// Segments cut in software for it.
     pub software_segments: u64,
-    /// Segments of TCP streams that became parts of longer frames to it.
+    /// Segments of TCP streams, and datagrams, that became parts of longer frames to it.
     #[serde(default)]
     pub software_merged: u64,
     /// Frames copied to captures.

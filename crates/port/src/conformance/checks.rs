@@ -305,10 +305,13 @@ fn carried<F: Fixture>(name: &str, frames: &[OwnedFrame]) {
     let caps = rig.port.caps();
     assert!(caps.checksum && caps.tso4 && caps.tso6, "{caps:?}");
     let takes = |frame: &&OwnedFrame| frame.offload.segmentation.is_none_or(|cut| caps.takes(cut.kind));
-    let frames: &[OwnedFrame] = &frames.iter().filter(takes).cloned().collect::<Vec<_>>();
-    rig.receive_all(frames);
-    same(frames, &rig.received);
-    rig.deliver(frames);
+    let taken: Vec<_> = frames.iter().filter(takes).cloned().collect();
+    // No peer is offered to send several datagrams as one frame.
+    let is_given = |frame: &&OwnedFrame| frame.offload.segmentation.is_none_or(|cut| cut.kind != SegmentKind::Udp);
+    let given: Vec<_> = taken.iter().filter(is_given).cloned().collect();
+    rig.receive_all(&given);
+    same(&given, &rig.received);
+    rig.deliver(&taken);
 }
 
 /// A checksum that is left to a later hop stays so, with its place, both ways.

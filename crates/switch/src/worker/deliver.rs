@@ -40,10 +40,10 @@ impl Core {
         self.slots[to as usize] = Some(slot);
     }
 
-    /// Hands the frames that are planned for `to` to it; returns how many copies and segments they became, or `None`
-    /// where there is no such port.
+    /// Hands the frames that are planned for `to` to it, merged only if `may_merge`; returns how many copies and segments they
+    /// became, or `None` where there is no such port.
     #[inline]
-    pub(super) fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) -> Option<u64> {
+    pub(super) fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary, may_merge: bool) -> Option<u64> {
         let mut which = self.plan.frames_to(to);
         let slot = self.slots[to as usize].as_mut()?;
         let mut drops = Drops::reusing(std::mem::take(&mut self.refused));
@@ -111,7 +111,7 @@ impl Core {
             };
             let sent = if !fits(summary, caps) {
                 transformer.transmit(batch, which, caps, &mut drops, &mut work, hand_over)?
-            } else if batch.may_merge() && which.len() > 1 && caps.checksum && (caps.tso4 || caps.tso6) {
+            } else if may_merge && which.len() > 1 && caps.checksum && (caps.tso4 || caps.tso6) {
                 merger.transmit(batch, which, caps, &mut drops, &mut merged, hand_over)?
             } else {
                 hand_over(batch, which, &mut drops)?
