@@ -145,6 +145,11 @@ impl Waiting {
         self.0.push((cpu, Frame { captured: Captured { point, ..captured }, bytes: bytes.to_vec() }));
     }
 
+    /// When the frame came that was taken in last of those of a CPU.
+    fn newest_ns(&self, cpu: usize) -> Option<u64> {
+        self.0.iter().rev().find(|(n, _)| *n == cpu).map(|(_, frame)| frame.captured.at_ns)
+    }
+
     /// Those that came before this time, in order.
     fn due(&mut self, before_ns: u64) -> Vec<Frame> {
         // Stable: frames of one CPU are in order already.
@@ -233,10 +238,12 @@ pub fn capture<E: From<AttachError>>(
     maps::set_wanted(place, wanted.to_bytes()).map_err(AttachError::from)?;
     let before = counted(&maps)?;
     let mut waiting = Waiting::default();
+    // Reads what the buffers have. Returns the time from which on frames may be missing, since a buffer has more of them.
     let mut read = |waiting: &mut Waiting| {
+        let mut complete_ns = u64::MAX;
         for (cpu, buffer) in buffers.iter_mut().enumerate() {
             let mut joined = vec![];
-            let _ = buffer.try_fold(0, |read, event| {
+            let all = buffer.try_fold(0, |read, event| {
                 let PerfEvent::Sample { head, tail } = event else { return ControlFlow::Continue(read) };
                 if tail.is_empty() {
                     waiting.add(cpu, head);
@@ -249,11 +256,14 @@ pub fn capture<E: From<AttachError>>(
                 let read = read + head.len() + tail.len();
                 if read < TURN_BYTES { ControlFlow::Continue(read) } else { ControlFlow::Break(()) }
             });
+            if all.is_break() {
+                complete_ns = complete_ns.min(waiting.newest_ns(cpu).unwrap_or(0));
+            }
         }
         let fds = buffers.iter();
         let mut polled: Vec<_> = fds.map(|b| PollFd::new(b, PollFlags::IN)).collect();
         match poll(&mut polled, Some(&GLANCE)) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Ok(_) | Err(Errno::INTR) => Ok(complete_ns),
             Err(cause) => Err(AttachError::from(NetlinkError::Call { what: "poll", cause })),
         }
     };
@@ -262,8 +272,8 @@ pub fn capture<E: From<AttachError>>(
         let renewer = Renewer::start(place)?;
         loop {
             let now = monotonic_ns();
-            read(&mut waiting)?;
-            for frame in waiting.due(now.saturating_sub(HOLD.as_nanos() as u64)) {
+            let complete_ns = read(&mut waiting)?;
+            for frame in waiting.due(complete_ns.min(now.saturating_sub(HOLD.as_nanos() as u64))) {
                 if each(Some(&frame))?.is_break() {
                     return Ok(());
                 }
@@ -278,12 +288,15 @@ pub fn capture<E: From<AttachError>>(
             std::thread::sleep(GATHER);
         }
         drop(renewer);
-        // What came before the end was seen.
+        // What came before the end was seen, however much that is.
         maps.capture_until(0).map_err(AttachError::from)?;
-        read(&mut waiting)?;
-        for frame in waiting.due(u64::MAX) {
-            if each(Some(&frame))?.is_break() {
-                break;
+        let mut complete_ns = 0;
+        while complete_ns != u64::MAX {
+            complete_ns = read(&mut waiting)?;
+            for frame in waiting.due(complete_ns) {
+                if each(Some(&frame))?.is_break() {
+                    return Ok(());
+                }
             }
         }
         Ok(())
