@@ -29,7 +29,8 @@ BEYOND_IT = {
     "forward-without-uplink", "gateway-outside", "guard-ip-without-address", "iommu-on-microvm", "ip-of-the-gateway", "ip-outside",
     "ip6-wrong", "link-one-end", "link-region-too-small", "link-twice", "link-unknown-machine", "microvm-from-disk", "missing-guest",
     "missing-image", "more-macs-than-networks", "network-not-given-among-two", "no-network", "overlapping-subnets",
-    "region-no-power-of-two", "reserved-name", "reserved-port-name", "router-is-gateway", "tap-address-beside-kernel-uplink", "unknown-app", "uplink6-user",
+    "region-no-power-of-two", "reserved-name", "reserved-port-name", "router-is-gateway", "tap-address-beside-kernel-uplink",
+    "tap-that-learns-its-own-router", "unknown-app", "uplink6-user",
     "unknown-network", "unknown-worker", "vm-missing-kernel-file", "vxlan-ends",
 }
 

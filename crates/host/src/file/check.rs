@@ -236,6 +236,15 @@ impl Check<'_, '_, '_> {
                 let expected = "no address for a device of the host beside a kernel uplink";
                 self.fault((at, "ip"), &[(at, "netns"), (at, "network")], expected, found, Some(hint.into()));
             }
+            let leads_out = |n: &&Network| n.uplink.forwards() && n.prefix_out().is_some();
+            if tap.accept_ra && tap.netns.is_none() && fabric.network(&tap.network).as_ref().is_some_and(leads_out) {
+                // The host would send what is for the outside to its own fabric, which sends it to the host.
+                let expected = "false for a device of the host in a network with a way out for IPv6";
+                let hint = "the host would take the fabric's router for its own way out: leave it out, put the device into a \
+                            `netns`, or set uplink6 = \"off\"";
+                let leans_on = [(at, "netns"), (at, "network"), (at, "adopt")];
+                self.fault((at, "accept_ra"), &leans_on, expected, "true", Some(hint.into()));
+            }
             if let Some(other) = devices.insert((&tap.device, tap.netns.as_deref()), &tap.name) {
                 let found = format!("{:?}, as in [tap.{other}]", tap.device);
                 let that = &format!("tap.{other}")[..];
