@@ -416,7 +416,8 @@ def test_no_machine_starts_or_stops_behind_an_apply():
             refused = fabric.cli("apply", fabric.file, check=False)
             assert refused.returncode == 1 and '"slow" is being stopped or restarted' in refused.stderr, refused
             assert did(apply(fabric, "--dry-run")) == {"vm.slow": "restart", "vm.changed": "restart"}
-            assert restarts.communicate(timeout=PATIENCE_S)[0] is not None and restarts.returncode == 0
+            said, _ = restarts.communicate(timeout=PATIENCE_S)
+            assert restarts.returncode == 0, said
             assert pids(fabric)["slow"], "it runs again"
             fabric.down()
             assert not any(with_argument(gate) for gate in gates.values())

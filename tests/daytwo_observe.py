@@ -68,7 +68,9 @@ def test_what_happened_overnight_is_told_also_after_a_crash_and_when_the_fabric_
         assert expected <= set(kinds(before, "web")), before
         assert any(event["kind"] == "lease" and "10.236.0.20" in event["text"] for event in before), before
         assert time.time() * 1000 - before[-1]["unix_ms"] < 60_000
-        # The daemon is killed, and the next one goes on with the same numbers.
+        # The daemon is killed, and the next one goes on with the same numbers. A thread writes them, for which nothing waits.
+        last = f'"id":{before[-1]["id"]},'
+        until("the last one on the disk", lambda: any(last in file.read_text() for file in fabric.folder.rglob("events.jsonl")))
         fabric.kill()
         fabric.start()
         fabric.cli("wait", "--timeout", 60)
@@ -102,7 +104,9 @@ def test_logs_are_merged_by_time_and_followed():
         # Its time may differ: the list may have been made before the daemon saw the line.
         text = first[0].split("  ", 1)[1]
         follower.wait_line(lambda line: text in line, 30)
-        # Its new console has times of its own, after those of the other.
+        # Its new console has times of its own, after those of the other, which has said what it says.
+        until("a line of db's console", lambda: fabric.cli("logs", "db").stdout.splitlines())
+        time.sleep(0.5)
         restarted_ms = time.time() * 1000
         fabric.cli("cell", "restart", "web")
         fabric.cli("wait", "--for", "up", "web")

@@ -200,7 +200,7 @@ def test_segments_are_merged_for_a_tap_and_arrive_as_they_were_sent():
             until("an answer through the tunnel", lambda: a.answers(THEIRS))
             assert second.port("host")["details"]["datagram_segmentation"] == "true"
             check(second, a, b, THEIRS)
-            # A kernel that may hand over several datagrams as one does so for groups too.
+            # To all: sent as one by UDP_SEGMENT, each comes by itself.
             got, bad = bursts(a, b, "10.87.0.255", True)
             assert bad == [0, 0] and got > DATAGRAMS / 2, (got, bad)
     with cable() as (a, b), scratch() as folder:

@@ -133,26 +133,26 @@ class Install:
 
     def agent(self):
         self.add("bin/tombolo-agent", self.options.built / "tombolo-agent", 0o755)
-        # help2man runs the program, and takes the date from SOURCE_DATE_EPOCH.
-        command = ["help2man", "--no-info", "--name", "joins a Linux guest to its network through an ivshmem device"]
-        page = b""
-        if self.options.uninstall or shutil.which(command[0]):
-            if not self.options.uninstall:
-                page = subprocess.run([*command, self.options.built / "tombolo-agent"], check=True, stdout=subprocess.PIPE).stdout
-            self.add("share/man/man1/tombolo-agent.1.gz", gzip.compress(page, mtime=0))
-        else:
-            print("install: without help2man there is no manual page of tombolo-agent; the rest is installed", file=sys.stderr)
+        self.manual(self.options.built / "tombolo-agent", 1, "--name", "joins a Linux guest to its network through an ivshmem device")
         self.notices("tombolo-agent")
+
+    def manual(self, program, section, *words):
+        """A page from the help of a program. help2man runs it, and takes the date from SOURCE_DATE_EPOCH."""
+        command, page = ["help2man", "--no-info", f"--section={section}", *words, program], b""
+        if not self.options.uninstall:
+            if not shutil.which(command[0]):
+                print(f"install: without help2man there is no manual page of {Path(program).name}; the rest is installed", file=sys.stderr)
+                return
+            page = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        self.add(f"share/man/man{section}/{Path(program).name}.{section}.gz", gzip.compress(page, mtime=0))
 
     def span(self):
         program = self.options.span
         self.add("bin/tombolo-span", program, 0o755)
         for manager, source in (("system", "tombolo-span@.service"), ("user", "user-tombolo-span@.service")):
             self.add(f"lib/systemd/{manager}/tombolo-span@.service", self.unit(ROOT / "packaging/systemd" / source))
-        command = ["help2man", "--no-info", "--section=8", "--include", ROOT / "packaging/tombolo-span.h2m",
-                   "--name", "tells the fabrics of several machines which member is where"]
-        page = subprocess.run([*command, program], check=True, stdout=subprocess.PIPE).stdout
-        self.add("share/man/man8/tombolo-span.8.gz", gzip.compress(page, mtime=0))
+        self.manual(program, 8, "--include", ROOT / "packaging/tombolo-span.h2m",
+                    "--name", "tells the fabrics of several machines which member is where")
         for shell, place in COMPLETIONS.items():
             self.add(place.replace("tombolo", "tombolo-span"), self.printed(program, "--completions", shell))
         self.add("share/doc/tombolo-span/examples/home.span.toml", ROOT / "packaging/home.span.toml")

@@ -1242,6 +1242,7 @@ impl Running {
                 o.additions.clear();
                 o.rates.clear();
                 o.settled.clear();
+                o.containers.clear();
             });
             let (names, fabric) = (left.join(", "), &self.spec.name);
             return Err(FabricError::State(format!(

@@ -306,7 +306,7 @@ fn carried<F: Fixture>(name: &str, frames: &[OwnedFrame]) {
     assert!(caps.checksum && caps.tso4 && caps.tso6, "{caps:?}");
     let takes = |frame: &&OwnedFrame| frame.offload.segmentation.is_none_or(|cut| caps.takes(cut.kind));
     let taken: Vec<_> = frames.iter().filter(takes).cloned().collect();
-    // No peer is offered to send several datagrams as one frame.
+    // No peer of a suite sends several datagrams as one frame.
     let is_given = |frame: &&OwnedFrame| frame.offload.segmentation.is_none_or(|cut| cut.kind != SegmentKind::Udp);
     let given: Vec<_> = taken.iter().filter(is_given).cloned().collect();
     rig.receive_all(&given);
