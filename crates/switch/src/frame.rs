@@ -59,6 +59,16 @@ pub enum SegmentKind {
     Udp,
 }
 
+impl SegmentKind {
+    /// The number of the transport protocol, and where in its header the checksum is, in bytes.
+    pub(crate) const fn transport(self) -> (u8, usize) {
+        match self {
+            SegmentKind::Tcp4 | SegmentKind::Tcp6 => (6, 16),
+            SegmentKind::Udp => (17, 6),
+        }
+    }
+}
+
 /// A frame that represents several segments of one stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segmentation {

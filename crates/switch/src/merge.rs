@@ -28,6 +28,7 @@
 
 use crate::drop::Drops;
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, Offload, SegmentKind, Segmentation};
+use crate::offload;
 use crate::port::{Caps, Fault, Sent};
 use std::ops::Range;
 use tombolo_ring::checksum;
@@ -297,41 +298,23 @@ impl Flow {
 
     /// Makes the headers of the first segment, at the beginning of `frame`, those of the whole.
     fn finish(&self, frame: &mut Frame) {
-        let Segment { kind, is_v6, transport, payload, bytes, .. } = self.segment;
+        let Segment { kind, transport, payload, bytes, .. } = self.segment;
         let transport_bytes = (payload - transport + self.bytes) as u16;
         let head = frame.head_mut();
-        let header = &mut head[IP..transport];
-        let addresses = if is_v6 {
-            header[4..6].copy_from_slice(&transport_bytes.to_be_bytes());
-            checksum::sum(&header[8..])
-        } else {
-            header[2..4].copy_from_slice(&(transport_bytes + IPV4_BYTES as u16).to_be_bytes());
-            header[10..12].fill(0);
-            let sum = !checksum::sum(header);
-            header[10..12].copy_from_slice(&sum.to_be_bytes());
-            checksum::sum(&header[12..])
-        };
+        offload::set_length(&mut head[IP..transport], transport_bytes);
+        let pseudo = offload::pseudo_sum(&head[IP..transport], kind, transport_bytes);
         let header = &mut head[transport..payload];
-        let (protocol, offset) = protocol_of(kind);
+        let (_, offset) = kind.transport();
         if kind == SegmentKind::Udp {
             header[4..6].copy_from_slice(&transport_bytes.to_be_bytes());
         } else if self.is_pushed {
             header[13] |= TCP_PSH;
         }
-        let pseudo = checksum::add(checksum::add(addresses, protocol.into()), transport_bytes);
         header[offset..offset + 2].copy_from_slice(&pseudo.to_be_bytes());
         frame.offload = Offload {
             checksum: Checksum::Partial { start: transport as u16, offset: offset as u16 },
             segmentation: Some(Segmentation { kind, ecn: false, size: bytes as u16, header_bytes: payload as u16 }),
         };
-    }
-}
-
-/// The number of the transport protocol, and where its header has the checksum.
-fn protocol_of(kind: SegmentKind) -> (u8, usize) {
-    match kind {
-        SegmentKind::Tcp4 | SegmentKind::Tcp6 => (PROTOCOL_TCP, 16),
-        SegmentKind::Udp => (PROTOCOL_UDP, 6),
     }
 }
 
@@ -415,9 +398,7 @@ fn is_sound(batch: &Batch<'_>, frame: &Frame, segment: Segment, whole: &mut Vec<
         whole.resize(frame.len(), 0);
     }
     let copied = batch.copy(frame, ForeignMut::from(&mut whole[..frame.len()]));
-    let addresses = checksum::sum(if is_v6 { &header[8..] } else { &header[12..] });
-    let transport_bytes = (frame.len() - transport) as u16;
-    let pseudo = checksum::add(checksum::add(addresses, protocol_of(kind).0.into()), transport_bytes);
+    let pseudo = offload::pseudo_sum(header, kind, (frame.len() - transport) as u16);
     copied == frame.len() && checksum::add(pseudo, checksum::sum(&whole[transport..copied])) == 0xffff
 }
 

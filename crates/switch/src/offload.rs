@@ -294,7 +294,7 @@ fn parse(head: &[u8], len: usize, kind: SegmentKind) -> Result<Headers, Reason> 
             ethertype = word(head, ip - 2).ok_or(short)?;
         }
     }
-    let protocol = if kind == SegmentKind::Udp { PROTOCOL_UDP } else { PROTOCOL_TCP };
+    let (protocol, _) = kind.transport();
     let (ip_header, ip_bytes) = match (kind, ethertype) {
         (_, ETHERTYPE_VLAN | ETHERTYPE_QINQ) => return Err(Reason::NotTransformable),
         (SegmentKind::Tcp4 | SegmentKind::Udp, ETHERTYPE_IPV4) => {
@@ -382,39 +382,47 @@ fn cut_into(frame: &[u8], headers: Headers, cut: Segmentation, made: &mut Vec<u8
         let segment = &mut made[first..];
         let transport_bytes = (segment.len() - transport) as u16;
         let header = &mut segment[ip..transport];
-        let addresses = if header[0] >> 4 == 4 {
-            let total = transport_bytes + header.len() as u16;
-            header[2..4].copy_from_slice(&total.to_be_bytes());
+        if header[0] >> 4 == 4 {
             header[4..6].copy_from_slice(&identification.wrapping_add(n as u16).to_be_bytes());
-            header[10..12].fill(0);
-            let sum = !checksum::sum(header);
-            header[10..12].copy_from_slice(&sum.to_be_bytes());
-            checksum::sum(&header[12..20])
-        } else {
-            let payload_bytes = transport_bytes + (header.len() - 40) as u16;
-            header[4..6].copy_from_slice(&payload_bytes.to_be_bytes());
-            checksum::sum(&header[8..40])
-        };
+        }
+        set_length(header, transport_bytes);
+        let pseudo = pseudo_sum(header, cut.kind, transport_bytes);
         let header = &mut segment[transport..];
-        let (protocol, field) = match cut.kind {
-            SegmentKind::Udp => {
-                header[4..6].copy_from_slice(&transport_bytes.to_be_bytes());
-                (PROTOCOL_UDP, 6)
-            }
+        match cut.kind {
+            SegmentKind::Udp => header[4..6].copy_from_slice(&transport_bytes.to_be_bytes()),
             SegmentKind::Tcp4 | SegmentKind::Tcp6 => {
                 number_segment(header, n as u32 * cut.size as u32, n == 0, n + 1 == count);
-                (PROTOCOL_TCP, 16)
             }
-        };
+        }
+        let (_, field) = cut.kind.transport();
         header[field..field + 2].fill(0);
-        let pseudo = checksum::add(checksum::add(addresses, protocol.into()), transport_bytes);
         let sum = !checksum::add(pseudo, checksum::sum(header));
         // Zero would say that a datagram has no checksum.
-        let sum = if sum == 0 && protocol == PROTOCOL_UDP { 0xffff } else { sum };
+        let sum = if sum == 0 && cut.kind == SegmentKind::Udp { 0xffff } else { sum };
         header[field..field + 2].copy_from_slice(&sum.to_be_bytes());
         ends.push(made.len());
     }
     count as u64
+}
+
+/// Makes an IP header, with its options and extensions, that of a packet with so many bytes behind it.
+pub(crate) fn set_length(header: &mut [u8], transport_bytes: u16) {
+    if header[0] >> 4 == 4 {
+        let total = transport_bytes + header.len() as u16;
+        header[2..4].copy_from_slice(&total.to_be_bytes());
+        header[10..12].fill(0);
+        let sum = !checksum::sum(header);
+        header[10..12].copy_from_slice(&sum.to_be_bytes());
+    } else {
+        let payload_bytes = transport_bytes + (header.len() - 40) as u16;
+        header[4..6].copy_from_slice(&payload_bytes.to_be_bytes());
+    }
+}
+
+/// The sum of the pseudo-header that a packet with this IP header has.
+pub(crate) fn pseudo_sum(header: &[u8], kind: SegmentKind, transport_bytes: u16) -> u16 {
+    let addresses = checksum::sum(if header[0] >> 4 == 4 { &header[12..20] } else { &header[8..40] });
+    checksum::add(checksum::add(addresses, kind.transport().0.into()), transport_bytes)
 }
 
 /// Makes a TCP header that of the segment which begins `offset` bytes behind the first one.
