@@ -487,6 +487,7 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
         return Err(differs(fault));
     }
     let netns = Netns::open(path).map_err(system)?;
+    let mut device = None;
     if config.vm != Some(Vm::VhostUser) {
         let own = device_mac(config, &identity);
         let name = device_name(&netns, interface, config, own)?;
@@ -495,6 +496,7 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
         if there != own.0 {
             return Err(differs(format!("\"{name}\": expected the address {own}, found {}", Mac(there))));
         }
+        device = Some(name);
     } else if let Some(folder) = &config.dan {
         let (file, socket) = (dan::path(folder, container), fabric.socket(mac));
         let there = dan::find(folder, container, interface)?;
@@ -521,8 +523,7 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
         let bound = netns.run(|| UdpSocket::bind((*ip, 0)).map(drop)).map_err(system)?;
         bound.map_err(|_| differs(format!("\"{interface}\" has not the address {ip} any more")))?;
     }
-    if config.vm != Some(Vm::VhostUser) {
-        let name = device_name(&netns, interface, config, device_mac(config, &identity))?;
+    if let Some(name) = device {
         same_link(&netns, &name, config, network)?;
     }
     let index = usize::from(config.vm == Some(Vm::Tap));
