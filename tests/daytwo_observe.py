@@ -105,8 +105,8 @@ def test_logs_are_merged_by_time_and_followed():
         text = first[0].split("  ", 1)[1]
         follower.wait_line(lambda line: text in line, 30)
         # Its new console has times of its own, after those of the other, which has said what it says.
-        until("a line of db's console", lambda: fabric.cli("logs", "db").stdout.splitlines())
-        time.sleep(0.5)
+        seen = [""]
+        until("db's console to rest", lambda: seen.append(fabric.cli("logs", "db").stdout) or seen[-1] == seen[-2] != "", every=0.25)
         restarted_ms = time.time() * 1000
         fabric.cli("cell", "restart", "web")
         fabric.cli("wait", "--for", "up", "web")
