@@ -82,16 +82,20 @@ def test_frames_of_a_flow_with_ids_of_their_own_are_taken_from_the_third_on():
             assert h.taken() == 18, (mode, h.status("ta"))
 
 
-class Marker:
-    """A tcx program before all others that gives each frame the mark that `set` names: as a container engine's or a VPN's would."""
+# Offsets of fields that a program may write (struct __sk_buff).
+MARK, PRIORITY = 8, 32
 
-    def __init__(self, space, interface):
+
+class Marker:
+    """A tcx program before all others that gives each frame the mark, or priority, that `set` names: as a container engine's or a VPN's would."""
+
+    def __init__(self, space, interface, field=MARK):
         if not has_tcx():
             raise Skip("this kernel has no tcx, by which a program comes before all filters")
         marks = bpf(MAP_CREATE, struct.pack("<IIII", ARRAY, 4, 4, 1))
         # r6 = context; *(u32 *)(r10 - 4) = 0; r0 = lookup(marks, r10 - 4); if (r0) context->mark = *(u32 *)r0; return NEXT
         code = [(0xBF, 0x16, 0, 0), (0x62, 10, -4, 0), (0xBF, 0xA2, 0, 0), (0x07, 2, 0, -4), (0x18, 0x11, 0, marks), (0, 0, 0, 0), (0x85, 0, 0, 1),
-                (0x15, 0, 2, 0), (0x61, 0x01, 0, 0), (0x63, 0x16, 8, 0), (0xB7, 0, 0, NEXT), (0x95, 0, 0, 0)]
+                (0x15, 0, 2, 0), (0x61, 0x01, 0, 0), (0x63, 0x16, field, 0), (0xB7, 0, 0, NEXT), (0x95, 0, 0, 0)]
         text = ctypes.create_string_buffer(b"".join(struct.pack("<BBhi", *instruction) for instruction in code))
         licence = ctypes.create_string_buffer(b"GPL")
         with Inside(space):
@@ -121,6 +125,22 @@ def test_marks_that_an_earlier_program_sets_are_obeyed_by_every_frame():
         expected = [send(mark) for mark in (5, 7, 0)]
         assert expected == [True, False, True]
         compared(h, expected, send, 5, [7, 0], "auto")
+        marker.close()
+
+
+def test_priorities_of_ipv6_that_an_earlier_program_sets_are_obeyed_by_every_frame():
+    """The kernel keeps them when it forwards IPv6; of IPv4 it makes them from the TOS."""
+    with host() as h:
+        h.rules("table inet f { chain c { type filter hook forward priority 0; meta priority 0:7 drop; }; }")
+        marker = Marker(h.space, "ta", PRIORITY)
+
+        def send(priority):
+            marker.set(priority)
+            return h.across(udp6(h), seconds=0.3 if priority == 7 else 20) is not None
+
+        expected = [send(priority) for priority in (0, 7, 5)]
+        assert expected == [True, False, True]
+        compared(h, expected, send, 0, [7, 5], "auto")
         marker.close()
 
 

@@ -82,6 +82,18 @@ def test_attach_killed_at_every_step_leaves_nothing_that_detach_does_not_take():
 
 
 @timeout(600)
+def test_detach_everywhere_leaves_no_filter_in_any_namespace():
+    as_old(bypass_kills.test_detach_everywhere_leaves_nothing_in_any_namespace)
+
+
+def test_an_end_with_flags_that_conntrack_does_not_know_is_left_to_it():
+    as_old(bypass_windows.test_an_end_with_flags_that_conntrack_does_not_know_is_left_to_it_whatever_its_numbers_are)
+
+
+def test_what_waited_for_its_neighbour_is_not_learned_under_routes_that_came_meanwhile():
+    as_old(bypass_paths.test_what_waited_for_its_neighbour_is_not_learned_under_routes_that_came_meanwhile)
+
+
 def test_attaches_beside_detaches_and_kills_end_in_one_state_or_the_other():
     as_old(bypass_together.test_attaches_beside_detaches_and_kills_end_in_one_state_or_the_other)
 

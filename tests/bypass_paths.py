@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lib import ROOT, Namespace, Skip, need_program, need_root, scratch, timeout, until
 from lib.machine import SLOW
-from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_ECN, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, TUNSETOFFLOAD, UDP, Inside,
+from lib.tap import (ACK, ETH_ARP, ETH_IP4, ETH_IP6, GSO_ECN, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, TUNSETOFFLOAD, UDP, Inside,
                      Tap, checksum, echo, ethernet, ipv4, ipv6, transport, vnet_header)
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
@@ -582,6 +582,33 @@ def test_a_neighbour_that_moves_is_followed_by_the_keeper_and_without_it_by_the_
         until("the lease's end", lambda: h.across(h.udp())[1][:6] == h.b.mac)
 
 
+def arp_answer(h):
+    """B's answer to the router's question who has its address."""
+    return ethernet(h.b.host_mac, h.b.mac, ETH_ARP, struct.pack("!HHBBH6s4s6s4s", 1, ETH_IP4, 6, 4, 2, h.b.mac, socket.inet_aton(B),
+                                                                h.b.host_mac, socket.inet_aton("10.2.0.1")))
+
+
+def test_what_waited_for_its_neighbour_is_not_learned_under_routes_that_came_meanwhile():
+    """The kernel decided on it when it came in, and no longer would."""
+    with host() as h:
+        # The note of a frame is its CPU's.
+        cpus = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cpus)})
+        try:
+            h.attach(words=("--lease", "10000"))
+            h.space.ip("neighbour", "del", B, "dev", "tb")
+            h.b.drain()
+            h.a.send(h.udp())
+            assert h.b.receive(ARRIVES_S, lambda frame: frame[12:14] == b"\x08\x06")
+            h.space.ip("route", "add", "blackhole", B + "/32")
+            h.b.send(arp_answer(h))
+            assert h.b.receive(ARRIVES_S, is_ip), "the kernel sends what it had accepted"
+            for n in range(5):
+                assert h.across(h.udp(), seconds=0.1) is None, (n, h.status("ta"))
+        finally:
+            os.sched_setaffinity(0, cpus)
+
+
 def test_a_rule_that_refuses_a_flow_is_obeyed_from_the_next_frame_on():
     with host() as h:
         h.rules("table inet f { chain forward { type filter hook forward priority 0; policy accept; udp dport 666 drop; }; }")
@@ -639,10 +666,12 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
 
 def test_attach_says_what_is_wrong():
     with host() as h:
+        h.space.ip("link", "add", "link", "tb", "name", "above", "type", "macvtap")
         for words, code, text in [
             (("nosuch",), 2, "no interface nosuch"),
             (("lo",), 0, None),
             (("ta", "--lease", "60000"), 2, "lease of 60s"),
+            (("ta", "above"), 1, "above is a macvtap"),
         ]:
             done = h.cli("attach", *words, check=False)
             if text:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 
-from bypass_paths import ARRIVES_S, MAC_B, Host, host, is_ip
+from bypass_paths import A, ARRIVES_S, MAC_B, Host, host, is_ip
 from lib import Namespace, Skip, need_program, until
 from lib.tap import ETH_IP4, TUNSETOFFLOAD, UDP, Inside, ethernet, ipv4, transport
 
@@ -207,3 +207,49 @@ def test_a_container_that_goes_takes_its_attachment_with_it():
         h.across(h.udp())
         assert h.across(h.udp())[1][:6] == bytes.fromhex(MAC_B.replace(":", ""))
         assert isinstance(h, Host) and h.taken() == 1
+
+
+def esp(space, own, other, *policies):
+    """A security association each way, and policies: (direction, source, destination)."""
+    for number, (source, destination) in enumerate(sorted([(own, other), (other, own)]), 1):
+        done = space.run("ip", "xfrm", "state", "add", "src", source, "dst", destination, "proto", "esp", "spi", str(number), "mode", "tunnel",
+                         "auth", "hmac(sha1)", "0x" + "11" * 20, "enc", "cipher_null", "", check=False)
+        if done.returncode:
+            raise Skip(f"this kernel has no ESP: {done.stderr.strip()}")
+    for direction, source, destination in policies:
+        ends = (own, other) if direction == "out" else (other, own)
+        space.ip("xfrm", "policy", "add", "src", source, "dst", destination, "dir", direction, "tmpl", "src", ends[0], "dst", ends[1],
+                 "proto", "esp", "mode", "tunnel")
+
+
+def test_what_ipsec_has_opened_is_not_taken_for_what_comes_unprotected():
+    """A packet out of a tunnel comes in a second time, at the interface where the tunnel's came in."""
+    inner, behind = "10.9.0.2", "10.9.0.0/24"
+    with host() as h, container(h) as far:
+        near = C.rsplit(".", 1)[0] + ".1"
+        esp(h.space, near, C, ("in", behind, A), ("fwd", behind, A), ("out", A, behind))
+        esp(far, C, near, ("out", behind, A), ("in", A, behind))
+        h.space.ip("route", "add", behind, "via", C)
+        far.ip("address", "add", f"{inner}/32", "dev", "lo")
+        with Inside(far):
+            raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+            raw.bind(("eth0", 0))
+        # As the socket below sends it: with DF, and so without an id.
+        packet = ipv4(inner, A, UDP, transport(UDP, inner, A, 1000, 2000, b"protected?"), ident=0)
+        router = far.run("cat", "/sys/class/net/eth0/address").stdout.strip()
+        host_mac = h.space.run("cat", "/sys/class/net/vc/address").stdout.strip()
+        plain = ethernet(bytes.fromhex(host_mac.replace(":", "")), bytes.fromhex(router.replace(":", "")), ETH_IP4, packet)
+        protected = bound(far, socket.SOCK_DGRAM, (inner, 1000))
+
+        def arrives(send, seconds):
+            h.a.drain()
+            send()
+            return h.a.receive(seconds, is_ip) is not None
+
+        by_tunnel, unprotected = (lambda: protected.sendto(b"protected?", (A, 2000))), (lambda: raw.send(plain))
+        assert arrives(by_tunnel, 20) and not arrives(unprotected, 0.3)
+        h.attach("ta", "vc", words=("--lease", "10000"))
+        for _ in range(5):
+            assert arrives(by_tunnel, 20)
+            assert not arrives(unprotected, 0.3), h.status("vc")
+        assert h.status("vc")["by_reason"]["up_decrypted"] == 5 and h.taken("vc") == 0, h.status("vc")

@@ -13,7 +13,7 @@ from bypass_nat import NAT, NEAR, answer, forward, invalid, open_tcp
 from bypass_paths import A, B, host, is_ip
 from bypass_veth import bound, container
 from lib import need_program, timeout, until
-from lib.tap import ACK, ETH_IP4, FIN, RST, TCP, ipv4, transport
+from lib.tap import ACK, ETH_IP4, FIN, PSH, RST, SYN, TCP, URG, ipv4, transport
 
 ESTABLISHED_S, UNACKNOWLEDGED_S = 432_000, 300
 # A frame that must not arrive is waited for so long.
@@ -236,6 +236,36 @@ def test_a_guessed_fin_or_rst_harms_no_connection_and_passes_where_the_kernel_le
             pattern(talk)
             assert talk.to_b(flags=FIN | ACK), h.status("ta")
             assert talk.entry()[0] == "FIN_WAIT", talk.entry()
+
+
+# Together with PSH and the bits of ECN, which conntrack leaves out of account, each of them is as unknown to it.
+UNKNOWN_ENDS = (FIN, FIN | URG, SYN | FIN | ACK, SYN | RST | ACK, FIN | RST | ACK, RST | URG, RST | ACK | URG, FIN | PSH)
+
+
+@timeout(300)
+def test_an_end_with_flags_that_conntrack_does_not_know_is_left_to_it_whatever_its_numbers_are():
+    need_program("conntrack")
+    with host() as h:
+        h.rules(NAT)
+
+        def sent(talk):
+            """In place, near, and far behind the window."""
+            places = [(talk.b, talk.a), (talk.b + 100, talk.a), (talk.b + (1 << 30), talk.a)]
+            return [bool(talk.from_b(b"", flags, *place)) for flags in UNKNOWN_ENDS for place in places]
+
+        kernel = Talk(h, 3000)
+        both_ways(kernel)
+        expected = sent(kernel)
+        assert kernel.lasts() and not any(expected), (kernel.entry(), expected)
+        attach(h)
+        talk = Talk(h, 3001)
+        all_taken(talk)
+        for _ in range(2):
+            assert sent(talk) == expected and "dropped_window" not in h.status("tb")["by_reason"], h.status("tb")
+            # None of them counts as its end: such a connection is not settled.
+            both_ways(talk)
+            until("the entry to last", talk.lasts)
+        assert talk.to_b(flags=FIN | ACK) and talk.entry()[0] == "FIN_WAIT", talk.entry()
 
 
 @timeout(600)

@@ -12,7 +12,7 @@
  * neighbour's state and the rules' counters alive, and bounds what no generation counter tells.
  *
  * A frame is dropped here in two cases only: the redirect itself fails (the output vanished or is full), as it would in the kernel's
- * own transmit; and a FIN or RST outside of the window of a connection that is taken (sequence.h).
+ * own transmit; and a FIN or RST outside of the window of a connection that is taken (sequence.h). What `detach` injects ends at the egress.
  */
 #include "judges.h"
 #include "observe.h"
@@ -36,6 +36,13 @@ static __always_inline __u32 pending_slot(__u64 skb)
 {
 	/* sk_buffs lie 256 bytes apart. */
 	return skb >> 8 & (PENDING_SLOTS - 1);
+}
+
+/* Whether an earlier program, or the map of a VLAN interface, has given the frame a priority that the kernel keeps when it forwards it. IPv4's
+ * comes from its TOS instead. */
+static __always_inline bool has_priority(const struct __sk_buff *skb, int family)
+{
+	return family == AF_INET6 && skb->priority;
 }
 
 /* Whether a frame of the flow was seen not long ago; from now on it was, or it was not: a coin decides whether it takes the place of another flow. Without
@@ -82,7 +89,7 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 	__u64 address = number_of(kernel_context(skb));
 	__u32 pend = pending_slot(address);
 	struct pending *p = bpf_map_lookup_elem(&pending, &pend);
-	bool is_parsed = verdict >= UP_TTL, is_worth_learning;
+	bool is_parsed = verdict >= UP_TTL && verdict != UP_DECRYPTED, is_worth_learning;
 	struct counters *c;
 
 	if (!port)
@@ -98,7 +105,9 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 			    verdict == UP_CHANGED || verdict == UP_CONNTRACK || verdict == UP_FIELDS;
 	if (p && is_worth_learning) {
 		void *data = (void *)(long)skb->data;
+		struct sk_buff *kernel_skb = kernel_context(skb);
 
+		read_generations(&p->generations, FIELD(FIELD(kernel_skb, dev), nd_net.net), family);
 		p->skb = address;
 		p->at_ns = bpf_ktime_get_coarse_ns();
 		p->key = f->key;
@@ -108,6 +117,7 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 		p->family = family;
 		p->rest = f->rest;
 		p->mark = skb->mark;
+		p->has_priority = has_priority(skb, family);
 		p->check = f->check;
 		if (data + ETH_HLEN <= (void *)(long)skb->data_end)
 			__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
@@ -163,6 +173,15 @@ static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow,
 	count_hop(data + ETH_HLEN, family);
 	__builtin_memcpy(data, flow->mac, sizeof(flow->mac));
 	return 0;
+}
+
+/* Whether IPsec has opened the packet: it comes in a second time then, at the interface that brought the tunnel's. Whether it had to be protected is
+ * checked behind the ingress, for each frame. What was learned from it would hold for one from the wire, too. */
+static __always_inline bool is_decrypted(const struct sk_buff *skb)
+{
+	if (!bpf_core_field_exists(skb->active_extensions) || !bpf_core_enum_value_exists(enum skb_ext_id, SKB_EXT_SEC_PATH))
+		return false;
+	return FIELD(skb, active_extensions) >> bpf_core_enum_value(enum skb_ext_id, SKB_EXT_SEC_PATH) & 1;
 }
 
 static __always_inline bool is_partial(const struct sk_buff *skb)
@@ -322,8 +341,11 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	int verdict;
 
 	f.key.iif = skb->ifindex;
+	kernel_skb = kernel_context(skb);
 	if (skb->pkt_type != PACKET_HOST)
 		return up(skb, &f, family, UP_NOT_OURS);
+	if (is_decrypted(kernel_skb))
+		return up(skb, &f, family, UP_DECRYPTED);
 	if (skb->vlan_present)
 		return up(skb, &f, family, UP_VLAN);
 	verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
@@ -336,7 +358,7 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 		if (verdict == SHORT)
 			verdict = UP_MALFORMED;
 	}
-	if (verdict == UP_HANDSHAKE && f.tcp_flags & (TCP_FIN | TCP_RST)) {
+	if (verdict == UP_HANDSHAKE && is_valid_end(f.tcp_flags)) {
 		standing = classify(&f, family);
 		if (standing == STANDING_DROP)
 			return drop(skb, &f, family);
@@ -359,7 +381,6 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	if (standing == STANDING_UP)
 		note_sequence(flow, &f);
 	now = bpf_ktime_get_coarse_ns();
-	kernel_skb = kernel_context(skb);
 	verdict = holds(flow, &f, family, FIELD(FIELD(kernel_skb, dev), nd_net.net), now);
 	/* The kernel must not see what is to leave its entry alone, so what it did last is done once more. */
 	if (standing == STANDING_IGNORE && verdict == UP_LEASE)
@@ -378,7 +399,7 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 		return up(skb, &f, family, UP_MTU);
 	if (flow->flags & FLOW_PEER && !segments && !fits_peer(flow, f.length))
 		return up(skb, &f, family, UP_MTU);
-	if (differs_in_fields(flow, &f, family, skb->mark))
+	if (differs_in_fields(flow, &f, family, skb->mark) || has_priority(skb, family))
 		return standing == STANDING_IGNORE ? drop(skb, &f, family) : up(skb, &f, family, UP_FIELDS);
 	/* A segmentation frame has no padding; one that says so is for the kernel to judge. */
 	if (segments && skb->len != ETH_HLEN + f.length)
@@ -616,7 +637,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	__builtin_memset(whole, 0, sizeof(*whole));
 	flow = &whole->flow;
 	if (p->family != family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
-	    out->rest != p->rest || out->ttl != p->ttl - 1)
+	    out->rest != p->rest || out->ttl != p->ttl - 1 || p->has_priority)
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
 	if (iif == oif || iif >= MAX_IFINDEX || !(refdst & SKB_DST_PTRMASK))
 		return 1 + NOT_A_PLAIN_ROUTE;
@@ -672,6 +693,11 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 		/* Conntrack calls it invalid. It is not translated, as the next frame may be. */
 		return 1 + NOT_A_PLAIN_CONNECTION;
 	}
+	/* A frame may wait, as for its neighbour's address: what the kernel decided before that need not hold any more. */
+	read_generations(&scratch->generations, net, family);
+	if (p->generations.hooks != scratch->generations.hooks || p->generations.routes != scratch->generations.routes ||
+	    p->generations.rules != scratch->generations.rules || p->generations.epoch != scratch->generations.epoch)
+		return 1 + NOT_AT_ONCE;
 	/* Code that holds a frame back takes a reference to its route; so does the first frame after a change of routes, which is as well. */
 	if (in->flags & PORT_QUEUED && !(refdst & SKB_DST_NOREF))
 		return 1 + NOT_AT_ONCE;
@@ -682,10 +708,10 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	flow->ttl = p->ttl;
 	flow->rest = p->rest;
 	flow->in_mark = p->mark;
-	flow->hooks = hooks(net, family);
-	flow->route_gen = route_generation(net, family);
-	flow->rules_gen = rules_generation(net);
-	flow->epoch = setting(SET_EPOCH);
+	flow->hooks = scratch->generations.hooks;
+	flow->route_gen = scratch->generations.routes;
+	flow->rules_gen = scratch->generations.rules;
+	flow->epoch = scratch->generations.epoch;
 	flow->oif = oif;
 	flow->slot = in->slot;
 	mtu = forward_mtu(kernel_skb, dst, family);

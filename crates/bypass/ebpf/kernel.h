@@ -144,11 +144,17 @@ struct sk_buff {
 	unsigned int data_len;
 	__u8 ip_summed : 2;
 	__u8 encapsulation : 1;
+	__u8 active_extensions;
 	__u16 csum_start;
 	__u16 csum_offset;
 	__u16 inner_transport_header;
 	__u16 network_header;
 	__u16 mac_header;
+};
+
+/* Its numbers depend on the kernel's configuration. */
+enum skb_ext_id {
+	SKB_EXT_SEC_PATH,
 };
 
 struct dst_metrics {

@@ -23,6 +23,7 @@
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
+#define TCP_URG 0x20
 /* More fragments, and the offset. */
 #define IP4_FRAGMENT 0x3fff
 /* The offset alone. */
@@ -237,6 +238,15 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 	if (f->ttl <= 1)
 		return UP_TTL;
 	return 0;
+}
+
+/* Whether connection tracking knows a FIN or RST with these flags. With any other combination it calls the frame invalid, whatever its numbers
+ * are (tcp_valid_flags). */
+static __always_inline bool is_valid_end(__u8 flags)
+{
+	__u8 known = flags & (TCP_FIN | TCP_SYN | TCP_RST | TCP_ACK | TCP_URG);
+
+	return known == TCP_RST || known == (TCP_RST | TCP_ACK) || known == (TCP_FIN | TCP_ACK) || known == (TCP_FIN | TCP_ACK | TCP_URG);
 }
 
 static __always_inline void key4(struct key4 *k, const struct key6 *key)

@@ -40,6 +40,7 @@ enum verdict {
 	UP_FAILED,	/* the kernel could not make room for the change */
 	UP_FIELDS,	/* TTL, DF, id, flow label or mark differ from those of the frame that the flow was learned from */
 	DROPPED_WINDOW,	/* FIN or RST outside of the window of a connection that is taken: conntrack calls that invalid */
+	UP_DECRYPTED,	/* it came out of IPsec: the kernel checks that its policy wants it so */
 };
 /* A power of two, so that a mask keeps an index within; the verifier wants to see that. */
 #define VERDICTS 32
@@ -51,7 +52,7 @@ enum unlearned {
 	NOT_LIBERAL,		/* TCP windows are still checked strictly: the manager is asked */
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
-	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: the program that judged it there judges each frame */
+	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: the program that judged it there judges each frame; or routes or rules changed meanwhile */
 	NOT_KEPT,	/* TCP through conntrack, and no controller is at work */
 	JUDGED,			/* a rule that judges each frame could apply to it, or the rules were not read yet */
 };
@@ -181,8 +182,17 @@ struct flow6 {
 	__u32 daddr[4];
 };
 
+/* Numbers of the routes, rules and settings that the kernel decides under at one moment. */
+struct generations {
+	__u64 hooks;
+	__u32 routes;
+	__u32 rules;
+	__u32 epoch;
+};
+
 /* A frame that was sent up by the ingress program on this CPU, for the egress program to recognise. */
 struct pending {
+	struct generations generations;	/* when it came in: the kernel decided under these or later ones */
 	__u64 skb;
 	__u64 at_ns;
 	struct key6 key;	/* IPv4 in the first words of the addresses */
@@ -194,6 +204,7 @@ struct pending {
 	__u32 mark;
 	__u16 check;
 	__u16 family;
+	bool has_priority;	/* one that depends on the frame */
 };
 #define PENDING_SLOTS 8
 
@@ -297,6 +308,7 @@ struct ends {
 /* Room for a program while it runs, on each CPU: its stack is too small. */
 struct scratch {
 	struct flow6 flow;
+	struct generations generations;
 	struct captured record;
 	struct ends ends;
 	__u32 header[10];

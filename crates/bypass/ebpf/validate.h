@@ -45,6 +45,15 @@ static __always_inline __u64 hooks(struct net *net, int family)
 	return family == AF_INET ? (__u64)FIELD(net, nf.hooks_ipv4[NF_INET_FORWARD]) : (__u64)FIELD(net, nf.hooks_ipv6[NF_INET_FORWARD]);
 }
 
+/* What the kernel decides under now. */
+static __always_inline void read_generations(struct generations *g, struct net *net, int family)
+{
+	g->hooks = hooks(net, family);
+	g->routes = route_generation(net, family);
+	g->rules = rules_generation(net);
+	g->epoch = setting(SET_EPOCH);
+}
+
 /* Hooks of one chain that are looked at; with more of them there may be any. */
 #define HOOKS_LOOKED_AT 12
 /* NF_IP_PRI_CONNTRACK, NF_IP6_PRI_CONNTRACK */

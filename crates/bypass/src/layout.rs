@@ -55,7 +55,7 @@ const VERDICT_SLOTS: usize = 32;
 const UNLEARNED_SLOTS: usize = 8;
 
 /// `enum verdict`: (name in reports, what it means). The first three are frames that were taken.
-pub const VERDICTS: [(&str, &str); 25] = [
+pub const VERDICTS: [(&str, &str); 26] = [
     ("taken_tcx", "redirected to the output's queue"),
     ("taken_peer", "redirected straight into the other end of a veth pair"),
     ("taken_xdp", "redirected before there was an sk_buff"),
@@ -87,6 +87,7 @@ pub const VERDICTS: [(&str, &str); 25] = [
         "dropped_window",
         "a FIN or RST outside of the window of a connection that is taken, which conntrack calls invalid",
     ),
+    ("up_decrypted", "it came out of IPsec, whose policy the kernel checks for each frame"),
 ];
 /// How many of `VERDICTS` are frames that were taken.
 pub const TAKEN: usize = 3;
@@ -110,7 +111,7 @@ pub const UNLEARNED: [(&str, &str); 8] = [
     ("not_liberal", "the TCP connection's windows are still checked; the controller is asked"),
     ("not_plain_connection", "a helper, sequence adjustment or a zone, or a frame that conntrack calls invalid"),
     ("not_plain_route", "a tunnel, a port of a bridge or bond, or the output is not attached"),
-    ("not_at_once", "it was held back, for example by NFQUEUE"),
+    ("not_at_once", "it was held back, for example by NFQUEUE, or routes or rules changed while it waited"),
     ("not_kept", "TCP through conntrack, and no controller runs"),
     ("judged", "a firewall rule that judges each frame could apply to it, or changed rules were not read yet"),
 ];
