@@ -32,7 +32,7 @@ def is_killed(h, words, call, number):
 
 
 def after(call, number):
-    """Which of these calls is the next to be killed at: of the many that make maps and load programs every eighth."""
+    """Which of these calls is the next to be killed at: of the many that make maps and load programs (bpf) every eighth."""
     return number + (1 if call != "bpf" or number < 4 else 8)
 
 
@@ -203,6 +203,8 @@ def test_detach_everywhere_leaves_nothing_in_any_namespace():
             done = subprocess.run(command, capture_output=True, text=True, timeout=60 * SLOW, env=env)
             assert done.returncode == 0 and "ta detached" in done.stdout, done
             assert not (folder / "run/bypass").exists(), list((folder / "run/bypass").rglob("*"))
+            # Also where another version's record does not say what is attached.
+            assert h.programs_at("ta", "tb") == others[2].programs_at("lone") == 0
             for keeper in keepers:
                 until("the controller's end", lambda pid=keeper: has_ended(pid))
             again = subprocess.run(command, capture_output=True, text=True, timeout=60 * SLOW, env=env)

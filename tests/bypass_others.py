@@ -177,6 +177,17 @@ def test_a_generic_xdp_program_is_named_with_the_command_that_takes_it_off():
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
 
 
+def test_an_attach_that_fails_leaves_what_was_attached_as_it_was():
+    with host() as h:
+        h.attach("ta", words=("--mode", "tcx"))
+        before = h.space.ip("-d", "link", "show", "ta")
+        h.space.run("ip", "link", "set", "dev", "tb", "xdpgeneric", "obj", programs(h), "sec", "xdp")
+        wrong = h.cli("attach", "ta", "tb", "--mode", "xdp", check=False)
+        assert wrong.returncode == 1 and "xdp_pass_all" in wrong.stderr, wrong
+        assert h.status("ta")["mode"] == "tcx" and h.space.ip("-d", "link", "show", "ta") == before
+        assert [i["name"] for i in h.status()["interfaces"]] == ["ta"]
+
+
 def test_what_libxdp_loaded_stays_until_the_named_command():
     loader = need_program("xdp-loader")
     with host() as h, bpffs(h.folder / "libxdp") as pins:

@@ -21,7 +21,7 @@ use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::{ProgramError, ProgramInfo, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs};
 use aya_obj::programs::XdpAttachType;
 use std::collections::HashSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a flow holds, unless the user says otherwise.
 pub const LEASE: Duration = Duration::from_secs(1);
@@ -32,6 +32,9 @@ const SHORTEST_LEASE: Duration = Duration::from_millis(20);
 /// Examples are the restart of a microVM, and a card that is plugged in again. The name of a
 /// container's interface (CNI) does not come again.
 const AWAITED: Duration = Duration::from_secs(60);
+
+/// For how long we wait for the kernel to take programs off.
+const DETACHING: Duration = Duration::from_secs(1);
 
 /// The name of libxdp's program that calls others in turn (xdp-tools, lib/libxdp/xdp-dispatcher.c).
 const DISPATCHER: &str = "xdp_dispatcher";
@@ -91,6 +94,12 @@ pub enum AttachError {
     /// Not a member of an Ethernet.
     #[error("{0} is not an Ethernet interface, and the bypass writes Ethernet headers")]
     NotEthernet(String),
+    /// The kernel forwards nothing there.
+    #[error(
+        "{0} is a macvtap: its frames go to and come from the device below it without this host's forwarding, so there is \
+         nothing to bypass. Attach interfaces that this host routes between, such as a tap and the output (`ip route`)"
+    )]
+    Macvtap(String),
     /// Asked for what is not attached.
     #[error("{0} is not attached; `tombolo bypass status` lists what is (with the same --netns)")]
     NotAttached(String),
@@ -293,35 +302,58 @@ pub(crate) fn attach_xdp(place: &Place, index: u32) -> Result<(), String> {
 
 /// Takes it out again; tcx goes on.
 pub(crate) fn detach_xdp(place: &Place, index: u32) {
-    detach_link(place, XDP_IN, index);
+    wait_until_off(&[(index, unpin(place, index, &[XDP_IN]))]);
 }
 
-/// Removes a pinned link, which detaches its program. One that is not there is detached already.
-fn detach_link(place: &Place, name: &str, index: u32) {
-    if let Ok(link) = PinnedLink::from_pin(place.pin(&format!("link_{name}_{index}"))) {
-        drop(link.unpin());
+/// Removes pinned links of an interface; gives their programs' numbers. One that is not there is detached already.
+fn unpin(place: &Place, index: u32, names: &[&str]) -> Vec<u32> {
+    let pinned = names.iter().filter_map(|name| PinnedLink::from_pin(place.pin(&format!("link_{name}_{index}"))).ok());
+    pinned.filter_map(|link| Some(link.unpin().ok()?.info().ok()?.program_id())).collect()
+}
+
+/// Waits until none of these programs is at the hooks of its interface (the number before it). The kernel takes a program off with the last
+/// reference to its link. That of a pin it drops a grace period after the pin is removed (before Linux 6.18), or when a kernel thread gets to
+/// it, if nothing else holds the link.
+fn wait_until_off(gone: &[(u32, Vec<u32>)]) {
+    let is_on = |link: &Link, programs: &[u32]| {
+        let at_tc = [TcAttachType::Ingress, TcAttachType::Egress].map(|hook| hook::query_tcx(&link.name, hook));
+        let mut found = at_tc.into_iter().flatten().flatten().chain(link.xdp.map(|(_, program)| program));
+        found.any(|program| programs.contains(&program))
+    };
+    let end = Instant::now() + DETACHING;
+    let mut waiting: Vec<_> = gone.iter().filter(|(_, programs)| !programs.is_empty()).collect();
+    while !waiting.is_empty() {
+        let links = Routes::open().and_then(|routes| routes.links()).unwrap_or_default();
+        waiting.retain(|(index, programs)| links.iter().any(|link| link.index == *index && is_on(link, programs)));
+        if waiting.is_empty() || Instant::now() >= end {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-fn detach_all(place: &Place, index: u32) {
-    for name in [XDP_IN, TCX_IN, TCX_OUT] {
-        detach_link(place, name, index);
-    }
-    if !has_tcx()
-        && let Ok(ours) = Ours::of(place)
-    {
-        hook::remove_filters(place, index, [ours.ingress, ours.egress]);
-    }
+/// Takes all programs of this place off these interfaces.
+fn detach_all(place: &Place, interfaces: impl IntoIterator<Item = u32>) {
+    let take_off = |index| {
+        let programs = unpin(place, index, &[XDP_IN, TCX_IN, TCX_OUT]);
+        if !has_tcx()
+            && let Ok(ours) = Ours::of(place)
+        {
+            hook::remove_filters(place, index, [ours.ingress, ours.egress]);
+        }
+        (index, programs)
+    };
+    wait_until_off(&interfaces.into_iter().map(take_off).collect::<Vec<_>>());
 }
 
-/// Takes off all filters of this place's programs, which would outlive its pins: for who is about to remove those.
+/// Takes off all programs of this place, for a caller that is about to remove its pins: filters would outlive them, and links that go with
+/// them are off only some time later.
 fn strip(place: &Place) {
+    detach_all(place, place.linked());
     if has_tcx() || Ours::of(place).is_err() {
         return;
     }
-    for link in Routes::open().and_then(|r| r.links()).unwrap_or_default() {
-        detach_all(place, link.index);
-    }
+    detach_all(place, Routes::open().and_then(|r| r.links()).unwrap_or_default().into_iter().map(|link| link.index));
 }
 
 /// Attaches to interfaces of the calling thread's namespace. All or nothing.
@@ -338,8 +370,8 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
         strip(place);
         place.clear()?;
     }
-    let mut done = vec![];
-    let result = attach_locked(place, names, options, fresh, &mut done);
+    let (mut done, mut changed) = (vec![], vec![]);
+    let result = attach_locked(place, names, options, fresh, (&mut done, &mut changed));
     // What others left is no reason for this one to fail; the next one tries again.
     let _ = place.sweep();
     if result.is_err() {
@@ -350,21 +382,36 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
             let mut maps = Maps::open(place)?;
             for index in done {
                 maps.remove_port(index)?;
-                detach_all(place, index);
+                detach_all(place, [index]);
             }
-            let _ = rules::refresh(place, &mut maps, place.record()?.skips_judging_rules);
+            // What fails here must not hide why the attach failed.
+            let record = place.record().unwrap_or_default();
+            let _ = restore_modes(place, &mut maps, &record, &changed);
+            let _ = rules::refresh(place, &mut maps, record.skips_judging_rules);
         }
     }
     drop(lock);
     result
 }
 
+/// Has interfaces that were attached before taken from as the record says: an `attach` that failed has changed their modes.
+fn restore_modes(place: &Place, maps: &mut Maps, record: &Record, changed: &[u32]) -> Result<(), AttachError> {
+    let (routes, ours) = (Routes::open()?, Ours::of(place)?);
+    for link in routes.links()?.iter().filter(|link| changed.contains(&link.index)) {
+        let Some(interface) = record.interfaces.iter().find(|i| i.index == link.index) else { continue };
+        let others = Others::at(&routes, link, interface.past_filters, ours)?;
+        open_port(place, &routes, maps, link, others, interface.wanted)?;
+    }
+    Ok(())
+}
+
+/// `done` are the interfaces whose programs it attached, `changed` those that were attached before and whose modes it changed.
 fn attach_locked(
     place: &Place,
     names: &[String],
     options: &Options,
     fresh: bool,
-    done: &mut Vec<u32>,
+    (done, changed): (&mut Vec<u32>, &mut Vec<u32>),
 ) -> Result<Vec<Attached>, AttachError> {
     let routes = Routes::open()?;
     let mut once = HashSet::new();
@@ -373,6 +420,9 @@ fn attach_locked(
     for link in &links {
         if link.mac.is_none() {
             return Err(AttachError::NotEthernet(link.name.clone()));
+        }
+        if link.kind == "macvtap" {
+            return Err(AttachError::Macvtap(link.name.clone()));
         }
         // Without tcx ours is a filter too, and runs behind them.
         if !options.past_filters && has_tcx() && routes.has_ingress_filters(link.index)? {
@@ -405,6 +455,7 @@ fn attach_locked(
             }
             known.wanted = options.wanted;
             known.past_filters = options.past_filters;
+            changed.push(link.index);
         } else {
             attached.after = attach_programs(place, link, done)?;
             // Who asked for the one of this name that went asks for this one too.
@@ -420,9 +471,8 @@ fn attach_locked(
                 owners,
             });
         }
-        let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked };
         let others = Others::at(&routes, link, options.past_filters, ours)?;
-        open_port(place, &routes, &mut maps, link, others, options.wanted, why)?;
+        open_port(place, &routes, &mut maps, link, others, options.wanted)?;
         report.push(attached);
     }
     if !options.netns.is_empty() {
@@ -445,7 +495,7 @@ fn attach_locked(
 fn attach_programs(place: &Place, link: &Link, done: &mut Vec<u32>) -> Result<Vec<String>, AttachError> {
     done.push(link.index);
     // What an attach left that was killed before it wrote its record.
-    detach_all(place, link.index);
+    detach_all(place, [link.index]);
     let others = hook::names_before(&Routes::open()?, &link.name, link.index);
     for (name, hook) in [(TCX_OUT, TcAttachType::Egress), (TCX_IN, TcAttachType::Ingress)] {
         attach_tcx(place, &link.name, link.index, name, hook)
@@ -456,6 +506,19 @@ fn attach_programs(place: &Place, link: &Link, done: &mut Vec<u32>) -> Result<Ve
 
 /// Lets frames of an attached interface be taken, in the mode that is wanted from the start.
 fn open_port(
+    place: &Place,
+    routes: &Routes,
+    maps: &mut Maps,
+    link: &Link,
+    others: Others,
+    wanted: Wanted,
+) -> Result<(), AttachError> {
+    let why = if wanted == Wanted::Auto { Why::Start } else { Why::Asked };
+    set_up_port(place, routes, maps, link, others, wanted, why)
+}
+
+/// The same, with the reason that is reported for the mode.
+fn set_up_port(
     place: &Place,
     routes: &Routes,
     maps: &mut Maps,
@@ -533,9 +596,9 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
         };
         let result = attach_programs(place, link, &mut vec![])
             .and_then(|_| Ok(Others::at(&routes, link, interface.past_filters, ours)?))
-            .and_then(|others| open_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
+            .and_then(|others| set_up_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
         if let Err(error) = result {
-            detach_all(place, link.index);
+            detach_all(place, [link.index]);
             record.awaited.push(awaited);
             failed = Some(error);
             continue;
@@ -556,6 +619,8 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
 pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
     let abandoned = place.is_abandoned(std::process::id());
     if abandoned {
+        // It may live on under another name, or held by a process's descriptor.
+        strip(place);
         place.remove()?;
     }
     Ok(abandoned)
@@ -572,8 +637,8 @@ fn prune(place: &Place, record: &mut Record, maps: &mut Maps, links: &[Link], ou
     if !gone.is_empty() {
         maps.forget_flows()?;
     }
+    detach_all(place, gone.iter().map(|interface| interface.index));
     for interface in gone {
-        detach_all(place, interface.index);
         maps.remove_port(interface.index)?;
         record.awaited.retain(|a| a.interface.name != interface.name);
         record.awaited.push(Awaited { interface, since_ns: now_ns });
@@ -612,7 +677,8 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> 
 /// namespace that nothing leads to any more, or with a record of another version, all programs, pins and the controller
 /// are removed as they are; conntrack may go on checking no windows there.
 pub fn detach_there(place: &Place) -> Result<Detached, AttachError> {
-    if let Some(path) = place.namespace() {
+    let namespace = place.namespace();
+    if let Some(path) = &namespace {
         place::enter(&path.to_string_lossy())?;
         match detach(place, &[]) {
             Err(AttachError::Place(PlaceError::Version { .. } | PlaceError::Record { .. })) => {}
@@ -622,6 +688,9 @@ pub fn detach_there(place: &Place) -> Result<Detached, AttachError> {
     let Some(_lock) = place.lock_if_there()? else { return Ok(Detached::default()) };
     let interfaces = place.record().map(|record| record.interfaces).unwrap_or_default();
     let _ = controller::end(place);
+    if namespace.is_some() {
+        strip(place);
+    }
     place.remove()?;
     Ok(Detached { interfaces: interfaces.into_iter().map(|i| i.name).collect(), unchecked: 0 })
 }
@@ -660,9 +729,7 @@ fn take_off(
     let flows: Vec<_> = maps.keyed_flows().into_iter().filter(|(_, tuple, flow)| is_of(tuple, flow)).collect();
     let ours = going.iter().chain(&staying).map(|i| i.index).collect();
     let unchecked = settle_for_good(place, &mut maps, &flows, &ours);
-    for interface in &going {
-        detach_all(place, interface.index);
-    }
+    detach_all(place, going.iter().map(|interface| interface.index));
     // Their numbers are no longer followed.
     maps.remove_flows(flows.iter().map(|f| &f.0));
     let unchecked = unchecked?;

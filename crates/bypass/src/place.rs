@@ -259,6 +259,13 @@ impl Place {
         self.pins().join(name)
     }
 
+    /// Indexes of interfaces that links are pinned for.
+    pub(crate) fn linked(&self) -> BTreeSet<u32> {
+        let entries = fs::read_dir(self.pins()).into_iter().flatten().flatten();
+        let index = |name: &str| name.strip_prefix("link_")?.rsplit_once('_')?.1.parse().ok();
+        entries.filter_map(|entry| index(entry.file_name().to_str()?)).collect()
+    }
+
     fn bpffs(&self) -> PathBuf {
         self.root.join("bpf")
     }
