@@ -73,6 +73,8 @@ const SHORT_GLANCE: Duration = Duration::from_millis(10);
 /// core at most. But no longer than this.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_secs(2);
+/// The same of looks at all flows for those to neighbours that moved.
+const SCAN_REST: u64 = 4;
 /// A flow that was used last this long ago is removed.
 const UNUSED: Duration = Duration::from_secs(60);
 /// How often such flows are looked for.
@@ -273,6 +275,8 @@ struct Controller {
     last_tick_ns: u64,
     last_reap_ns: u64,
     last_settle_ns: u64,
+    /// When flows to neighbours that moved may be looked for again.
+    next_scan_ns: u64,
     /// The connections that rested at the last look, by their entries, and since when.
     settled: HashMap<u64, u64>,
     /// An interface came, went or changed since this was looked at last.
@@ -399,9 +403,16 @@ impl Controller {
 
     /// Removes the flows to neighbours that have moved and whose turn it is.
     fn follow_neighbours(&mut self) {
-        let moved = self.neighbours.due(monotonic_ns());
+        let start_ns = monotonic_ns();
+        if start_ns < self.next_scan_ns {
+            return;
+        }
+        let moved = self.neighbours.due(start_ns);
         if !moved.is_empty() {
             self.maps.remove_flows_to(&moved);
+            // One guest may have many addresses, and move all of them: the looks at all flows take a fifth of the time at most.
+            let end_ns = monotonic_ns();
+            self.next_scan_ns = end_ns + SCAN_REST * end_ns.saturating_sub(start_ns);
         }
     }
 
@@ -440,9 +451,9 @@ impl Controller {
         if !rules::is_current(&self.maps).unwrap_or(true) {
             self.rules.ask();
         }
-        // Also where it is needed no more: an `attach` that said so may have been overtaken by the tick before.
-        let is_needed = self.place.record()?.needs_keeper;
-        self.maps.keep_until(if is_needed { now_ns + KEPT.as_nanos() as u64 } else { 0 })?;
+        if self.place.record()?.needs_keeper {
+            self.maps.keep_until(now_ns + KEPT.as_nanos() as u64)?;
+        }
         // Each flow is looked at for that, two system calls each.
         if now_ns.saturating_sub(self.last_reap_ns) >= REAP.as_nanos() as u64 {
             self.last_reap_ns = now_ns;
@@ -460,6 +471,11 @@ impl Controller {
         }
         if !self.place.exists() {
             return Ok(false);
+        }
+        // An `attach` that needs it no more may have been overtaken by this tick. Only with the lock: one that needs it from now on must not be
+        // overtaken by this.
+        if !self.place.record()?.needs_keeper {
+            self.maps.keep_until(0)?;
         }
         // Changes that netlink did not report, and interfaces that are no longer awaited.
         if !self.attach_again_locked() {
@@ -650,6 +666,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         last_tick_ns: monotonic_ns(),
         last_reap_ns: monotonic_ns(),
         last_settle_ns: monotonic_ns(),
+        next_scan_ns: 0,
         settled: HashMap::new(),
         links_changed: true,
         links: HashMap::new(),
