@@ -52,87 +52,68 @@ impl fmt::Display for NotShared {
 }
 
 /// How a call ended, if not with a reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum CallError {
     /// Its deadline passed without an answer. Whether the call is served is not known. A caller that can use a late answer sets
     /// [`CallOptions::wait_late`](crate::CallOptions::wait_late).
+    #[error("the deadline passed without an answer")]
     DeadlineExceeded,
     /// Its deadline had passed before it could be served: it was not. Only a caller that waits beyond the deadline hears this.
+    #[error("the deadline had passed before the service could begin")]
     Late,
     /// It was not accepted.
+    #[error("the service refused the call: {}", .0.text())]
     Refused(Refusal),
     /// It was cancelled before it was served.
+    #[error("the call was cancelled")]
     Cancelled,
     /// It waited for longer than its time to live.
+    #[error("the call waited for longer than its time to live")]
     Expired,
     /// The service failed while serving it, or the peer serves nothing.
+    #[error("the service failed while serving the call, or the peer serves nothing")]
     Failed,
     /// The provider is not connected, or went while the call was under way. Whether it was served is not known.
+    #[error("the service has gone, or is not connected")]
     ProviderGone,
     /// The caller's own time limit is over, before the deadline. Whether the call is served is not known.
+    #[error("no answer came within the time limit")]
     Timeout,
     /// The provider broke the protocol. The connection has ended; a link is reset.
+    #[error("{0}; the connection has ended, or its link is reset")]
     Broken(Broken),
     /// So many calls are under way. The connection takes no more of them, or no more bytes of requests.
+    #[error("{0} calls are under way; the connection takes no more calls, or bytes of requests, at a time")]
     Busy(u32),
     /// The connection carries no payload of that length, and no memory can be handed over on it.
+    #[error("a payload of {bytes} bytes; the link carries {most}")]
     TooLong { bytes: usize, most: usize },
     /// No memory for the request, or for a copy of the reply.
+    #[error("{} of {} bytes: {}", .0.what, .0.bytes, .0.source)]
     Memory(NoMemory),
     /// The service takes no more memory, or no such large one.
+    #[error("the service accepts no memory of {bytes} bytes: {why}")]
     Share { bytes: u64, why: NotShared },
     /// A part that the buffer does not have.
+    #[error("bytes {offset} to {offset}+{len} were to be sent of a buffer that has {bytes}")]
     Range { offset: u64, len: u64, bytes: u64 },
     /// The reply was held for too long, and its memory was reclaimed.
+    #[error("the reply was held for too long, and the service reclaimed its memory")]
     Reclaimed,
     /// The reply is in memory that the provider has not handed over, or that does not have so many bytes.
+    #[error("the reply is in memory that the service did not hand over")]
     ReplyMemory,
     /// The reply needs more memory than this side keeps for the provider's replies. It is dropped, and the connection goes on.
+    #[error(
+        "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection \
+         accepts {max} together; fetch and drop held replies, or connect with a larger max_shared_bytes"
+    )]
     ReplyTooLarge { bytes: u64, in_use: u64, max: u64 },
     /// A token that names no call under way.
+    #[error("no call of that token is under way: it was waited for, cancelled or given up already")]
     Unknown,
 }
-
-impl fmt::Display for CallError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            CallError::DeadlineExceeded => f.write_str("the deadline passed without an answer"),
-            CallError::Late => f.write_str("the deadline had passed before the service could begin"),
-            CallError::Refused(why) => write!(f, "the service refused the call: {}", why.text()),
-            CallError::Cancelled => f.write_str("the call was cancelled"),
-            CallError::Expired => f.write_str("the call waited for longer than its time to live"),
-            CallError::Failed => f.write_str("the service failed while serving the call, or the peer serves nothing"),
-            CallError::ProviderGone => f.write_str("the service has gone, or is not connected"),
-            CallError::Timeout => f.write_str("no answer came within the time limit"),
-            CallError::Broken(broken) => write!(f, "{broken}; the connection has ended, or its link is reset"),
-            CallError::Busy(calls) => write!(
-                f,
-                "{calls} calls are under way; the connection takes no more calls, or bytes of requests, at a time"
-            ),
-            CallError::TooLong { bytes, most } => write!(f, "a payload of {bytes} bytes; the link carries {most}"),
-            CallError::Memory(NoMemory { what, bytes, source }) => write!(f, "{what} of {bytes} bytes: {source}"),
-            CallError::Share { bytes, why } => write!(f, "the service accepts no memory of {bytes} bytes: {why}"),
-            CallError::Range { offset, len, bytes } => {
-                write!(f, "bytes {offset} to {offset}+{len} were to be sent of a buffer that has {bytes}")
-            }
-            CallError::Reclaimed => {
-                f.write_str("the reply was held for too long, and the service reclaimed its memory")
-            }
-            CallError::ReplyMemory => f.write_str("the reply is in memory that the service did not hand over"),
-            CallError::ReplyTooLarge { bytes, in_use, max } => write!(
-                f,
-                "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection \
-                 accepts {max} together; fetch and drop held replies, or connect with a larger max_shared_bytes"
-            ),
-            CallError::Unknown => {
-                f.write_str("no call of that token is under way: it was waited for, cancelled or given up already")
-            }
-        }
-    }
-}
-
-impl core::error::Error for CallError {}
 
 /// When an answer came, by the caller's clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

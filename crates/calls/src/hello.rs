@@ -60,27 +60,18 @@ impl fmt::Display for Verdict {
 }
 
 /// The other side does not speak this protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum HelloError {
     /// Other first bytes, or another version.
+    #[error("expected a hello of version 1, found other bytes")]
     Magic,
     /// A name that no service can have.
+    #[error("the hello names no service: expected 1 to 64 of a-z A-Z 0-9 . _ -")]
     Name,
     /// A verdict of a later version.
+    #[error("unknown verdict {0}: expected 0 to 4")]
     Verdict(u8),
 }
-
-impl fmt::Display for HelloError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            HelloError::Magic => f.write_str("expected a hello of version 1, found other bytes"),
-            HelloError::Name => f.write_str("the hello names no service: expected 1 to 64 of a-z A-Z 0-9 . _ -"),
-            HelloError::Verdict(code) => write!(f, "unknown verdict {code}: expected 0 to 4"),
-        }
-    }
-}
-
-impl core::error::Error for HelloError {}
 
 /// Whether a service can have this name: the one rule, also for its socket in the folder of services.
 pub fn is_name(name: &[u8]) -> bool {

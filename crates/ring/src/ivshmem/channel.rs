@@ -66,42 +66,51 @@ const LINE: u64 = 64;
 const COPIES: u32 = 4;
 
 /// Why a shape or a section was refused, what could not be sent, or what a peer wrote that breaks the rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ChannelError {
     /// No channel has such slots, records or values.
+    #[error("{0}: 1 to {MAX_SLOTS} slots, a power of two, and up to {MAX_RECORD_BYTES} bytes are expected")]
     Shape(Shape),
     /// The section is too short for the shape, or not aligned to 64 bytes.
+    #[error("a section of {bytes} bytes, aligned to 64 and with {needed} bytes or more is expected")]
     Section {
         bytes: u64,
         /// The length that the shape needs.
         needed: u64,
     },
     /// The peer's section does not begin as one of this version.
+    #[error("the peer's section begins with {got:02x?}, expected \"TMCH\" and version {VERSION}")]
     Header {
         /// Its first eight bytes.
         got: [u8; 8],
     },
     /// The peer's section says another shape.
+    #[error("the peer has {got}, expected {expected}")]
     PeerShape { expected: Shape, got: Shape },
     /// The record or value is longer than the shape allows, or than the caller's buffer.
+    #[error("{got} bytes, but there is room for {room}")]
     Length { got: usize, room: usize },
     /// A record or value of the peer's is longer than the shape allows.
+    #[error("a record of {got} bytes, at most {most} are expected")]
     RecordLength { got: u32, most: u32 },
     /// The peer's head is further ahead than there are slots.
+    #[error("head jumped from {next} to {got}")]
     HeadJump {
         /// The head that was expected next.
         next: u16,
         got: u16,
     },
     /// The peer's tail is ahead of what was written, or ran backwards.
+    #[error("tail is {got} with {outstanding} records out")]
     TailJump {
         /// Records that are out.
         outstanding: u16,
         got: u16,
     },
     /// A slot holds another record than the next one.
+    #[error("found record {got} in place of record {expected}")]
     Number { expected: u32, got: u32 },
 }
 
@@ -111,35 +120,6 @@ impl ChannelError {
         !matches!(self, ChannelError::Shape(_) | ChannelError::Section { .. } | ChannelError::Length { .. })
     }
 }
-
-impl fmt::Display for ChannelError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            ChannelError::Shape(shape) => write!(
-                f,
-                "{shape}: 1 to {MAX_SLOTS} slots, a power of two, and up to {MAX_RECORD_BYTES} bytes are expected"
-            ),
-            ChannelError::Section { bytes, needed } => {
-                write!(f, "a section of {bytes} bytes, aligned to 64 and with {needed} bytes or more is expected")
-            }
-            ChannelError::Header { got } => {
-                write!(f, "the peer's section begins with {got:02x?}, expected \"TMCH\" and version {VERSION}")
-            }
-            ChannelError::PeerShape { expected, got } => write!(f, "the peer has {got}, expected {expected}"),
-            ChannelError::Length { got, room } => write!(f, "{got} bytes, but there is room for {room}"),
-            ChannelError::RecordLength { got, most } => {
-                write!(f, "a record of {got} bytes, at most {most} are expected")
-            }
-            ChannelError::HeadJump { next, got } => write!(f, "head jumped from {next} to {got}"),
-            ChannelError::TailJump { outstanding, got } => {
-                write!(f, "tail is {got} with {outstanding} records out")
-            }
-            ChannelError::Number { expected, got } => write!(f, "found record {got} in place of record {expected}"),
-        }
-    }
-}
-
-impl core::error::Error for ChannelError {}
 
 /// How a channel's sections are cut; the same on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -49,7 +49,6 @@
 //! Limits: sections below 4 GiB. A sender has up to `N` frames outstanding, for any `num`. A receiver holds
 //! [`MAX_HELD`].
 
-use core::fmt;
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
 
@@ -94,13 +93,18 @@ pub const MAX_HELD: usize = 512;
 pub const DEFAULT_DEPTH: usize = MAX_NUM as usize;
 
 /// Why a section was refused, or what a peer wrote that breaks the rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum NetError {
     /// A section without room for rings and frames, or of 4 GiB and more, or not aligned to 64 bytes in memory.
+    #[error(
+        "an output section of {bytes} bytes: below 4 GiB, aligned to 64 bytes, and with room for {MIN_NUM} \
+         descriptors and {MIN_DATA} bytes of frames is expected"
+    )]
     Section { bytes: u64 },
     /// The available index is further ahead than the ring is long, or ran backwards.
+    #[error("available index jumped from {next} to {got} in a ring of {num}")]
     AvailableJump {
         /// The index that was expected next.
         next: u16,
@@ -109,10 +113,13 @@ pub enum NetError {
         num: u16,
     },
     /// An entry of the available ring is no index of the descriptor table.
+    #[error("available entry {index} names descriptor {got} of {num}")]
     AvailableEntry { index: u16, got: u16, num: u16 },
     /// A descriptor has flags; frames are single descriptors.
+    #[error("descriptor {id} has flags {got:#x}, expected 0: a frame is one descriptor")]
     DescriptorFlags { id: u16, got: u16 },
     /// A descriptor's frame is not wholly inside the data area.
+    #[error("descriptor {id}: {len} bytes at {address:#x} are not inside the data area {from:#x} to {to:#x}")]
     DescriptorRange {
         id: u16,
         /// The frame's offset in the section.
@@ -124,6 +131,7 @@ pub enum NetError {
         to: u32,
     },
     /// The used index is further ahead than frames are out.
+    #[error("used index jumped from {next} to {got} with {outstanding} frames out")]
     UsedJump {
         /// The index that was expected next.
         next: u16,
@@ -133,6 +141,7 @@ pub enum NetError {
         outstanding: u16,
     },
     /// A used entry does not name the oldest frame that is out.
+    #[error("used entry {index} names descriptor {got}, expected {expected}: frames return in order")]
     UsedId {
         index: u16,
         /// The descriptor that was expected.
@@ -140,44 +149,9 @@ pub enum NetError {
         got: u32,
     },
     /// A used entry's length is not 1.
+    #[error("used entry {index} has length {got}, expected {USED_LEN}")]
     UsedLen { index: u16, got: u32 },
 }
-
-impl fmt::Display for NetError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            NetError::Section { bytes } => write!(
-                f,
-                "an output section of {bytes} bytes: below 4 GiB, aligned to 64 bytes, and with room for {MIN_NUM} descriptors \
-                 and {MIN_DATA} bytes of frames is expected"
-            ),
-            NetError::AvailableJump { next, got, num } => {
-                write!(f, "available index jumped from {next} to {got} in a ring of {num}")
-            }
-            NetError::AvailableEntry { index, got, num } => {
-                write!(f, "available entry {index} names descriptor {got} of {num}")
-            }
-            NetError::DescriptorFlags { id, got } => {
-                write!(f, "descriptor {id} has flags {got:#x}, expected 0: a frame is one descriptor")
-            }
-            NetError::DescriptorRange { id, address, len, from, to } => {
-                write!(
-                    f,
-                    "descriptor {id}: {len} bytes at {address:#x} are not inside the data area {from:#x} to {to:#x}"
-                )
-            }
-            NetError::UsedJump { next, got, outstanding } => {
-                write!(f, "used index jumped from {next} to {got} with {outstanding} frames out")
-            }
-            NetError::UsedId { index, expected, got } => {
-                write!(f, "used entry {index} names descriptor {got}, expected {expected}: frames return in order")
-            }
-            NetError::UsedLen { index, got } => write!(f, "used entry {index} has length {got}, expected {USED_LEN}"),
-        }
-    }
-}
-
-impl core::error::Error for NetError {}
 
 /// Where everything is in a section, by its length alone. Offsets in bytes from the section's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

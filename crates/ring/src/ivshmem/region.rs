@@ -54,22 +54,30 @@ const fn page_multiple(n: u64) -> bool {
 }
 
 /// Why a layout or a header is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum RegionError {
     /// Fewer bytes than a header has.
+    #[error("a header of {got} bytes, expected {HEADER_BYTES} or more")]
     Truncated {
         /// Bytes that were there.
         got: usize,
     },
     /// Not a header page of this project.
+    #[error("the region begins with {got:02x?}, expected the header \"TMBLIVS1\": not a v1 link of this fabric")]
     Magic { got: [u8; 8] },
     /// A header of another version.
+    #[error("header version {got}, expected {VERSION}")]
     Version { got: u32 },
     /// A number of peers that no region has.
+    #[error("{got} peers, expected 2 to {MAX_PEERS}")]
     Peers { got: u32 },
     /// A section does not begin or end at a page, is empty though it may not be, or overlaps the one before.
+    #[error(
+        "the {part} ({bytes} bytes at {offset:#x}) must be pages from {free_from:#x} on, and not be empty \
+         where needed"
+    )]
     Section {
         part: Section,
         offset: u64,
@@ -79,6 +87,7 @@ pub enum RegionError {
         free_from: u64,
     },
     /// The sections do not fit the region.
+    #[error("the sections end at {needed:#x}, but the region has {got:#x} bytes")]
     Region {
         /// The end of the last section.
         needed: u64,
@@ -86,6 +95,7 @@ pub enum RegionError {
         got: u64,
     },
     /// The name is no UTF-8.
+    #[error("the link's name in the header is not UTF-8")]
     Name,
 }
 
@@ -109,30 +119,6 @@ impl fmt::Display for Section {
         })
     }
 }
-
-impl fmt::Display for RegionError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            RegionError::Truncated { got } => write!(f, "a header of {got} bytes, expected {HEADER_BYTES} or more"),
-            RegionError::Magic { got } => write!(
-                f,
-                "the region begins with {got:02x?}, expected the header \"TMBLIVS1\": not a v1 link of this fabric"
-            ),
-            RegionError::Version { got } => write!(f, "header version {got}, expected {VERSION}"),
-            RegionError::Peers { got } => write!(f, "{got} peers, expected 2 to {MAX_PEERS}"),
-            RegionError::Section { part, offset, bytes, free_from } => write!(
-                f,
-                "the {part} ({bytes} bytes at {offset:#x}) must be pages from {free_from:#x} on, and not be empty where needed"
-            ),
-            RegionError::Region { needed, got } => {
-                write!(f, "the sections end at {needed:#x}, but the region has {got:#x} bytes")
-            }
-            RegionError::Name => f.write_str("the link's name in the header is not UTF-8"),
-        }
-    }
-}
-
-impl core::error::Error for RegionError {}
 
 /// Where the sections of a region are. All in bytes from its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -231,16 +231,18 @@ impl fmt::Display for Part {
 }
 
 /// Why a queue was refused or broke. Each is the peer's fault, and each costs the peer its port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum RingError {
     /// A queue's size is not a power of two from 1 to 32768.
+    #[error("queue size {got} is not a power of two from 1 to {MAX_QUEUE_SIZE}")]
     QueueSize {
         /// The size that was asked for.
         got: u32,
     },
     /// An area of a queue is not aligned as the specification demands.
+    #[error("{part} at {address:#x} is not aligned to {expected} bytes")]
     Misaligned {
         part: Part,
         address: u64,
@@ -248,14 +250,17 @@ pub enum RingError {
         expected: u64,
     },
     /// An area of a queue is not wholly inside one region of the guest's memory.
+    #[error("{part} of {bytes} bytes at {address:#x} is not inside one memory region")]
     RingUnmapped { part: Part, address: u64, bytes: u32 },
     /// Regions of guest memory are empty, overlap, wrap around, or are out of order.
+    #[error("memory region {index} at {start:#x} is empty, overlaps, wraps around or is out of order")]
     Regions {
         /// The first region that is wrong.
         index: usize,
         start: u64,
     },
     /// The available index is further ahead than the queue is long.
+    #[error("available index jumped from {next} to {got} in a queue of {size}")]
     AvailableJump {
         /// The index that was expected next.
         next: u16,
@@ -264,6 +269,7 @@ pub enum RingError {
         size: u16,
     },
     /// The used index is further ahead than buffers are outstanding.
+    #[error("used index jumped from {next} to {got} with {outstanding} buffers outstanding")]
     UsedJump {
         /// The index that was expected next.
         next: u16,
@@ -273,6 +279,7 @@ pub enum RingError {
         outstanding: u16,
     },
     /// A descriptor index is not below the table's size.
+    #[error("chain {head}: descriptor index {got} in a table of {size}")]
     DescriptorIndex {
         /// The chain's head, or the value in its place in the available ring.
         head: u16,
@@ -280,12 +287,14 @@ pub enum RingError {
         size: u16,
     },
     /// A chain has more descriptors than it may (as one with a loop always has).
+    #[error("chain {head}: more than {limit} descriptors, or a loop")]
     ChainLength {
         head: u16,
         /// How many it may have.
         limit: u16,
     },
     /// A chain describes more bytes than a device takes.
+    #[error("chain {head}: {got} bytes or more, at most {limit} are accepted")]
     ChainBytes {
         head: u16,
         got: u64,
@@ -293,6 +302,10 @@ pub enum RingError {
         limit: u32,
     },
     /// An indirect descriptor without the feature, inside an indirect table, or with a `next`.
+    #[error(
+        "chain {head}: descriptor {index} is indirect (flags {flags:#x}) where that was not agreed, inside a \
+         table, or with a next one"
+    )]
     Indirect {
         head: u16,
         /// The index of the descriptor.
@@ -300,34 +313,41 @@ pub enum RingError {
         flags: u16,
     },
     /// An indirect table is empty, not a multiple of 16 bytes, or too long.
+    #[error("chain {head}: indirect table of {bytes} bytes, not 1 to {MAX_INDIRECT_ENTRIES} entries of 16 bytes")]
     IndirectLength {
         head: u16,
         /// The table's length in bytes.
         bytes: u32,
     },
     /// A descriptor is for writing by the device in a chain that the device reads.
+    #[error("chain {head}: descriptor {index} is write-only in a chain to be read")]
     UnexpectedWritable {
         head: u16,
         /// The index of the descriptor.
         index: u16,
     },
     /// A descriptor is for reading by the device in a chain that the device writes.
+    #[error("chain {head}: descriptor {index} is read-only in a chain to be written")]
     UnexpectedReadable {
         head: u16,
         /// The index of the descriptor.
         index: u16,
     },
     /// A descriptor has no bytes.
+    #[error("chain {head}: descriptor {index} has no bytes")]
     EmptyDescriptor { head: u16, index: u16 },
     /// A buffer or an indirect table is not wholly inside one region of the guest's memory.
+    #[error("chain {head}: {bytes} bytes at {address:#x} are not inside one memory region")]
     BufferUnmapped { head: u16, address: u64, bytes: u32 },
     /// A device returned a buffer that it does not hold.
+    #[error("device returned buffer {got}, which it does not hold (size {size})")]
     UsedId {
         /// The identifier it returned.
         got: u32,
         size: u16,
     },
     /// A device claims to have written more than it was given room for.
+    #[error("device claims {got} bytes written into buffer {head} of {limit}")]
     UsedLength {
         head: u16,
         got: u32,
@@ -335,61 +355,3 @@ pub enum RingError {
         limit: u32,
     },
 }
-
-impl fmt::Display for RingError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use RingError as E;
-        match *self {
-            E::QueueSize { got } => write!(f, "queue size {got} is not a power of two from 1 to {MAX_QUEUE_SIZE}"),
-            E::Misaligned { part, address, expected } => {
-                write!(f, "{part} at {address:#x} is not aligned to {expected} bytes")
-            }
-            E::RingUnmapped { part, address, bytes } => {
-                write!(f, "{part} of {bytes} bytes at {address:#x} is not inside one memory region")
-            }
-            E::Regions { index, start } => {
-                write!(f, "memory region {index} at {start:#x} is empty, overlaps, wraps around or is out of order")
-            }
-            E::AvailableJump { next, got, size } => {
-                write!(f, "available index jumped from {next} to {got} in a queue of {size}")
-            }
-            E::UsedJump { next, got, outstanding } => {
-                write!(f, "used index jumped from {next} to {got} with {outstanding} buffers outstanding")
-            }
-            E::DescriptorIndex { head, got, size } => {
-                write!(f, "chain {head}: descriptor index {got} in a table of {size}")
-            }
-            E::ChainLength { head, limit } => write!(f, "chain {head}: more than {limit} descriptors, or a loop"),
-            E::ChainBytes { head, got, limit } => write!(
-                f,
-                "chain {head}: {got} bytes or more, at most {limit} are \
-                accepted"
-            ),
-            E::Indirect { head, index, flags } => write!(
-                f,
-                "chain {head}: descriptor {index} is indirect (flags {flags:#x}) where that was not agreed, \
-                 inside a table, or with a next one"
-            ),
-            E::IndirectLength { head, bytes } => write!(
-                f,
-                "chain {head}: indirect table of {bytes} bytes, not 1 to {MAX_INDIRECT_ENTRIES} entries of 16 bytes"
-            ),
-            E::UnexpectedWritable { head, index } => {
-                write!(f, "chain {head}: descriptor {index} is write-only in a chain to be read")
-            }
-            E::UnexpectedReadable { head, index } => {
-                write!(f, "chain {head}: descriptor {index} is read-only in a chain to be written")
-            }
-            E::EmptyDescriptor { head, index } => write!(f, "chain {head}: descriptor {index} has no bytes"),
-            E::BufferUnmapped { head, address, bytes } => {
-                write!(f, "chain {head}: {bytes} bytes at {address:#x} are not inside one memory region")
-            }
-            E::UsedId { got, size } => write!(f, "device returned buffer {got}, which it does not hold (size {size})"),
-            E::UsedLength { head, got, limit } => {
-                write!(f, "device claims {got} bytes written into buffer {head} of {limit}")
-            }
-        }
-    }
-}
-
-impl core::error::Error for RingError {}

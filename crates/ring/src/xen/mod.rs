@@ -60,18 +60,18 @@ pub use front::{Completed, Received, RxFront, TxFront, TxPart};
 pub use netif::{Checksum, Gso, GsoKind};
 pub use ring::{PAGE_BYTES, RING_SLOTS, RingPage};
 
-use core::fmt;
-
 /// Why a ring, a message or a peer was refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum XenError {
     /// The memory for a ring is shorter than a page, or not aligned to 64 bytes.
+    #[error("a ring of Xen needs {PAGE_BYTES} bytes aligned to 64, got {bytes} bytes")]
     Page {
         /// Its length in bytes.
         bytes: usize,
     },
     /// The peer moved its producer index further than the ring has slots, or backwards.
+    #[error("the peer's producer index is {got}, expected {from} to {from} + {room}")]
     IndexJump {
         /// The index that it wrote.
         got: u32,
@@ -81,16 +81,19 @@ pub enum XenError {
         room: u32,
     },
     /// A packet says that it goes on, but its next slot is not published.
+    #[error("the packet at index {index} continues in a slot that is not published")]
     Incomplete {
         /// Index of its first slot.
         index: u32,
     },
     /// A packet takes more slots than any well-behaved peer uses.
+    #[error("the packet at index {index} takes too many slots")]
     TooManySlots {
         /// Index of its first slot.
         index: u32,
     },
     /// A buffer crosses the end of its page, or is empty inside a packet.
+    #[error("the buffer at index {index} has {len} bytes at offset {offset} of its page")]
     Buffer {
         /// Index of its slot.
         index: u32,
@@ -99,6 +102,7 @@ pub enum XenError {
         len: u16,
     },
     /// The pieces of a packet are together longer than the length in its first slot.
+    #[error("the pieces of the packet at index {index} are longer than its {total} bytes")]
     Length {
         /// Index of its first slot.
         index: u32,
@@ -106,16 +110,20 @@ pub enum XenError {
         total: u16,
     },
     /// An extra info has a type that was not agreed on, or that is not known.
+    #[error("an extra info has the unexpected type {got}")]
     ExtraType { got: u8 },
     /// An extra info asks for an unknown kind of segmentation, or for segments of no bytes.
+    #[error("segmentation of the unknown kind {kind} with {size} bytes per segment")]
     Gso { kind: u8, size: u16 },
     /// A response answers a request that is not outstanding.
+    #[error("the response at index {index} has the identifier {got}, which is not outstanding")]
     ResponseId {
         /// Index of its slot.
         index: u32,
         got: u16,
     },
     /// Responses were given for a packet that was not the next one to be answered. The caller's mistake.
+    #[error("responses for index {got}, but {expected} is the next one to be answered")]
     OutOfOrder {
         /// Index of the packet's first slot.
         got: u32,
@@ -123,56 +131,21 @@ pub enum XenError {
         expected: u32,
     },
     /// A message says that it is longer than XenStore allows.
+    #[error("a XenStore message of {len} bytes")]
     MessageTooLong {
         /// Its payload's length in bytes.
         len: u32,
     },
     /// A message or path does not fit into the buffer for it.
+    #[error("a XenStore message needs {needed} bytes and does not fit")]
     NoRoom {
         /// Bytes that it needs.
         needed: usize,
     },
     /// A message has an unknown type.
+    #[error("a XenStore message of the unknown type {got}")]
     MessageType { got: u32 },
     /// A message's payload is not what its type demands.
+    #[error("a XenStore message whose payload does not fit its type")]
     Payload,
 }
-
-impl fmt::Display for XenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            XenError::Page { bytes } => {
-                write!(f, "a ring of Xen needs {PAGE_BYTES} bytes aligned to 64, got {bytes} bytes")
-            }
-            XenError::IndexJump { got, from, room } => {
-                write!(f, "the peer's producer index is {got}, expected {from} to {from} + {room}")
-            }
-            XenError::Incomplete { index } => {
-                write!(f, "the packet at index {index} continues in a slot that is not published")
-            }
-            XenError::TooManySlots { index } => write!(f, "the packet at index {index} takes too many slots"),
-            XenError::Buffer { index, offset, len } => {
-                write!(f, "the buffer at index {index} has {len} bytes at offset {offset} of its page")
-            }
-            XenError::Length { index, total } => {
-                write!(f, "the pieces of the packet at index {index} are longer than its {total} bytes")
-            }
-            XenError::ExtraType { got } => write!(f, "an extra info has the unexpected type {got}"),
-            XenError::Gso { kind, size } => {
-                write!(f, "segmentation of the unknown kind {kind} with {size} bytes per segment")
-            }
-            XenError::ResponseId { index, got } => {
-                write!(f, "the response at index {index} has the identifier {got}, which is not outstanding")
-            }
-            XenError::OutOfOrder { got, expected } => {
-                write!(f, "responses for index {got}, but {expected} is the next one to be answered")
-            }
-            XenError::MessageTooLong { len } => write!(f, "a XenStore message of {len} bytes"),
-            XenError::NoRoom { needed } => write!(f, "a XenStore message needs {needed} bytes and does not fit"),
-            XenError::MessageType { got } => write!(f, "a XenStore message of the unknown type {got}"),
-            XenError::Payload => write!(f, "a XenStore message whose payload does not fit its type"),
-        }
-    }
-}
-
-impl core::error::Error for XenError {}

@@ -11,8 +11,6 @@
 //! [`request`] puts a message together, [`Inbox`] takes a stream of bytes apart, [`Message`] says what a message holds. All
 //! lengths are bounded by the specification's, and checked.
 
-use core::fmt;
-
 use super::XenError;
 
 mod field {
@@ -301,21 +299,28 @@ pub fn request(buffer: &mut [u8], number: u32, transaction: u32, what: &Request<
 }
 
 /// An error that XenStore reported.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
     /// The node does not exist (ENOENT).
+    #[error("no such node in XenStore")]
     NoEntry,
     /// Somebody else changed what the transaction had read: try again.
+    #[error("XenStore's transaction conflicts with another one")]
     Again,
     /// This domain may not access the node (EACCES).
+    #[error("XenStore does not allow that to this domain")]
     Access,
     /// A limit of this domain's is reached: nodes, watches, transactions or memory.
+    #[error("a limit of this domain's in XenStore is reached")]
     Quota,
     /// The node exists already (EEXIST).
+    #[error("the node is in XenStore already")]
     Exists,
     /// A request that makes no sense.
+    #[error("XenStore says that the request is invalid")]
     Invalid,
     /// Every errno text without a variant of its own.
+    #[error("XenStore reports an error")]
     Other,
 }
 
@@ -332,22 +337,6 @@ impl StoreError {
         }
     }
 }
-
-impl fmt::Display for StoreError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            StoreError::NoEntry => "no such node in XenStore",
-            StoreError::Again => "XenStore's transaction conflicts with another one",
-            StoreError::Access => "XenStore does not allow that to this domain",
-            StoreError::Quota => "a limit of this domain's in XenStore is reached",
-            StoreError::Exists => "the node is in XenStore already",
-            StoreError::Invalid => "XenStore says that the request is invalid",
-            StoreError::Other => "XenStore reports an error",
-        })
-    }
-}
-
-impl core::error::Error for StoreError {}
 
 /// A message that came from XenStore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
