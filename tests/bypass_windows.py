@@ -10,10 +10,10 @@ import threading
 import time
 
 from bypass_nat import NAT, NEAR, answer, forward, invalid, open_tcp
-from bypass_paths import A, B, host, is_ip
+from bypass_paths import A, A6, ARRIVES_S, B, B6, establish6, host, is_ip
 from bypass_veth import bound, container
 from lib import need_program, timeout, until
-from lib.tap import ACK, ETH_IP4, FIN, PSH, RST, SYN, TCP, URG, ipv4, transport
+from lib.tap import ACK, ETH_IP4, ETH_IP6, FIN, PSH, RST, SYN, TCP, URG, ipv4, ipv6, transport
 
 ESTABLISHED_S, UNACKNOWLEDGED_S = 432_000, 300
 # A frame that must not arrive is waited for so long.
@@ -56,15 +56,55 @@ class Talk:
 
     def entry(self):
         """(state, seconds until it expires), as conntrack shows them."""
-        text = self.h.space.run("conntrack", "-L", "-p", "tcp", "--orig-port-src", str(self.sport), check=False).stdout
+        text = self.listing()
         found = re.search(r"tcp\s+6 (\d+) (\w+)", text)
         assert found, text
         return found[2], int(found[1])
+
+    def listing(self):
+        return self.h.space.run("conntrack", "-L", "-p", "tcp", "--orig-port-src", str(self.sport), check=False).stdout
 
     def lasts(self):
         """Whether the entry is that of an established connection whose data was all acknowledged, moments ago."""
         state, seconds = self.entry()
         return state == "ESTABLISHED" and ESTABLISHED_S - 60 < seconds <= ESTABLISHED_S
+
+
+class Talk6(Talk):
+    """The same over IPv6, which nothing translates."""
+
+    def __init__(self, h, sport=3000):
+        self.h, self.sport, self.a, self.b, self.more = h, sport, 101, 501, {}
+        establish6(h, sport, 80)
+
+    def _sent(self, by_b, payload, seconds, **more):
+        (source, sport), (to, dport) = ((B6, 80), (A6, self.sport))[:: 1 if by_b else -1]
+        packet = ipv6(source, to, TCP, transport(TCP, source, to, sport, dport, payload, **more))
+        h = self.h
+        return h.back(h.to_a(ETH_IP6, packet), seconds=seconds) if by_b else h.across(h.to_b(ETH_IP6, packet), seconds=seconds)
+
+    def to_b(self, length=0, **more):
+        got = self._sent(False, b"a" * length, ARRIVES_S, **dict(dict(seq=self.a, ack=self.b), **more))
+        self.a += length
+        return got
+
+    def to_a(self, length=0, **more):
+        got = self._sent(True, b"b" * length, ARRIVES_S, **dict(dict(seq=self.b, ack=self.a), **more))
+        self.b += length
+        return got
+
+    def from_a(self, payload, flags, seq, ack):
+        return self._sent(False, payload, NOT_ARRIVES_S, flags=flags, seq=seq, ack=ack)
+
+    def from_b(self, payload, flags, seq, ack):
+        return self._sent(True, payload, NOT_ARRIVES_S, flags=flags, seq=seq, ack=ack)
+
+    def listing(self):
+        return self.h.space.run("conntrack", "-L", "-f", "ipv6", "-p", "tcp", "--orig-port-src", str(self.sport), check=False).stdout
+
+
+# Connections are tracked, and those of before are not translated.
+TRACKED = NAT[NAT.index("table inet f"):]
 
 
 def bulk(talk):
@@ -115,15 +155,30 @@ def all_taken(talk):
 
 @timeout(600)
 def test_entries_of_idle_connections_last_as_long_as_the_kernels():
+    entries_last(Talk, NAT, PATTERNS, "tcx")
+
+
+@timeout(300)
+def test_entries_of_idle_connections_that_xdp_takes_last_as_long_as_the_kernels():
+    entries_last(Talk, NAT, [requests], "xdp")
+
+
+@timeout(300)
+def test_entries_of_idle_connections_over_ipv6_last_as_long_as_the_kernels():
+    for mode in ("tcx", "xdp"):
+        entries_last(Talk6, TRACKED, [requests], mode)
+
+
+def entries_last(kind, rules, patterns, mode):
     need_program("conntrack")
-    for pattern in PATTERNS:
+    for pattern in patterns:
         with host() as h:
-            h.rules(NAT)
-            kernel = Talk(h, 3000)
+            h.rules(rules)
+            kernel = kind(h, 3000)
             pattern(kernel)
             assert kernel.lasts(), kernel.entry()
-            attach(h)
-            talk = Talk(h, 3001)
+            attach(h, mode)
+            talk = kind(h, 3001)
             all_taken(talk)
             before = h.taken()
             pattern(talk)
@@ -209,11 +264,20 @@ def guess(talk, by_b):
 
 @timeout(600)
 def test_a_guessed_fin_or_rst_harms_no_connection_and_passes_where_the_kernel_lets_it_pass():
+    guesses_are_harmless(Talk, NAT, PATTERNS)
+
+
+@timeout(300)
+def test_a_guessed_fin_or_rst_harms_no_connection_over_ipv6():
+    guesses_are_harmless(Talk6, TRACKED, [both_ways])
+
+
+def guesses_are_harmless(kind, rules, patterns):
     need_program("conntrack")
-    for pattern in PATTERNS:
+    for pattern in patterns:
         with host() as h:
-            h.rules(NAT)
-            kernel = Talk(h, 3000)
+            h.rules(rules)
+            kernel = kind(h, 3000)
             pattern(kernel)
             expected = guess(kernel, True)
             assert kernel.lasts() and not all(expected), kernel.entry()
@@ -221,7 +285,7 @@ def test_a_guessed_fin_or_rst_harms_no_connection_and_passes_where_the_kernel_le
             # Of what comes from both sides and is invalid the kernel makes something: it lowers the timeout.
             assert kernel.entry()[0] == "ESTABLISHED" and not all(expected_a), kernel.entry()
             attach(h)
-            talk = Talk(h, 3001)
+            talk = kind(h, 3001)
             all_taken(talk)
             pattern(talk)
             # In the midst of traffic, and at rest.
@@ -244,21 +308,30 @@ UNKNOWN_ENDS = (FIN, FIN | URG, SYN | FIN | ACK, SYN | RST | ACK, FIN | RST | AC
 
 @timeout(300)
 def test_an_end_with_flags_that_conntrack_does_not_know_is_left_to_it_whatever_its_numbers_are():
+    unknown_ends_are_the_kernels(Talk, NAT)
+
+
+@timeout(300)
+def test_an_end_over_ipv6_with_flags_that_conntrack_does_not_know_is_left_to_it():
+    unknown_ends_are_the_kernels(Talk6, TRACKED)
+
+
+def unknown_ends_are_the_kernels(kind, rules):
     need_program("conntrack")
     with host() as h:
-        h.rules(NAT)
+        h.rules(rules)
 
         def sent(talk):
             """In place, near, and far behind the window."""
             places = [(talk.b, talk.a), (talk.b + 100, talk.a), (talk.b + (1 << 30), talk.a)]
             return [bool(talk.from_b(b"", flags, *place)) for flags in UNKNOWN_ENDS for place in places]
 
-        kernel = Talk(h, 3000)
+        kernel = kind(h, 3000)
         both_ways(kernel)
         expected = sent(kernel)
         assert kernel.lasts() and not any(expected), (kernel.entry(), expected)
         attach(h)
-        talk = Talk(h, 3001)
+        talk = kind(h, 3001)
         all_taken(talk)
         for _ in range(2):
             assert sent(talk) == expected and "dropped_window" not in h.status("tb")["by_reason"], h.status("tb")
