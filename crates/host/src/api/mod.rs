@@ -52,7 +52,8 @@ pub enum Refusal {
     /// It conflicts with what runs, such as a name in use; HTTP 409, exit code 1.
     #[error("{0}")]
     Conflict(String),
-    /// Something else changes the fabric at the moment, and nothing of this was done; HTTP 503 with Retry-After, exit code 1.
+    /// Something else changes the fabric or ends its machine at the moment, and nothing of this was done; HTTP 503 with
+    /// Retry-After, exit code 1.
     #[error("{0}")]
     Busy(String),
     /// It was tried and failed; HTTP 500, exit code 1.

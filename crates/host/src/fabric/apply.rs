@@ -135,7 +135,7 @@ impl Running {
         };
         let is_asked = !query.dry_run && !is_refused;
         if is_asked && let Some(name) = self.machines.iter().find(|(_, m)| m.is_ending).map(|(name, _)| name) {
-            return Err(FabricError::State(format!(
+            return Err(FabricError::Busy(format!(
                 "machine \"{name}\" is being stopped or restarted; try again when that is done"
             )));
         }

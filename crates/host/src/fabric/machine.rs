@@ -576,11 +576,11 @@ impl Running {
     /// If there is none of that name, it runs, or it does not start.
     pub fn run(&mut self, name: &str) -> Result<(), FabricError> {
         let Some(machine) = self.machines.get(name) else { return Err(self.unknown("machine", name)) };
+        if machine.is_ending {
+            return Err(FabricError::Busy(format!("machine \"{name}\" is being stopped; try again when that is done")));
+        }
         if let Some(pid) = machine.pid {
             return Err(FabricError::State(format!("machine \"{name}\" runs already, as process {pid}")));
-        }
-        if machine.is_ending {
-            return Err(FabricError::State(format!("machine \"{name}\" is being stopped: run it when that is done")));
         }
         let plan = machine.plan.clone();
         self.start_machine(&plan)
@@ -613,7 +613,9 @@ pub(super) async fn stop(shared: &super::Shared, name: &str, then: Then) -> Resu
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
         let (button, domain, pid) = (machine.button(&runtime), machine.plan.domain.clone(), machine.pid);
         if std::mem::replace(&mut machine.is_ending, true) {
-            return Err(FabricError::State(format!("machine \"{name}\" is being stopped already")));
+            return Err(FabricError::Busy(format!(
+                "machine \"{name}\" is being stopped already; try again when that is done"
+            )));
         }
         (Ending { process: machine.let_go(), button, domain }, say, pid)
     };

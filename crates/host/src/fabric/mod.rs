@@ -143,7 +143,7 @@ pub enum FabricError {
     /// A change that does not fit the state.
     #[error("{0}")]
     State(String),
-    /// Another change is under way, and this one was not begun.
+    /// Another change is under way, and this one was not begun. Trying again helps, and clients do so.
     #[error("{0}")]
     Busy(String),
     /// A request that is wrong in itself.
@@ -962,7 +962,7 @@ impl Running {
     pub fn add(&mut self, text: &str) -> Result<Vec<String>, FabricError> {
         let spec = file::add(text, Path::new("request"), &self.spec)?;
         if let Some(name) = spec.members().find(|name| self.unadded.contains(*name)) {
-            return Err(FabricError::State(format!(
+            return Err(FabricError::Busy(format!(
                 "\"{name}\" of an earlier try is being ended; try again in a few seconds"
             )));
         }
