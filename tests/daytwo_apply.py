@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import threading
@@ -427,6 +428,30 @@ def test_no_machine_starts_or_stops_behind_an_apply():
             assert pids(fabric)["slow"], "it runs again"
             fabric.down()
             assert not any(with_argument(gate) for gate in gates.values())
+
+
+@timeout(180)
+def test_a_daemon_that_is_told_to_leave_during_an_apply_leaves_when_that_is_done():
+    """A machine with a disk that ignores its power button makes the apply take 15 s."""
+    with scratch() as folder:
+        (folder / "disk").write_bytes(bytes(1 << 20))
+        text = f'name = "l{os.getpid()}"\n[network.lan]\n[vm.slow]\ndisk = "disk"\naccel = "tcg"\nmemory = "{{}}M"\n'
+        with Fabric(folder, text.format(16), options=["--leave-on-term"]) as fabric:
+            first = pids(fabric)["slow"]
+            edit(fabric, text.format(24))
+            command, before = [str(PROGRAM), "apply", str(fabric.file)], len(fabric.process.lines)
+            changes = subprocess.Popen(command, env=dict(os.environ, **fabric.env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            fabric.process.wait_line(lambda line: "asked to shut down" in line, since=before)
+            fabric.process.signal(signal.SIGTERM)
+            assert fabric.process.wait(PATIENCE_S) == 0, fabric.process.tail()
+            said, _ = changes.communicate(timeout=PATIENCE_S)
+            assert changes.returncode == 0 and "1 restarted" in said, said
+            waits = [line for line in fabric.process.lines[before:] if "next daemon" in line and "leaving" not in line]
+            assert len(waits) == 1 and "its end is waited for" in waits[0], waits
+            fabric.start()
+            second = pids(fabric)["slow"]
+            assert second not in (None, first), "the machine that the apply started is the next daemon's"
+            fabric.down()
 
 
 @timeout(120)

@@ -20,7 +20,7 @@ use tokio::sync::{Mutex, oneshot};
 
 use crate::api::report::Status;
 use crate::api::server::{Server, ServerError};
-use crate::api::{Request, Requests};
+use crate::api::{Refusal, Request, Requests};
 use crate::fabric::{self, FabricError, Running, Say, heal};
 use crate::{file, notify, process, rundir};
 
@@ -127,7 +127,8 @@ impl Leaving {
     }
 }
 
-/// How often, and how many times, a daemon that was told to leave tries to: it cannot while the fabric is being changed.
+/// How often, and how many times, a daemon that was told to leave tries to. While an apply changes the fabric it waits for the
+/// end of that, which does not count.
 const LEAVES_AGAIN: Duration = Duration::from_secs(1);
 const LEAVE_TRIES: u32 = 30;
 
@@ -189,18 +190,14 @@ async fn live(
     let (ended, server_end) = oneshot::channel::<()>();
     let serving = tokio::spawn(heal::keep(me, server, folder.clone(), requests.clone(), server_end));
     let leaving = tokio::spawn({
-        let requests = requests.clone();
+        let (requests, say) = (requests.clone(), say.clone());
         async move {
             loop {
                 if !std::mem::take(&mut leaves_at_once) {
                     leave.came().await;
                 }
-                // The process ends with the first that is carried out.
-                for _ in 0..LEAVE_TRIES {
-                    if requests.send(Request::Leave).await.is_err() {
-                        return;
-                    }
-                    tokio::time::sleep(LEAVES_AGAIN).await;
+                if leave_when_possible(&requests, &say).await.is_none() {
+                    return;
                 }
             }
         }
@@ -232,6 +229,30 @@ async fn live(
     serving.await.map_err(|_| DaemonError::Lost)?;
     watched.abort();
     Ok(())
+}
+
+/// Leaves the fabric to the next daemon, which ends this process. Returns if that cannot be; `None` where the fabric is gone.
+async fn leave_when_possible(requests: &Requests, say: &Say) -> Option<()> {
+    let mut tries = LEAVE_TRIES;
+    let mut said = String::new();
+    while tries > 0 {
+        let (reply, answer) = oneshot::channel();
+        requests.send(Request::Leave(reply)).await.ok()?;
+        let refusal = answer.await.ok()?.err()?;
+        let is_busy = matches!(refusal, Refusal::Busy(_));
+        tries -= u32::from(!is_busy);
+        let why = refusal.to_string();
+        if said != why {
+            match is_busy {
+                true => say(&format!("the guests are left to the next daemon later: {why}")),
+                false => say(&format!("cannot leave the guests to the next daemon: {why}; this is tried for 30 s")),
+            }
+            said = why;
+        }
+        tokio::time::sleep(LEAVES_AGAIN).await;
+    }
+    say("the guests could not be left to the next daemon; this one continues");
+    Some(())
 }
 
 /// Tells the service manager, as often as it asks for, that the daemon works. A control plane that hangs says nothing; nor does

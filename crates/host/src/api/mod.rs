@@ -193,8 +193,8 @@ pub enum Request {
         /// The connection to it.
         socket: std::os::unix::net::UnixStream,
     },
-    /// Leaves the guests to the next daemon. The process ends.
-    Leave,
+    /// Leaves the guests to the next daemon. The process ends; only why it does not is answered.
+    Leave(Reply<()>),
     /// Stops everything and removes all that the fabric made; the daemon ends after the reply.
     Down(Reply<()>),
 }

@@ -66,7 +66,7 @@ async fn answer(
                     Ok(vec![port])
                 })));
             }
-            Request::HandOver { .. } | Request::Leave => {}
+            Request::HandOver { .. } | Request::Leave(_) => {}
             Request::ChangePort { name, change, reply } => {
                 let missing = || Refusal::NotFound(format!("no port \"{name}\""));
                 let port = status.ports.iter_mut().find(|p| p.name == name).map(|p| {

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
@@ -12,6 +13,9 @@ use crate::file::FileError;
 
 /// Requests that may wait.
 const QUEUE: usize = 64;
+
+/// How long answers have to reach their clients before this process leaves.
+const ANSWERS: Duration = Duration::from_millis(20);
 
 impl From<FabricError> for Refusal {
     fn from(error: FabricError) -> Self {
@@ -242,10 +246,11 @@ async fn serve(shared: &Shared, request: Request) {
             answer(reply, Ok(()));
         }
         Request::Span(reply) => answer(reply, Ok(shared.running.lock().await.span_report())),
-        Request::Leave => {
-            let mut running = shared.running.lock().await;
-            let why = running.leave();
-            (running.say)(&format!("cannot leave the guests to the next daemon: {why}; this one continues"));
+        Request::Leave(reply) => {
+            // What an apply that has just ended answers reaches its client first.
+            drop(shared.running.lock().await);
+            tokio::time::sleep(ANSWERS).await;
+            answer(reply, Err(shared.running.lock().await.leave()));
         }
         // Both are the caller's.
         Request::HandOver { .. } => {}
@@ -271,8 +276,10 @@ mod tests {
         let mut waiting = Waiting::default();
         let mut order = String::new();
         let send = |kind| {
-            let (reply, _) = oneshot::channel();
-            let request = if kind == 's' { Request::Status(reply) } else { Request::Leave };
+            let request = match kind {
+                's' => Request::Status(oneshot::channel().0),
+                _ => Request::Leave(oneshot::channel().0),
+            };
             sender.try_send(request).unwrap();
         };
         "oososs".chars().for_each(send);

@@ -276,11 +276,12 @@ impl Running {
         self.dir().record(|_| ());
     }
 
-    /// Leaves everything to the next daemon and ends this process. Returns only if that cannot be.
-    pub(crate) fn leave(&mut self) -> String {
+    /// Leaves everything to the next daemon and ends this process. Returns only if that cannot be: [`FabricError::Busy`] while an
+    /// apply is under way.
+    pub(crate) fn leave(&mut self) -> FabricError {
         let say = self.say.clone();
         if self.applying {
-            return "it is being changed by `tombolo apply`; try again in a few seconds".into();
+            return FabricError::Busy("`tombolo apply` changes the fabric, and its end is waited for".into());
         }
         self.events.add(Kind::Down, Told::of(&self.spec.name), "the daemon leaves the guests to the next one");
         self.events.flush();
@@ -301,7 +302,7 @@ impl Running {
                 );
                 std::process::exit(0);
             }
-            Err(why) => why,
+            Err(why) => FabricError::State(why),
         }
     }
 
