@@ -446,7 +446,7 @@ def test_a_daemon_that_is_told_to_leave_during_an_apply_leaves_when_that_is_done
             assert fabric.process.wait(PATIENCE_S) == 0, fabric.process.tail()
             said, _ = changes.communicate(timeout=PATIENCE_S)
             assert changes.returncode == 0 and "1 restarted" in said, said
-            waits = [line for line in fabric.process.lines[before:] if "next daemon" in line and "leaving" not in line]
+            waits = [line for _, line in fabric.process.lines[before:] if "next daemon" in line and "leaving" not in line]
             assert len(waits) == 1 and "its end is waited for" in waits[0], waits
             fabric.start()
             second = pids(fabric)["slow"]

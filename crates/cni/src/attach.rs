@@ -68,20 +68,9 @@ pub(crate) fn versions(version: &str) -> Value {
     json!({ "cniVersion": version, "supportedVersions": VERSIONS })
 }
 
-/// Deletes the container's interface if it is one that this plugin made; whether it was there.
-fn delete_device(netns: &Netns, interface: &str, mac: Mac) -> Result<bool, CniError> {
-    let link = match Interface::open(Some(netns), interface) {
-        Ok(link) => link,
-        Err(LinkError::Absent { .. }) => return Ok(false),
-        Err(error) => return Err(system(error)),
-    };
-    if link.mac().map_err(system)? != mac.0 {
-        return Ok(false);
-    }
-    match link.delete() {
-        Ok(()) | Err(LinkError::Absent { .. }) => Ok(true),
-        Err(error) => Err(system(error)),
-    }
+/// Deletes the container's interface if it is one that this plugin made.
+fn delete_device(netns: &Netns, interface: &str, mac: Mac) -> Result<(), CniError> {
+    Interface::delete_own(netns, interface, mac.0).map(drop).map_err(system)
 }
 
 /// The name of the interface of the namespace with this MAC address, if there is one.
@@ -370,7 +359,7 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
         // Of a namespace that is gone there is nothing left.
         let Some(netns) = path.and_then(|path| Netns::open(path).ok()) else { return Ok(()) };
         let mac = device_mac(config, &identity);
-        delete_device(&netns, &device_name(&netns, interface, config, mac)?, mac).map(drop)
+        delete_device(&netns, &device_name(&netns, interface, config, mac)?, mac)
     })();
     match removed {
         // Whether its daemon is down or only slow: it forgets the port when it finds that the device or the namespace is gone.

@@ -303,6 +303,26 @@ impl Interface {
         self.request("deleting", &finished(m), libc::ENODEV)
     }
 
+    /// Deletes the interface `name` of the namespace, if it has this MAC address; whether it had. So an interface of the same
+    /// name that another program made stays. One that goes meanwhile is fine.
+    ///
+    /// # Errors
+    /// As for [`Interface::delete`].
+    pub fn delete_own(netns: &Netns, name: &str, mac: Mac) -> Result<bool, LinkError> {
+        let delete = || {
+            let link = Interface::open(Some(netns), name)?;
+            let is_own = link.mac()? == mac;
+            if is_own {
+                link.delete()?;
+            }
+            Ok(is_own)
+        };
+        match delete() {
+            Err(LinkError::Absent { .. }) => Ok(false),
+            done => done,
+        }
+    }
+
     /// Sends a request of rtnetlink, and takes the answer. The error `fine` is none.
     fn request(&self, what: &'static str, request: &[u8], fine: i32) -> Result<(), LinkError> {
         let failed = |source| LinkError::System { what, name: self.name.clone(), source };
@@ -631,7 +651,10 @@ mod tests {
         route().unwrap();
         let away = link.add_route(("10.9.0.0".parse().unwrap(), 16), Some("10.8.0.1".parse().unwrap()));
         assert!(away.unwrap_err().to_string().contains("adding a route"));
-        link.delete().unwrap();
+        let mac = link.mac().unwrap();
+        let delete = |mac| Interface::delete_own(&netns, "t", mac).unwrap();
+        assert!(!delete([2, 0, 0, 0, 0, 9]) && link.index().is_ok(), "another one of that name");
+        assert!(delete(mac) && !delete(mac), "there is none for the second time");
         assert!(matches!(Interface::open(Some(&netns), "t"), Err(LinkError::Absent { .. })));
         assert!(matches!(link.delete(), Err(LinkError::Absent { .. })));
     }

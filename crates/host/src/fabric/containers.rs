@@ -61,12 +61,8 @@ fn inode(path: &Path) -> Option<Inode> {
 
 /// Whether the tap's device can be taken up: it is there, and has the address that it was given.
 fn is_there(tap: &Tap) -> bool {
-    let interface = || {
-        let netns = tap.netns.as_deref().map(Netns::open).transpose().ok()?;
-        Interface::open(netns.as_ref(), &tap.device).ok()?.mac().ok()
-    };
     // Where a monitor opens it, the address is its guest's.
-    interface().is_some_and(|mac| tap.monitor || mac == tap.mac.0)
+    mac_of(tap.netns.as_deref(), &tap.device).is_some_and(|mac| tap.monitor || mac == tap.mac.0)
 }
 
 /// Whether a container's namespace has ended, or is another one than the daemon before this one saw. `recorded` has what that was.
@@ -78,9 +74,10 @@ fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
     }
 }
 
-/// The MAC address of an interface, if it is there.
-fn mac_of(netns: &str, device: &str) -> Option<[u8; 6]> {
-    Interface::open(Some(&Netns::open(netns).ok()?), device).ok()?.mac().ok()
+/// The MAC address of an interface, if it is there. Without a namespace it is one of the host.
+fn mac_of(netns: Option<&str>, device: &str) -> Option<[u8; 6]> {
+    let netns = netns.map(Netns::open).transpose().ok()?;
+    Interface::open(netns.as_ref(), device).ok()?.mac().ok()
 }
 
 /// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it stays.
@@ -90,14 +87,7 @@ fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
     };
     // Paths of namespaces are from text.
     let netns = Netns::open(&place.netns.to_string_lossy())?;
-    match Interface::open(Some(&netns), device) {
-        Ok(link) if link.mac()? == *mac => match link.delete() {
-            Err(LinkError::Absent { .. }) => Ok(()),
-            done => done,
-        },
-        Ok(_) | Err(LinkError::Absent { .. }) => Ok(()),
-        Err(error) => Err(error),
-    }
+    Interface::delete_own(&netns, device, *mac).map(drop)
 }
 
 /// Forgets the ports of containers that ended while no daemon ran.
@@ -134,7 +124,7 @@ impl Running {
             let noted = self.containers.get(member.name).cloned().unwrap_or_else(|| {
                 let netns = path_of(member.netns);
                 let tap = self.spec.taps.iter().find(|tap| member.word == "tap" && tap.name == member.name);
-                let tap = tap.and_then(|tap| Some((tap.device.clone(), mac_of(member.netns, &tap.device)?)));
+                let tap = tap.and_then(|tap| Some((tap.device.clone(), mac_of(Some(member.netns), &tap.device)?)));
                 // One that is gone already has none, which the next look finds.
                 ContainerPlace { inode: inode(&netns).unwrap_or_default(), netns, tap }
             });
