@@ -1049,6 +1049,25 @@ def test_apply_keeps_the_port_mappings_of_containers():
         assert not f.status()["forwards"]
 
 
+@timeout(120)
+def test_a_port_that_an_apply_moves_to_another_container_ends_with_that_one():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        text, cni = f.file.read_text(), Cni(f)
+        for space in (one, two):
+            mac = json.loads(space.ip("-j", "link", "show", space.tap("eth0")))[0]["address"]
+            f.file.write_text(f'{text}[tap.web]\ndevice = "eth0"\nadopt = true\nnetns = "{path(space)}"\ncontainer = "pods/web/eth0"\n'
+                              f'mac = "{mac}"\nip = "10.236.1.9"\nguard = "ip"\n')
+            f.cli("apply", f.file)
+            for _ in range(2):
+                with Namespace() as other:
+                    cni("ADD", "other", path(other))
+                until("the daemon has looked at the namespaces", lambda: "other" not in cni.ports(), 60)
+            assert space.answers(f.status()["networks"][0]["gateway"]), f"its container is the one in {space}"
+        f.cli("down")
+        f.process.wait()
+        assert "eth0" not in two.ip("link"), "`down` finds it where it is"
+
+
 @timeout(60)
 def test_port_mappings_through_a_user_uplink_are_refused_with_what_to_do():
     with fabric() as f, Namespace() as one:

@@ -226,6 +226,7 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     }
     running.take_out(&mut steps);
     running.put_in(&mut steps, &new);
+    running.note_containers();
     running.record_standing();
     let text = report_steps(&mut report, steps.failed);
     (running.say)(&text);
@@ -423,6 +424,8 @@ impl Running {
     fn take_port_out(&mut self, name: &str, for_good: bool) {
         self.unmade.retain(|plan| plan.name != name);
         self.drop_port(name);
+        // It may come back in another namespace, which is noted then.
+        self.forget_container(name);
         if for_good {
             self.forget_member(name);
         }
