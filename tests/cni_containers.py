@@ -869,7 +869,9 @@ def test_addresses_that_the_runtime_chooses_are_one_of_each_family():
             assert wrong in refused(7, cni, "ADD", "c2", path(two), **ips(wrong)), wrong
         assert "each family" in refused(7, cni, "ADD", "c2", path(two), **ips(f"{prefix}78", f"{prefix}79"))
         said = refused(100, cni, "ADD", "c2", path(two), **ips(f"{prefix}77"))
-        assert f"{prefix}77, which is that of c1" in said, said
+        assert f"{prefix}77, which is that of c1" in said and said.count("expected") == 1, said
+        said = refused(100, cni, "ADD", "c2", path(two), **ips("10.236.1.77"))
+        assert "10.236.1.77, which is that of [tap.c1]" in said and said.count("expected") == 1, f"{said}: one fault, said once"
         assert "eth0" not in two.ip("link") and set(cni.ports()) == {"c1"}
         # Also in parallel: one of two has it.
         cni("DEL", "c1", path(one))
@@ -939,12 +941,15 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         more = {"runtimeConfig": {"portMappings": [{"hostPort": 9999, "containerPort": 9}]}}
         assert "9999" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result, **more)
         # Taken by another container, by a program of the host, and of an address that the host has not.
-        assert "8080" in refused(100, cni, "ADD", "c2", path(two), **config)
+        said = refused(100, cni, "ADD", "c2", path(two), **config)
+        assert said.startswith("runtimeConfig.portMappings: ") and "found tcp 0.0.0.0:8080, which leads to c1:80" in said, said
+        assert "forward[" not in said, f"{said}: the runtime wrote no forward"
         holder = stack.enter_context(Process(["busybox", "nc", "-l", "-p", "8082"], name="holder", netns=outside))
         until("the port is taken", lambda: ":8082" in outside.run("ss", "-tln").stdout, 20)
         taken = {"runtimeConfig": {"portMappings": [{"hostPort": 8082, "containerPort": 80}]}}
         said = refused(100, cni, "ADD", "c2", path(two), **taken)
-        assert "8082" in said and "another program listens there" in said and "choose another port" in said, said
+        assert said.startswith("runtimeConfig.portMappings: the forward of tcp 0.0.0.0:8082: another program listens there"), said
+        assert "choose another port" in said, said
         holder.kill()
         assert "hostIP" in refused(7, cni, "ADD", "c2", path(two), runtimeConfig={"portMappings": [{**mappings[0], "hostIP": "::g"}]})
         assert set(cni.ports()) == {"c1"} and "eth0" not in two.ip("link")

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 
 use tombolo_host::api::client::{Client, ClientError};
-use tombolo_host::api::report::{NetworkReport, PortReport, Status};
+use tombolo_host::api::report::{Fault, NetworkReport, PortReport, ProblemReport, Status};
 use tombolo_host::file::Mac;
 use tombolo_host::rundir;
 
@@ -63,6 +63,23 @@ impl From<ClientError> for CniError {
             _ => CniError::Again(text),
         }
     }
+}
+
+/// What is wrong with the port mappings, if the fabric refused them. It names them as the runtime gave them, not as the fabric has
+/// them.
+fn fault_of_mappings(fault: &Fault) -> Option<String> {
+    let is_of_forward = |p: &&ProblemReport| p.key.starts_with("forward[");
+    let said = |p: &ProblemReport| {
+        let hint = p.hint.as_ref().map_or_else(String::new, |hint| format!("; {hint}"));
+        format!("expected {}, found {}{hint}", p.expected, p.found)
+    };
+    let problems: Vec<_> = fault.problems.iter().filter(is_of_forward).map(said).collect();
+    let text = match &fault.error {
+        _ if !problems.is_empty() => problems.join("; "),
+        error if error.starts_with("the forward of ") => error.clone(),
+        _ => return None,
+    };
+    Some(format!("runtimeConfig.portMappings: {text}"))
 }
 
 /// The address of a container's interface: it follows from what the runtime calls it.
@@ -259,12 +276,13 @@ impl<'c> Fabric<'c> {
                     return Ok((name.clone(), place));
                 }
                 // Another call was faster, or a member that is no port has the name or address.
-                Err(error @ ClientError::Refused { status: 400 | 409, .. }) => {
+                Err(ClientError::Refused { status: status @ (400 | 409), fault }) => {
                     // With another address a port of the host is no more free.
-                    let text = error.to_string();
-                    if text.contains("forward[") {
-                        return Err(error.into());
+                    if let Some(what) = fault_of_mappings(&fault) {
+                        return Err(CniError::Refused(what));
                     }
+                    let error = ClientError::Refused { status, fault };
+                    let text = error.to_string();
                     let fixed =
                         self.config.ip.is_some() || self.config.ip6.is_some_and(|ip6| text.contains(&ip6.to_string()));
                     if fixed && attempt + 1 >= wanted.len() {

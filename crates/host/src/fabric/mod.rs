@@ -1040,30 +1040,30 @@ impl Running {
     /// One to something else, one through an uplink that would have to start again for it, or one where another program
     /// listens.
     fn can_forward(&self, spec: &Fabric, forwards: &[file::Forward], names: &[String]) -> Result<(), FabricError> {
-        let before = self.spec.forwards.len();
         let mut others = None;
-        for (i, forward) in forwards.iter().enumerate() {
-            let at = format!("forward[{}]", before + i);
+        for forward in forwards {
+            let (proto, listen) = (forward.proto, forward.listen);
+            let it = format!("the forward of {} {listen}", proto.word());
             let own = matches!(&forward.target, file::Target::Name(name) if names.contains(name));
             if !own {
                 let text = format!(
-                    "{at}.to: expected a member that is added with it; another forward goes into the file (`tombolo apply`)"
+                    "{it}: expected to lead to a member that is added with it; another forward goes into the file \
+                     (`tombolo apply`)"
                 );
                 return Err(FabricError::State(text));
             }
             if spec.network(&forward.network).is_none_or(|network| network.uplink != file::Uplink::Kernel) {
                 let text = format!(
-                    "{at}: network \"{}\" has no uplink \"kernel\", the only one that takes forwards while it runs: give \
+                    "{it}: network \"{}\" has no uplink \"kernel\", the only one that takes forwards while it runs: give \
                      it that uplink, or add the forward to the file (`tombolo apply`)",
                     forward.network
                 );
                 return Err(FabricError::State(text));
             }
-            let (proto, listen) = (forward.proto, forward.listen);
             let others = others.get_or_insert_with(|| crate::kernel::listeners_of_others(&self.spec.name));
             let forwarded = crate::preflight::forwarded_by(others, proto, listen);
             if let Some((found, hint)) = crate::preflight::free(proto, listen).err().or(forwarded) {
-                return Err(FabricError::State(format!("{at}.listen: {found}; {hint}")));
+                return Err(FabricError::State(format!("the forward of {found}; {hint}")));
             }
         }
         Ok(())

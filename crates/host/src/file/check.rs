@@ -9,6 +9,7 @@ use std::path::Path;
 use tombolo_port::vxlan::MAX_REMOTES;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::Layout;
+use tombolo_switch::gateway::Ipv6Config;
 
 use super::model::*;
 use super::parse::{apps, find_app};
@@ -68,6 +69,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.idle_keys_of_networks();
     check.idle_keys_of_members();
     check.guards();
+    check.own_addresses6();
     check.containers6();
     super::policy::check(&mut check);
     forwards(fabric, spots, out);
@@ -183,14 +185,23 @@ impl Check<'_, '_, '_> {
             let hint = Some("set uplink6 = \"routed\", which translates nothing".to_string());
             self.fault(spot, &[(at, "ipv6")], "another prefix than the network's", format!("{prefix}/64"), hint);
         }
-        if let Some(router) = n.router6() {
-            let taken = self.fabric.addresses6(&n.name).into_iter().find(|(.., all)| all.contains(&router));
-            if let Some((name, ..)) = taken
-                && let Some((member, _)) =
-                    uses(self.fabric).into_iter().find(|(at, _)| at.ends_with(&format!(".{name}")))
-            {
-                let found = format!("{router}, which is the router's");
-                self.fault((&member, "ip6"), &[(at, "ipv6")], "an address that the router does not have", found, None);
+    }
+
+    /// Complains about fixed IPv6 addresses of members that are the network's own.
+    fn own_addresses6(&mut self) {
+        let fabric = self.fabric;
+        for n in &fabric.networks {
+            let Some(prefix) = n.ipv6 else { continue };
+            let net_at = path_of(&n.name);
+            let gateway = Ipv6Config::new(prefix).address();
+            let own = [(Some(prefix), "network"), (Some(gateway), "gateway"), (n.router6(), "router")];
+            for (name, _, all) in fabric.addresses6(&n.name) {
+                for (ip, word) in own.iter().filter_map(|(ip, word)| Some((ip.filter(|ip| all.contains(ip))?, word))) {
+                    let at = section_of_member(fabric, &name);
+                    let leans_on = [(&at[..], "network"), (&net_at, "ipv6")];
+                    let found = format!("{ip}, which is the {word}'s");
+                    self.fault((&at, "ip6"), &leans_on, "an address that no other member has", found, None);
+                }
             }
         }
     }
@@ -635,9 +646,6 @@ impl Check<'_, '_, '_> {
             let containers: Vec<_> = fabric.contained().filter(|member| member.network == network.name).collect();
             let Some(prefix) = network.ipv6.filter(|_| !containers.is_empty()) else { continue };
             let mut taken: HashMap<Ipv6Addr, Vec<String>> = HashMap::new();
-            for (word, last) in [("the network itself", 0), ("the gateway", 1)] {
-                taken.entry(Ipv6Addr::from_bits(prefix.to_bits() | last)).or_default().push(word.into());
-            }
             for (name, _, all) in fabric.addresses6(&network.name) {
                 all.into_iter().for_each(|ip| taken.entry(ip).or_default().push(name.clone()));
             }
@@ -646,14 +654,18 @@ impl Check<'_, '_, '_> {
                 let leased = Ipv6Addr::from_bits(prefix.to_bits() | u128::from(ip.to_bits()));
                 taken.entry(leased).or_default().push(name.into());
             }
-            for member in containers {
+            // Of two with one address the later one is at fault, which is the one that is to be added.
+            for member in containers.into_iter().rev() {
                 let (at, net_at) = (&format!("{}.{}", member.word, member.name)[..], &path_of(&network.name)[..]);
                 let Ip6::Only(list) = member.ip6 else { continue };
                 for ip in list.iter().filter(|p| p.bits == 128).map(|p| p.base) {
                     let others = taken.get(&ip).into_iter().flatten();
                     let Some(other) = others.into_iter().find(|name| **name != member.name) else { continue };
                     let found = format!("{ip}, which is that of {other}");
+                    // Where two have one IPv4 address, that is said already, and this follows from it.
+                    let that = &section_of_member(fabric, other)[..];
                     let leans_on = [(at, "network"), (net_at, "ipv6"), (at, "container")];
+                    let leans_on = [&leans_on[..], &[(at, "ip"), (that, "ip"), (that, "ip6")]].concat();
                     self.fault((at, "ip6"), &leans_on, "an address that no other member has", found, None);
                 }
             }
@@ -878,6 +890,12 @@ fn uses(fabric: &Fabric) -> Vec<(String, String)> {
     out
 }
 
+/// The section of the member of that name.
+fn section_of_member(fabric: &Fabric, name: &str) -> String {
+    let is_it = |at: &String| at.split_once('.').is_some_and(|(_, other)| other == name);
+    uses(fabric).into_iter().map(|(at, _)| at).find(is_it).unwrap_or_default()
+}
+
 /// Gives every device without an address one of its network's range: a place that depends on its MAC, or the next
 /// free one, so that a device keeps its address when others come and go.
 fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) {
@@ -938,12 +956,14 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     for i in 0..forwards.len() {
         let at = &format!("forward[{i}]")[..];
         if let Some(j) = (0..i).find(|&j| Fabric::same_listener(&forwards[i], &forwards[j])) {
-            let found = format!("{} {}, as in forward[{j}]", forwards[i].proto.word(), forwards[i].listen);
+            let to = forwards[j].target.with_port(forwards[j].port);
+            let found = format!("{} {}, which leads to {to}", forwards[i].proto.word(), forwards[i].listen);
             let that = &format!("forward[{j}]")[..];
             let leans_on = [(at, "proto"), (that, "listen"), (that, "proto")];
             check.fault((at, "listen"), &leans_on, "a listener that no other forward has", found, None);
         } else if let Some(j) = (0..i).find(|&j| share_a_port(check.fabric, &forwards[i], &forwards[j])) {
-            let found = format!("{}, beside {} of forward[{j}]", forwards[i].listen, forwards[j].listen);
+            let to = forwards[j].target.with_port(forwards[j].port);
+            let found = format!("{}, beside {}, which leads to {to}", forwards[i].listen, forwards[j].listen);
             let that = &format!("forward[{j}]")[..];
             let leans_on = [(at, "proto"), (that, "listen"), (that, "proto")];
             let hint =
@@ -1044,7 +1064,14 @@ impl Check<'_, '_, '_> {
             self.fault((at, "to"), &leans_on, format!("a member of network {:?}", f.network), found, hint);
         } else if !on.is_empty() {
             let found = format!("{name:?}, whose address is not known");
-            let hint = Some(format!("give \"{name}\" an `ip`, or its network DHCP"));
+            let has_lease = fabric.machines.iter().any(|m| m.name == name);
+            let key = if f.listen.is_ipv6() { "an `ip` or `ip6`" } else { "an `ip`" };
+            let hint = Some(match has_lease {
+                true => format!("give \"{name}\" {key}, or have its network lease addresses: `dhcp = true`"),
+                false => {
+                    format!("give \"{name}\" {key}: only machines of the file have addresses that are known without it")
+                }
+            });
             self.fault((at, "to"), &leans_on, "a member with a known address", found, hint);
         } else if !["cell", "vm", "tap", "port"].iter().any(|word| self.out.refused(word, Some(name))) {
             let hint = near(name, fabric.members());
