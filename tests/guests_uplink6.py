@@ -6,6 +6,7 @@ import hashlib
 import ipaddress
 import os
 import re
+import signal
 import socket
 import threading
 
@@ -372,6 +373,15 @@ def test_any_other_fabric_undoes_the_forwarding_that_a_killed_one_left():
         fabric.kill()
         fabric.cli("down", "--fabric", plain)
         assert forwarding() == off and tables() == []
+        # One that was left to the next daemon goes the same way, and is not called one that was killed.
+        fabric.start()
+        fabric.process.signal(signal.SIGUSR2)
+        assert fabric.process.wait() == 0 and forwarding() == on
+        fabric.cli("up", "-d", other(plain))
+        assert forwarding() == off and tables() == []
+        said = fabric.cli("events", "--fabric", plain).stdout
+        assert f"nftables table tombolo_{dead}: removed" in said and "its daemon left it to the next one" in said, said
+        fabric.cli("down", "--fabric", plain)
         # The fabric comes again as it was.
         fabric.start()
         assert forwarding() == on and tables() == [f"tombolo_{dead}"]

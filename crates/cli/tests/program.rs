@@ -331,7 +331,8 @@ fn a_killed_daemon_is_told_and_cleared_up_by_the_next_up_or_down() {
         signal(pid, Signal::KILL);
         until("the daemon's end", || !Path::new(&format!("/proc/{pid}")).exists());
         let stale = home.refused("status", 1);
-        assert!(stale.contains("does not run any more") && stale.contains("tombolo up"), "{stale}");
+        assert!(stale.contains("has no daemon at the moment") && stale.contains("`tombolo up` with its file"), "{stale}");
+        assert!(stale.contains("`tombolo down --fabric t` ends them"), "{stale}");
         home.ok("up -d");
         assert!(home.status().ports.iter().any(|p| p.name == "later"), "what was added is there again");
     }

@@ -160,6 +160,9 @@ pub struct Owner {
     /// The fabric is being taken down.
     #[serde(default)]
     pub ending: bool,
+    /// Its daemon has ended and left it to the next one.
+    #[serde(default)]
+    pub left: bool,
     /// What a handover leaves as it is; not in a record of a daemon that does not stand yet, or of an older version.
     #[serde(default)]
     pub standing: Option<Standing>,
@@ -530,6 +533,7 @@ impl RunDir {
             started_ticks: process::start_ticks(pid).unwrap_or(0),
             file: file.into(),
             ending: false,
+            left: false,
             // Until they are undone, undoing them is up to us.
             ..leftover.clone().unwrap_or_default()
         };

@@ -63,8 +63,9 @@ pub enum ClientError {
     },
     /// A socket without a listener.
     #[error(
-        "the fabric \"{fabric}\" does not run any more: no process answers at {}; its daemon was killed. `tombolo \
-         up` takes over its guests, `tombolo down` ends them",
+        "the fabric \"{fabric}\" has no daemon at the moment: no process answers at {}. It was killed, or has left the \
+         fabric to the next one: `tombolo up` with its file starts that, which keeps guests and containers; `tombolo down \
+         --fabric {fabric}` ends them",
         socket.display()
     )]
     Stale { fabric: String, socket: PathBuf },

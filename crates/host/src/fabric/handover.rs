@@ -285,6 +285,7 @@ impl Running {
         }
         self.events.add(Kind::Down, Told::of(&self.spec.name), "the daemon leaves the guests to the next one");
         self.events.flush();
+        self.dir().record(|o| o.left = true);
         let result = self.stand_still(false).and_then(|(standstill, store, names)| match store.linger(LINGER) {
             Ok(()) => {
                 std::mem::forget(standstill);
@@ -302,7 +303,10 @@ impl Running {
                 );
                 std::process::exit(0);
             }
-            Err(why) => FabricError::State(why),
+            Err(why) => {
+                self.dir().record(|o| o.left = false);
+                FabricError::State(why)
+            }
         }
     }
 

@@ -794,7 +794,7 @@ impl Running {
     fn undo_killed(&mut self) {
         match self.try_undo_killed() {
             Ok(done) => done.into_iter().for_each(|what| self.took_over(what)),
-            Err(error) => (self.say)(&format!("the kernel uplink of a fabric whose daemon was killed: {error}")),
+            Err(error) => (self.say)(&format!("the kernel uplink of a fabric without a daemon: {error}")),
         }
     }
 
@@ -820,9 +820,11 @@ impl Running {
             if killed.owner().sysctls.is_empty() {
                 kernel::remove(&table)?;
                 killed.record(|owner| owner.nft_table = None)?;
-                done.push(format!(
-                    "nftables table {table}: removed, and forwarding is as before it: its daemon was killed"
-                ));
+                let why = match killed.owner().left {
+                    true => "its daemon left it to the next one, which makes it again",
+                    false => "its daemon was killed",
+                };
+                done.push(format!("nftables table {table}: removed, and forwarding is as before it: {why}"));
             }
         }
         Ok(done)
