@@ -322,6 +322,23 @@ fn a_capture_is_a_file_that_tshark_reads() {
 }
 
 #[test]
+fn what_outlives_a_fabric_is_not_kept_where_its_end_removes_everything() {
+    let home = Home::new(FILE);
+    std::os::unix::fs::symlink(home.path("run"), home.path("link")).unwrap();
+    for state in ["run", "link", "other/../run"] {
+        let out = home.command("up").env("TOMBOLO_STATE", home.path(state)).output().unwrap();
+        let said = text(&out.stderr);
+        assert!(
+            !out.status.success() && said.contains("$TOMBOLO_STATE") && said.contains("$TOMBOLO_RUNTIME"),
+            "{said}"
+        );
+        assert!(!home.path("run/t").exists(), "nothing was made");
+        std::fs::create_dir_all(home.path("run")).unwrap();
+        std::fs::create_dir_all(home.path("other")).unwrap();
+    }
+}
+
+#[test]
 fn a_killed_daemon_is_told_and_cleared_up_by_the_next_up_or_down() {
     let home = Home::new(FILE);
     home.ok("up -d");
@@ -331,7 +348,10 @@ fn a_killed_daemon_is_told_and_cleared_up_by_the_next_up_or_down() {
         signal(pid, Signal::KILL);
         until("the daemon's end", || !Path::new(&format!("/proc/{pid}")).exists());
         let stale = home.refused("status", 1);
-        assert!(stale.contains("has no daemon at the moment") && stale.contains("`tombolo up` with its file"), "{stale}");
+        assert!(
+            stale.contains("has no daemon at the moment") && stale.contains("`tombolo up` with its file"),
+            "{stale}"
+        );
         assert!(stale.contains("`tombolo down --fabric t` ends them"), "{stale}");
         home.ok("up -d");
         assert!(home.status().ports.iter().any(|p| p.name == "later"), "what was added is there again");

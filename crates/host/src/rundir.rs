@@ -93,6 +93,12 @@ pub enum RunDirError {
         /// Seconds that were waited.
         waited: u64,
     },
+    /// `down` removes all of the one, and keeps the other.
+    #[error(
+        "{} is the folder of $TOMBOLO_RUNTIME and of $TOMBOLO_STATE: `down` would remove leases and logs with the sockets; set \
+         one of them to another folder", path.display()
+    )]
+    OneFolder { path: PathBuf },
     /// A Unix socket's path has at most 107 bytes.
     #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
     LongPath { path: PathBuf },
@@ -230,6 +236,11 @@ fn state_root() -> PathBuf {
     let home = std::env::var_os("HOME").map(|h| Path::new(&h).join(".local/state"));
     let base = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).or(home);
     base.unwrap_or_else(|| "/tmp".into()).join("tombolo")
+}
+
+/// A folder without symbolic links, as far as it is there.
+fn place(folder: &Path) -> PathBuf {
+    fs::canonicalize(folder).or_else(|_| std::path::absolute(folder)).unwrap_or_else(|_| folder.into())
 }
 
 /// Where the daemon of a fabric listens for API clients.
@@ -513,6 +524,9 @@ impl RunDir {
     /// see [`RunDir::unwritten`].
     pub async fn claim(fabric: &str, file: &Path, say: &Say) -> Result<RunDir, RunDirError> {
         let root = runtime_root()?;
+        if place(&root) == place(&state_root()) {
+            return Err(RunDirError::OneFolder { path: root });
+        }
         let path = root.join(fabric);
         let taken = take_lock(fabric, &path, say).await;
         let (lock, leftover) = taken.map_err(|error| match (error, read_owner(&path)) {
