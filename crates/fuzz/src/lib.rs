@@ -13,6 +13,7 @@
 //! * `./x fuzz [TARGET] [SECONDS]` runs them from outside; without that they are unit tests of a second each.
 
 pub mod calls;
+pub mod merge;
 pub mod span;
 pub mod targets;
 pub mod xen;

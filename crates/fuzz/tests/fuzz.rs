@@ -2,7 +2,7 @@
 #![allow(missing_docs)]
 
 use std::path::Path;
-use tombolo_fuzz::{calls, run, span, targets, xen};
+use tombolo_fuzz::{calls, merge, run, span, targets, xen};
 
 macro_rules! fuzz {
     ($module:ident: $($name:ident)+) => {
@@ -17,5 +17,6 @@ macro_rules! fuzz {
 
 fuzz!(targets: ring ivshmem gateway nat nat6 offload stream typed vxlan);
 fuzz!(calls: calls_link calls_stream calls_hello);
+fuzz!(merge: merge);
 fuzz!(span: span);
 fuzz!(xen: xen_transmit xen_receive xen_store);
