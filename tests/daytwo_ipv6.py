@@ -3,6 +3,7 @@ fabric, each in a namespace of its own."""
 
 import contextlib
 import ipaddress
+import os
 import re
 import socket
 import struct
@@ -292,6 +293,32 @@ def test_an_address_that_was_claimed_before_it_is_listed_for_another_port_is_los
             assert spaces["auto"].answers(str(address))
             shown_mac = spaces["auto"].ip("-6", "neighbour", "show", str(address), "dev", "auto")
             assert web_mac in shown_mac, shown_mac
+
+
+@timeout(240)
+def test_a_cell_has_the_address_that_the_file_gives_it_and_no_other_of_the_prefix():
+    with scratch() as folder, Namespace() as home:
+        prefix, mac = ipaddress.IPv6Network("fd12:3456:789a:5::/64"), "02:54:00:00:66:99"
+        text = (f'name = "cells{os.getpid()}"\n[network.lan]\nsubnet = "10.235.0.0/24"\nipv6 = "{prefix}"\n'
+                f'[tap.home]\nnetns = "/run/netns/{home}"\naccept_ra = true\n'
+                f'[cell.web]\napp = "httpd"\naccel = "tcg"\nmac = "{mac}"\nip6 = "{{}}"\n')
+        with Fabric(folder, text.format(prefix[0x77]), netns=home) as fabric:
+            automatic(home, "home")
+            gateway = gateway_of(fabric)
+            for address in (prefix[0x77], prefix[0x5555 << 40 | 9]):
+                if address != prefix[0x77]:
+                    fabric.file.write_text(text.format(address))
+                    said = fabric.cli("apply", fabric.file).stdout
+                    assert "`ip6`: read when it starts" in said, said
+                until("the cell's answer", lambda: home.pings(str(address)), 120)  # noqa: B023
+                assert resolve(home, gateway, "web", 28) == (0, [address.packed]), "the name has this one address"
+                page = home.run("busybox", "wget", "-q", "-O", "-", f"http://[{address}]/").stdout
+                assert page, "and the page is there"
+            # With a source that the guard does not let pass it would not be heard.
+            formed = prefix.network_address.packed[:8] + ipaddress.IPv6Address(local(mac)).packed[8:]
+            assert not home.pings(str(ipaddress.IPv6Address(formed)))
+            counted = fabric.port("web")["counters"]["rx_drops"]
+            assert not {"guard", "source6", "nd_inspection"} & counted.keys(), counted
 
 
 @timeout(120)

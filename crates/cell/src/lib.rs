@@ -25,7 +25,7 @@
 //! | --- | --- | --- |
 //! | `ip=dhcp`, `ip=none`, `ip=ADDR/PREFIX` | IPv4 address | `dhcp` |
 //! | `gw=ADDR` | IPv4 router | by DHCP |
-//! | `ip6=ADDR/PREFIX`, `ip6=none` | a further IPv6 address; or none but the link-local one, and no router is asked for | by router advertisement (SLAAC) |
+//! | `ip6=ADDR/PREFIX`, `ip6=none` | the IPv6 address, beside which SLAAC forms none in its prefix; or none but the link-local one, and no router is asked for | by router advertisement (SLAAC) |
 //! | `ip.N=`, `gw.N=`, `ip6.N=`, `gw6.N=` | the same of the network device of number N, 1 to 7; the first one has number 0, and no `.N` | as above |
 //! | `macs=ADDR[,ADDR]` | the Ethernet addresses of the devices, in the order of their numbers; others come behind | virtio by MMIO, by PCI, then ivshmem links, each as found |
 //! | `queues=N` | on Xen: queues of each vif, 1 to 8, and no more than its backend offers | 1 |

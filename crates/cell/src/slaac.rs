@@ -109,6 +109,8 @@ struct Taken {
 #[derive(Debug)]
 pub(crate) struct Slaac {
     mac: EthernetAddress,
+    /// The address that the command line gives. None is formed in its prefix: a fabric may let its address alone pass.
+    given: Option<Ipv6Cidr>,
     addresses: Vec<Lease<Taken>>,
     routers: Vec<Lease<Ipv6Address>>,
     servers: Vec<Lease<Ipv6Address>>,
@@ -124,6 +126,7 @@ impl Slaac {
     pub(crate) fn new(mac: EthernetAddress, enabled: bool, now_ns: u64) -> Slaac {
         Slaac {
             mac,
+            given: None,
             addresses: Vec::new(),
             routers: Vec::new(),
             servers: Vec::new(),
@@ -131,6 +134,11 @@ impl Slaac {
             solicit_at_ns: enabled.then_some(now_ns),
             interval_ns: if enabled { FIRST_INTERVAL_NS } else { 0 },
         }
+    }
+
+    /// The same, beside the address that the command line gives.
+    pub(crate) fn beside(self, given: Option<Ipv6Cidr>) -> Slaac {
+        Slaac { given, ..self }
     }
 
     fn is_enabled(&self) -> bool {
@@ -148,7 +156,11 @@ impl Slaac {
 
     /// The addresses of the interface.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = Ipv6Cidr> {
-        self.addresses.iter().filter(|lease| !lease.value.duplicate).map(|lease| lease.value.cidr)
+        let is_formed = |taken: &Taken| {
+            let address = taken.cidr.address();
+            !taken.duplicate && self.given.is_none_or(|given| !given.contains_addr(&address))
+        };
+        self.addresses.iter().map(|lease| lease.value).filter(is_formed).map(|taken| taken.cidr)
     }
 
     /// Where packets to other networks go.
@@ -403,6 +415,15 @@ mod tests {
         assert!(slaac.router().is_none() && slaac.addresses().count() == 1 && slaac.poll_at().is_none());
         assert!(slaac.receive(&advert(1800, &[]), 0) && slaac.router().is_some());
         assert!(slaac.receive(&advert(0, &[]), 0) && slaac.router().is_none());
+    }
+
+    #[test]
+    fn no_address_is_formed_in_the_prefix_of_one_that_the_command_line_gives() {
+        let given = Ipv6Cidr::new(Ipv6Address::new(0xfd01, 0, 0, 0, 0, 0, 0, 7), 64);
+        let mut slaac = Slaac::new(MAC, true, 0).beside(Some(given));
+        slaac.receive(&advert(1800, &[prefix(0xfd01, 7200, 3600), prefix(0xfd02, 7200, 3600)]), 0);
+        assert_eq!(slaac.addresses().collect::<Vec<_>>(), [own(0xfd02)]);
+        assert_eq!(slaac.router(), Some(ROUTER), "routers are heard");
     }
 
     #[test]

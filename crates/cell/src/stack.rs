@@ -183,7 +183,7 @@ impl Nic {
             interface,
             sockets,
             dns,
-            slaac: Slaac::new(mac, has_device && nic.slaac, now_ns),
+            slaac: Slaac::new(mac, has_device && nic.slaac, now_ns).beside(nic.ipv6),
             losses: RefCell::new(LossDetector::new(mac)),
             neighbors: Neighbors::default(),
             config: nic.clone(),

@@ -337,7 +337,9 @@ fn judge(old: &Model, before: &Part, after: &Part, keys: &[KeyChange]) -> (Actio
             if a.plan == b.plan && same_ports && a.spec.nics == b.spec.nics {
                 return (Action::Change, String::new());
             }
-            let rest = beyond(&live);
+            // A cell is told its address when it starts.
+            let is_told = |key: &&str| *key != "ip6" || b.spec.kind != file::MachineKind::Cell;
+            let rest = beyond(&live.iter().filter(|key| is_told(key)).copied().collect::<Vec<_>>());
             let why = match rest.is_empty() {
                 true => "what it is started with has changed: its links, or the programs of this machine".into(),
                 false => format!("{}: read when it starts", named(&rest)),

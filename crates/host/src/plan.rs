@@ -361,6 +361,21 @@ fn short(path: PathBuf) -> Result<PathBuf, PlanError> {
     if path.as_os_str().len() > 107 { Err(PlanError::LongPath { path }) } else { Ok(path) }
 }
 
+/// The words of a cell's command line that give it its fixed IPv6 addresses: in each of its first `nics` networks the first
+/// one of `ip6` within the prefix. Words of the file's own go before them.
+pub(crate) fn words6(fabric: &Fabric, m: &Machine, nics: usize) -> Vec<String> {
+    let Ip6::Only(list) = &m.ip6 else { return vec![] };
+    let word = |(i, nic): (usize, &file::Nic)| {
+        let network = fabric.network(&nic.network)?;
+        let mut fixed = list.iter().filter(|p| p.bits == 128).map(|p| p.base);
+        let ip6 = fixed.find(|ip| network.has_host((*ip).into()))?;
+        let key = if i == 0 { "ip6=".to_string() } else { format!("ip6.{i}=") };
+        let is_own = m.cmdline.split_whitespace().any(|word| word.starts_with(&key));
+        (!is_own).then(|| format!("{key}{ip6}/64"))
+    };
+    m.nics.iter().enumerate().take(nics).filter_map(word).collect()
+}
+
 /// The image of a cell; `None` for a VM.
 fn image(m: &Machine) -> Result<Option<PathBuf>, PlanError> {
     match &m.boot {
@@ -468,7 +483,8 @@ fn process(
     let shared: Vec<SharedMemory> = seats.iter().map(shared_memory).collect();
     let image = image(m)?;
     let (image, tsc) = (image.as_deref(), facts.tsc);
-    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image, tsc };
+    let words = words6(fabric, m, m.nics.len()).join(" ");
+    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image, tsc, words: &words };
     Ok(MachinePlan {
         name: m.name.clone(),
         argv: argv::build(m, devices, &shared, &with),
@@ -884,6 +900,25 @@ network = "ops"
         assert_eq!(plan.kernel.len(), 1);
         assert_eq!(plan.kernel[0].device, "tb-demo-ops");
         assert_eq!(plan.kernel[0].forwards[0].ip, web.nics[1].ip.unwrap());
+    }
+
+    #[test]
+    fn a_cell_is_told_the_first_fixed_address_of_each_network_unless_the_file_tells_another() {
+        let words = |more: &str, nics| {
+            let text = format!(
+                "name = \"demo\"\n[network.lan]\nipv6 = \"fd00:1:2:3::/64\"\n[network.ops]\nsubnet = \"10.88.0.0/24\"\n\
+                 ipv6 = \"fd00:1:2:4::/64\"\n[cell.web]\nimage = \"Cargo.toml\"\nnetwork = [\"lan\", \"ops\"]\n{more}"
+            );
+            let fabric = file::parse(&text, Path::new("demo.toml")).unwrap();
+            words6(&fabric, &fabric.machines[0], nics).join(" ")
+        };
+        let list =
+            "ip6 = [\"fd00:1:2:4::/64\", \"fd00:1:2:4::7\", \"fe80::7\", \"fd00:1:2:3::7\", \"fd00:1:2:3::8\"]\n";
+        assert_eq!(words(list, 2), "ip6=fd00:1:2:3::7/64 ip6.1=fd00:1:2:4::7/64");
+        assert_eq!(words(list, 1), "ip6=fd00:1:2:3::7/64");
+        assert_eq!(words(&format!("{list}args = \"x ip6=none\"\n"), 2), "ip6.1=fd00:1:2:4::7/64");
+        assert_eq!(words("ip6 = \"any\"\n", 2), "");
+        assert_eq!(words("", 2), "");
     }
 
     #[test]

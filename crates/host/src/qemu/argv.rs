@@ -54,6 +54,8 @@ pub struct Surroundings<'a> {
     pub image: Option<&'a Path>,
     /// Rate of the time-stamp counter, which emulation hands on as it is.
     pub tsc: Option<Tsc>,
+    /// What a cell's command line has of the fabric besides.
+    pub words: &'a str,
 }
 
 /// The socket of a machine's monitor (QMP).
@@ -126,7 +128,8 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
     match &machine.boot {
         Boot::Cell(_) => {
             let image = with.image.map(|p| p.display().to_string()).unwrap_or_default();
-            let mut words = format!("hostname={}{told} {}", machine.name, machine.cmdline);
+            let given = if with.words.is_empty() { String::new() } else { format!(" {}", with.words) };
+            let mut words = format!("hostname={}{told}{given} {}", machine.name, machine.cmdline);
             // Machines differ in the order in which a guest finds its devices; the first network's is to be the first.
             if machine.nics.len() > 1 && !words.contains("macs=") {
                 let macs: Vec<String> = machine.nics.iter().map(|nic| nic.mac.to_string()).collect();
@@ -264,6 +267,7 @@ mod tests {
             runtime: Path::new("/run/t"),
             image: Some(Path::new("/i")),
             tsc: Some(Tsc { khz: 2_300_000, told: true }),
+            words: "",
         }
     }
 

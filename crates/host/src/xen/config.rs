@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::file::{Boot, Fabric, Machine, MachineKind};
 use crate::log::shown;
+use crate::plan;
 
 /// Vifs of a cell, beside the first, that its command line can name (`ip.N=`).
 const NAMED_VIFS: usize = 2;
@@ -103,6 +104,7 @@ fn cell_words(fabric: &Fabric, machine: &Machine) -> String {
     if machine.queues > 1 && !machine.cmdline.contains("queues=") {
         out.push(format!("queues={}", machine.queues));
     }
+    out.extend(plan::words6(fabric, machine, 1 + NAMED_VIFS));
     out.push(machine.cmdline.clone());
     out.join(" ").trim_end().to_string()
 }
