@@ -59,7 +59,8 @@ pub enum LinkError {
     /// A sysctl that keeps peers from configuring this machine could not be set.
     #[error(
         "writing {}: {source}; without it a peer on the link could change the routes there. Make /proc/sys/net writable for \
-         this program; for a tap of the fabric's file, accept_ra = true accepts that instead", path.display()
+         this program. A tap of the fabric's file that is in a namespace, or in a network without a way out for IPv6, may have \
+         accept_ra = true instead, which accepts that", path.display()
     )]
     Closed { path: PathBuf, source: Errno },
     /// The kernel refused an operation.

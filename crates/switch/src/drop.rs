@@ -48,7 +48,8 @@ reasons! {
     LinkDown = "link_down",
     /// The frame's only destination is the port that it came from.
     Hairpin = "hairpin",
-    /// No port is there to take the frame.
+    /// No port is there to take the frame. A gateway has one for each router advertisement to all while no member is up,
+    /// such as the first one of a network.
     NoDestination = "no_destination",
     /// The destination is a group address that belongs to one link, such as that of pause frames or LLDP.
     Reserved = "reserved",

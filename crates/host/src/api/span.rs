@@ -77,7 +77,9 @@ pub(super) async fn put_report(
 pub(super) async fn report(State(app): State<App>) -> Result<Json<Span>, Answer> {
     let none = || {
         let answer = Answer::new(StatusCode::NOT_FOUND, "no report of tombolo-span has come");
-        answer.hint("tombolo-span does not run for this fabric: see docs/span.md")
+        answer.hint(
+            "start it beside the fabric by its unit tombolo-span@NAME, or `tombolo-span --config FILE` (docs/span.md)",
+        )
     };
     ask(&app.requests, Request::Span).await?.map(Json).ok_or_else(none)
 }
