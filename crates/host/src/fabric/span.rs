@@ -13,6 +13,8 @@
 //! - What was said stays until something else is said, however long the control plane is silent. A restarted daemon knows
 //!   nothing, and is told again.
 //! - A list that is equal to the one before it changes nothing.
+//! - One machine takes no places from the others: where the members of all do not fit, those of the machines that have most are
+//!   left out.
 //!
 //! # Conflicts
 //! They are found when a list comes, when members or leases change, and every [`LOOK`] while there are some. A guest can
@@ -251,6 +253,29 @@ impl Remotes {
             .flat_map(|(name, machine)| machine.members.iter().map(move |m| (name.as_str(), machine, m)))
     }
 
+    /// Leaves out members of the machines that have most, until all fit in [`MAX_PLACES`]: no machine has more than another
+    /// one that lacks places. Returns the machines that were cut, and by how many members.
+    fn share_places(&mut self) -> Vec<(String, usize)> {
+        let mut counts: Vec<usize> = self.machines.values().map(|machine| machine.members.len()).collect();
+        counts.sort_unstable();
+        let (mut room, mut most) = (MAX_PLACES, usize::MAX);
+        for (at, count) in counts.iter().enumerate() {
+            let share = room / (counts.len() - at);
+            if *count > share {
+                most = share;
+                break;
+            }
+            room -= count;
+        }
+        let full = self.machines.iter_mut().filter(|(_, machine)| machine.members.len() > most);
+        full.map(|(name, machine)| {
+            let left_out = machine.members.len() - most;
+            machine.members.truncate(most);
+            (name.clone(), left_out)
+        })
+        .collect()
+    }
+
     fn count(&self) -> usize {
         self.machines.values().map(|machine| machine.members.len()).sum()
     }
@@ -383,21 +408,24 @@ impl Running {
             known.told = Instant::now();
             return Ok(remotes.conflicts_of(machine));
         }
-        let others = remotes.count() - remotes.machines.get(machine).map_or(0, |before| before.members.len());
-        let full = if others + members.len() > MAX_PLACES {
-            Some((others + members.len(), "members on other machines", MAX_PLACES))
-        } else if remotes.machines.len() >= MAX_MACHINES && !remotes.machines.contains_key(machine) {
-            Some((MAX_MACHINES + 1, "other machines", MAX_MACHINES))
-        } else {
-            None
-        };
-        if let Some((found, what, most)) = full {
+        if remotes.machines.len() >= MAX_MACHINES && !remotes.machines.contains_key(machine) {
             return Err(FabricError::State(format!(
-                "the network {network} would have {found} {what}, at most {most} fit"
+                "the network {network} would have {} other machines, at most {MAX_MACHINES} fit",
+                MAX_MACHINES + 1
             )));
         }
         self.span.order = order;
         remotes.machines.insert(machine.into(), Machine { address, members, order, told: Instant::now() });
+        let cut = remotes.share_places();
+        for (name, left_out) in cut {
+            if self.span.ration.take(Instant::now()) {
+                let facts = Facts::of(network).network(network).cause(&name);
+                let text = format!(
+                    "{name} has more members than its share of the {MAX_PLACES} places of {network}: {left_out} are left out"
+                );
+                self.events.add(Kind::Span, facts, &text);
+            }
+        }
         self.settle_remotes(network)?;
         let none = RemoteConflicts { schema: SCHEMA, conflicts: vec![] };
         Ok(self.span.networks.get(network).map_or(none, |remotes| remotes.conflicts_of(machine)))
@@ -760,6 +788,30 @@ mod tests {
         {
             assert_eq!(is_machine_name(name), fits, "{name}");
         }
+    }
+
+    #[test]
+    fn no_machine_takes_places_that_another_one_lacks() {
+        let with = |counts: &[usize]| {
+            let one = |(n, count): (usize, &usize)| {
+                let member = Member { name: None, mac: mac(1), ips: vec![] };
+                let machine = Machine { members: vec![member; *count], ..machine(2, n as u64, &[]) };
+                (format!("node-{n}"), machine)
+            };
+            Remotes { machines: counts.iter().enumerate().map(one).collect(), ..Remotes::default() }
+        };
+        let counts = |remotes: &Remotes| remotes.machines.values().map(|m| m.members.len()).collect::<Vec<_>>();
+        let mut fits = with(&[MAX_MEMBERS, MAX_MEMBERS, MAX_MEMBERS, MAX_PLACES - 3 * MAX_MEMBERS]);
+        assert_eq!((fits.share_places(), fits.count()), (vec![], MAX_PLACES));
+        // Four that take all they may, and a small one that comes last.
+        let mut full = with(&[MAX_MEMBERS, MAX_MEMBERS, MAX_MEMBERS, MAX_MEMBERS, 40]);
+        let cut = full.share_places();
+        assert_eq!(counts(&full), [4086, 4086, 4086, 4086, 40]);
+        assert_eq!((cut.len(), &cut[0]), (4, &("node-0".to_string(), 10)));
+        assert!(full.count() <= MAX_PLACES);
+        let mut all = with(&[MAX_MEMBERS; 128]);
+        all.share_places();
+        assert_eq!(counts(&all), [MAX_PLACES / 128; 128]);
     }
 
     #[test]
