@@ -118,6 +118,10 @@ reasons! {
     UnknownRemote = "unknown_remote",
     /// A packet came to a tunnel with the identifier of another network.
     WrongVni = "wrong_vni",
+    /// A frame came through a tunnel from a remote that sends from more addresses than its share, while the table is full.
+    RemoteAddresses = "remote_addresses",
+    /// A frame to a group came through a tunnel from a remote that sends more of them than its share, while others need theirs.
+    RemoteStorm = "remote_storm",
 }
 
 impl Reason {

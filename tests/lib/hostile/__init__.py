@@ -61,6 +61,6 @@ def repeated(target, step):
 
 def load():
     """Imports all modules; gives the attacks by name."""
-    for name in ("api", "calls", "ivshmem", "segment", "stream", "vhost_user"):
+    for name in ("api", "calls", "ivshmem", "segment", "stream", "tunnel", "vhost_user"):
         importlib.import_module("." + name, __package__)
     return ATTACKS

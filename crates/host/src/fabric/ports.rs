@@ -287,6 +287,7 @@ fn attach(
                 mtu,
                 learning: tunnel.learning,
                 directory: directory.clone(),
+                storm: plan.traffic.storm,
                 netns: None,
             };
             Box::new(VxlanPort::open(&config, registration, handed).map_err(text)?)

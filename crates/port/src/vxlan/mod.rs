@@ -19,6 +19,12 @@
 //! no protection from a machine on the way that forges source addresses: VXLAN has no authentication. Put it on a network that you
 //! trust, or on WireGuard.
 //!
+//! # A hostile remote
+//! It can send what it likes as any member whose port is not guarded, since nothing of a frame proves where it comes from.
+//! But it takes nothing from other remotes: addresses and frames to groups are shared fairly ([`table`], [`share`]), and the
+//! details of the port name a remote that wants more. What it sends at once is bounded by the kernel's receive buffer, which all
+//! remotes share; only a firewall below divides that.
+//!
 //! # MTU
 //! The headers of the tunnel take 50 bytes of the path's MTU, with IPv6 70. Outer packets are never sent in fragments (RFC 7348
 //! §4.3): a frame that is too long for the path is dropped as `tunnel_too_long`.
@@ -38,6 +44,7 @@
 
 mod answer;
 mod directory;
+mod share;
 mod table;
 
 use std::collections::VecDeque;
@@ -52,6 +59,7 @@ use tombolo_ring::vxlan::{self, HEADER_BYTES, Vni};
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
+use tombolo_switch::limit::Storm;
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
 
 use crate::link::{Condition, Interface, LinkError, Monitor, Netns, drop_reason};
@@ -61,6 +69,7 @@ use crate::sys::{self, Piece};
 pub use answer::{Answer, answer_to};
 use directory::Known;
 pub use directory::{Directory, MAX_ADDRESSES, MAX_PLACES, Places};
+use share::Shares;
 use table::Table;
 pub use table::{AGE, MAX_ENTRIES};
 
@@ -100,6 +109,8 @@ pub struct VxlanConfig {
     pub learning: bool,
     /// What the control plane says of the members at the remotes.
     pub directory: Directory,
+    /// What the remotes may send to groups, all together.
+    pub storm: Storm,
     /// The namespace of the sockets.
     pub netns: Option<Netns>,
 }
@@ -181,6 +192,7 @@ pub struct VxlanPort {
     look_due: bool,
     now: Nanos,
     table: Table,
+    shares: Shares,
     /// The kernel cuts messages into datagrams.
     cuts: bool,
     inbox: Inbox,
@@ -262,7 +274,8 @@ impl VxlanPort {
             next_look: Nanos(0),
             look_due: false,
             now: Nanos(0),
-            table: Table::default(),
+            table: Table::new(config.remotes.len()),
+            shares: Shares::new(config.remotes.len(), config.storm),
             cuts: true,
             inbox: Inbox::new(SLOTS, STRIDE_BYTES),
             got: Vec::with_capacity(SLOTS),
@@ -296,6 +309,7 @@ impl VxlanPort {
     fn look_up_places(&mut self) {
         let remotes = &self.config.remotes;
         self.known.look(|end| remotes.iter().position(|remote| remote.ip() == end).map(|at| at as u16));
+        self.table.leave_room_for(self.known.len().0);
     }
 
     /// Whether `frame`, which would go to all remotes, was a question that has its answer now.
@@ -509,8 +523,18 @@ impl Port for VxlanPort {
                 drops.count(Reason::Runt, 1);
                 continue;
             };
-            if self.config.learning {
-                self.table.learn(source, remote, self.now);
+            // The control plane's members need no place. Other addresses have one also where nothing is learned from them: a
+            // machine that sends from ever new ones would push those of the others out of the switch's table.
+            let is_placed = self.known.remote(source) == Some(remote);
+            if !is_placed && !self.table.learn(source, remote, self.now) {
+                self.shares.refused[usize::from(remote)].addresses += 1;
+                drops.count(Reason::RemoteAddresses, 1);
+                continue;
+            }
+            let destination = frame.first_chunk().copied().unwrap_or_default();
+            if !self.shares.admit(remote, destination, self.now) {
+                drops.count(Reason::RemoteStorm, 1);
+                continue;
             }
             batch.push(Foreign::from(frame), Offload::NONE);
         }
@@ -644,6 +668,7 @@ impl Port for VxlanPort {
             ("learning", learning.to_string()),
             ("addresses", format!("{} of {MAX_ENTRIES}", self.table.len())),
             ("addresses_refused", self.table.refused.to_string()),
+            ("limited_remotes", self.shares.named(&self.config.remotes)),
             ("cut_by_kernel", self.cuts.to_string()),
             ("places", format!("{} of {MAX_PLACES}", self.known.len().0)),
             ("answered_addresses", self.known.len().1.to_string()),

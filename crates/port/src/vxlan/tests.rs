@@ -50,7 +50,7 @@ fn address(text: &str) -> SocketAddr {
 /// A tunnel in this namespace.
 fn tunnel(local: SocketAddr, remotes: Vec<SocketAddr>) -> VxlanConfig {
     let (vni, directory) = (Vni::new(VNI).unwrap(), Directory::default());
-    VxlanConfig { vni, local, remotes, mtu: 1500, learning: true, directory, netns: None }
+    VxlanConfig { vni, local, remotes, mtu: 1500, learning: true, directory, storm: Storm::OFF, netns: None }
 }
 
 /// Two namespaces with a cable between them: the port's, and the one with the kernel's end of the tunnel.
@@ -250,6 +250,54 @@ fn an_address_that_was_heard_from_a_remote_is_sent_to_that_remote_alone() {
         assert_eq!(send(&mut port, &answers), [3; 3], "a silent one is forgotten");
         drop(port);
     }
+}
+
+#[test]
+fn a_hostile_remote_takes_no_room_from_the_others_and_is_named() {
+    let here = |n: u8| format!("127.83.{n}.1").parse::<IpAddr>().unwrap();
+    let remotes = [1, 2].map(|n| UdpSocket::bind((here(n), PORT)).unwrap());
+    let ends = remotes.iter().map(|socket| socket.local_addr().unwrap()).collect();
+    let config =
+        VxlanConfig { storm: Storm::default(), learning: false, ..tunnel(SocketAddr::new(here(0), PORT), ends) };
+    let reactor = crate::reactor::Reactor::new().unwrap();
+    let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
+    let mut port = VxlanPort::open(&config, registration, None).unwrap();
+    port.service(Nanos(1)).unwrap();
+    let mut drops = Drops::default();
+    // Sends frames and takes them in at once, so that no buffer overflows; gives how many came.
+    let mut through = |port: &mut VxlanPort, remote: usize, frames: &mut dyn Iterator<Item = Vec<u8>>| {
+        let mut came = 0;
+        loop {
+            let sent = (&mut *frames).take(SLOTS / 2).inspect(|frame| {
+                remotes[remote].send_to(&[&vxlan::header(config.vni)[..], frame].concat(), config.local).unwrap();
+            });
+            if sent.count() == 0 {
+                return came;
+            }
+            // Loopback delivers before `send_to` returns.
+            let mut batch = Batch::with_capacity(SLOTS);
+            port.receive(SLOTS, &mut batch, &mut drops).unwrap();
+            came += batch.frames().len();
+            drop(batch);
+            port.release().unwrap();
+        }
+    };
+    let made = |destination: [u8; 6], n: u32| {
+        let mut bytes = frame(1, 60);
+        bytes[..6].copy_from_slice(&destination);
+        bytes[6..12].copy_from_slice(&[2, 1, (n >> 24) as u8, (n >> 16) as u8, (n >> 8) as u8, n as u8]);
+        bytes
+    };
+    let one = [2, 0, 0, 0, 0, 9];
+    let count = MAX_ENTRIES + 500;
+    assert_eq!(through(&mut port, 0, &mut (0..count as u32).map(|n| made(one, n))), MAX_ENTRIES);
+    assert_eq!(through(&mut port, 1, &mut (0..100).map(|n| made(one, 1 << 24 | n))), 100, "the other has its places");
+    assert_eq!(through(&mut port, 0, &mut (0..2000).map(|_| made([0xff; 6], 1))), 750, "its share, and the pool");
+    assert_eq!(through(&mut port, 1, &mut (0..200).map(|_| made([0xff; 6], 1 << 24))), 200);
+    assert_eq!(through(&mut port, 0, &mut (0..100).map(|_| made(one, 1))), 100, "its other frames pass");
+    assert_eq!((drops.of(Reason::RemoteAddresses), drops.of(Reason::RemoteStorm)), (500, 1250), "{drops:?}");
+    let named = port.details().into_iter().find(|(key, _)| *key == "limited_remotes").unwrap().1;
+    assert_eq!(named, "127.83.1.1 (1250 frames to groups, 500 from further addresses)");
 }
 
 #[test]
