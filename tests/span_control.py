@@ -162,7 +162,7 @@ def test_a_machine_under_anothers_name_and_one_of_another_authority_are_not_beli
         three.others = [1, 2]
         three.start("--keys", foreign)
         one.waits(2 * LEASE_S)
-        assert three.mac() not in json.dumps(one.remotes()) and three.states() in ({}, {"node-1": "gone", "node-2": "gone"}), three.states()
+        assert three.mac() not in json.dumps(one.remotes()) and three.states() in ({}, {"node-1": "unheard", "node-2": "unheard"}), three.states()
         assert one.pings(two)
 
 

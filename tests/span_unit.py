@@ -208,7 +208,7 @@ def test_the_unit_of_a_user_runs_beside_the_users_fabric():
         user.systemctl("start", "tombolo@demo.service")
         until("the fabric", lambda: "the fabric answers" in states()["StatusText"], PATIENCE_S)
         shown = user.run(user.program, "span", "status", "--fabric", "mine").stdout
-        assert shown.startswith("node-1  of site default") and "node-2   gone" in shown, shown
+        assert shown.startswith("node-1  of site default") and "node-2   unheard" in shown, shown
         user.systemctl("stop", unit, "tombolo@demo.service")
         assert states()["Result"] == "success" and states()["ActiveState"] == "inactive", states()
         user.run(user.program, "down", "--fabric", "mine", check=False)

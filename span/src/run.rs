@@ -262,14 +262,9 @@ impl Run {
         let machines = self.control.peers(now).into_iter().map(|peer| {
             let ends: BTreeSet<String> =
                 peer.networks.iter().filter_map(|(_, end)| end.map(|end| end.to_string())).collect();
-            // The daemon's report knows three states.
-            let state = match peer.state {
-                PeerState::Unheard | PeerState::Gone => "gone",
-                state => state.name(),
-            };
             serde_json::json!({
                 "name": peer.name,
-                "state": state,
+                "state": peer.state.name(),
                 "rtt_us": self.round_trips.get(&peer.name).map(|time| time.as_micros() as u64),
                 // Since this program's start, where it was never heard.
                 "heard_s": now.saturating_sub(peer.heard.unwrap_or_default()).as_secs_f64(),

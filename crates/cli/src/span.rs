@@ -110,13 +110,20 @@ fn machines(answer: &Answer) -> Table {
     let mut table = Table::new(&["MACHINE", "STATE", ">RTT", ">HEARD", ">MEMBERS", "NETWORKS", "ADDRESSES"]);
     for m in &answer.report.machines {
         // What the report says is as old as the report.
-        let heard = span(m.heard_s + answer.age_s);
+        let heard = match m.state {
+            SpanState::Unheard => "never".into(),
+            _ => span(m.heard_s + answer.age_s),
+        };
         let rtt = m.rtt_us.map_or_else(|| "-".into(), |us| format!("{:.2} ms", us as f64 / 1000.0));
         let addresses: Vec<_> = m.addresses.iter().map(ToString::to_string).collect();
         let (members, networks) = (m.members.to_string(), dash(&m.networks));
         let notes = table.row(&[&m.name, m.state.word(), &rtt, &heard, &members, &networks, &dash(&addresses)]);
-        if m.state == SpanState::Gone {
-            notes.push("what it said is forgotten".into());
+        match m.state {
+            SpanState::Gone => notes.push("what it said is forgotten".into()),
+            SpanState::Unheard => {
+                notes.push("it was never heard: does its tombolo-span run, with this machine as a peer?".into())
+            }
+            SpanState::Up | SpanState::Stale => {}
         }
     }
     table
@@ -161,7 +168,11 @@ mod tests {
                 pid: 123,
                 uptime_s: 61.0,
                 site: "demo".into(),
-                machines: vec![machine("node-2", SpanState::Up, Some(210)), machine("node-3", SpanState::Gone, None)],
+                machines: vec![
+                    machine("node-2", SpanState::Up, Some(210)),
+                    machine("node-3", SpanState::Gone, None),
+                    machine("node-4", SpanState::Unheard, None),
+                ],
                 networks: vec![SpanNetwork { name: "lan".into(), local: 3, remote: 12 }],
                 conflicts: vec![SpanConflict {
                     network: "lan".into(),
@@ -202,6 +213,7 @@ mod tests {
         assert!(text.contains("~/.config/tombolo/home.span.toml") && !text.contains("apt"), "{text}");
         // A file elsewhere is no unit's.
         assert!(advice(true, true, Path::new("/srv/lab/demo.toml")).contains("tombolo-span@NAME"));
+        assert_eq!(words("node-4")[..4], ["node-4", "unheard", "-", "never"]);
     }
 
     #[test]

@@ -629,6 +629,8 @@ pub struct SpanReport {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SpanState {
+    /// It was never heard since tombolo-span was started.
+    Unheard,
     /// It is heard.
     Up,
     /// It has not been heard for a while; what it said is kept.
@@ -642,6 +644,7 @@ impl SpanState {
     /// As in the report.
     pub fn word(self) -> &'static str {
         match self {
+            SpanState::Unheard => "unheard",
             SpanState::Up => "up",
             SpanState::Stale => "stale",
             SpanState::Gone => "gone",
@@ -659,7 +662,7 @@ pub struct SpanMachine {
     /// Round trip to it in microseconds; null where it is not known.
     #[serde(default)]
     pub rtt_us: Option<u64>,
-    /// Seconds since it was heard last.
+    /// Seconds since it was heard last; since tombolo-span was started, where it was never heard.
     pub heard_s: f64,
     /// Members that it has in networks that this machine has too.
     pub members: u64,
