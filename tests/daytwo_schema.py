@@ -22,7 +22,7 @@ json.dump([[error.message for error in validator.iter_errors(document)] for docu
 """
 # Faults that only the whole file or the machine shows; the schema's description says so.
 BEYOND_IT = {
-    "across-forward", "across-names", "bad-subnet", "container-ip6", "derived-doubled-name", "derived-no-lease", "derived-unknown-network", "derived-wrong-subnet", "dhcp-backwards",
+    "across-forward", "across-names", "ip6-of-the-network", "machines-none", "machines-one", "machines-versions", "bad-subnet", "container-ip6", "derived-doubled-name", "derived-no-lease", "derived-unknown-network", "derived-wrong-subnet", "dhcp-backwards",
     "doubled-device", "doubled-ip", "doubled-mac", "doubled-name", "forward-doubled-listener", "forward-ipv6-listener",
     "forward-ipv6-without-a-way", "forward-one-port-of-passt",
     "forward-to-a-member-of-another-network", "forward-to-address-outside", "forward-to-unknown-address", "forward-unknown-member",

@@ -42,10 +42,10 @@ class Fabric:
     """`tombolo up` in the foreground, on a file written into `folder` (one of `scratch()`), with its runtime files there too.
 
     The `with` ends it by SIGTERM and then SIGKILL. `kill` and `start` are for tests of what a crash leaves behind. `process.started` is
-    when the daemon was started last, by time.monotonic(). `options` are further ones of `up`.
+    when the daemon was started last, by time.monotonic(). `options` are further ones of `up`. `machine` is the one meant, of a file for several.
     """
 
-    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True, options=()):
+    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True, options=(), machine=None):
         if not PROGRAM.exists():
             raise Skip(f"{PROGRAM} is not built: run ./x build")
         self.folder, self.netns, self.nice, self.own_mounts, self.options = folder, netns, nice, own_mounts, options
@@ -53,6 +53,9 @@ class Fabric:
         self.file.write_text(text)
         self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
         self.name = tomllib.loads(text)["name"]
+        if machine:
+            self.options = ("--machine", machine, *options)
+            self.name = self.env["TOMBOLO_FABRIC"] = f"{self.name}-{machine}"
         self.devices_before = []
         if netns is not None:
             links = subprocess.run(["ip", "-n", str(netns), "-j", "link"], capture_output=True, text=True, check=True).stdout

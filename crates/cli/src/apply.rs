@@ -9,13 +9,15 @@ use tombolo_host::{file, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::select::{DEFAULT_FILE, Select};
+use crate::select::{DEFAULT_FILE, OfMachine, Select};
 
 #[derive(Args, Debug)]
 pub(crate) struct Apply {
     /// Fabric file [default: that of --file, else tombolo.toml]
     #[arg(value_name = "FILE", conflicts_with = "file")]
     path: Option<PathBuf>,
+    #[command(flatten)]
+    of: OfMachine,
     /// Only print what would be done
     #[arg(long)]
     dry_run: bool,
@@ -29,7 +31,7 @@ impl Apply {
         let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
         let path = std::path::absolute(&path)?;
         // The rest of the file is for the daemon to judge, which may know other folders of images.
-        let name = file::name_of(&path)?;
+        let name = file::name_of(&path, self.of.which())?;
         if let Some(other) = select.fabric.as_ref().filter(|other| **other != name) {
             return Err(Failure::misused(format!(
                 "--fabric: expected \"{other}\", but {} is of the fabric \"{name}\"",
@@ -44,7 +46,7 @@ impl Apply {
         let report = match client.apply(&text, &query) {
             // A faulty file may be why another fabric was looked for.
             Err(error) if error.is_absent() => {
-                file::load(&path)?;
+                file::load_on(&path, self.of.which())?;
                 return Err(error.into());
             }
             answer => answer?,

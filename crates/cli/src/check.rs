@@ -5,18 +5,20 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde::Serialize;
 use tombolo_host::fabric::{self, standing};
-use tombolo_host::file::{self, FileError, Problem};
+use tombolo_host::file::{self, FileError, Problem, Which};
 use tombolo_host::{preflight, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::select::{DEFAULT_FILE, Select};
+use crate::select::{DEFAULT_FILE, OfMachine, Select};
 
 #[derive(Args, Debug)]
 pub(crate) struct Check {
     /// Fabric file [default: tombolo.toml]
     #[arg(value_name = "FILE", conflicts_with = "file")]
     path: Option<PathBuf>,
+    #[command(flatten)]
+    of: OfMachine,
     /// Print the faults as JSON
     #[arg(long)]
     json: bool,
@@ -47,13 +49,26 @@ struct Fault<'a> {
 impl Check {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
-        let (spec, places) = match file::load_with_places(&path) {
+        // Without a named one the file is checked all the same, for all of its machines.
+        let which = self.of.machine.as_deref().map_or(Which::Any, Which::Named);
+        let (spec, places) = match file::load_with_places(&path, which) {
             Ok(read) => read,
             Err(FileError::Faulty { problems, .. }) if self.json => {
-                return self.report(&path, file::name_of(&path).ok(), "file", &problems, Exit::Misused);
+                return self.report(&path, file::name_of(&path, which).ok(), "file", &problems, Exit::Misused);
             }
             Err(error) => return Err(error.into()),
         };
+        if let Some(here) = spec.here.as_ref().filter(|here| !here.is_chosen) {
+            if self.json {
+                return self.report(&path, None, "file", &[], Exit::Done);
+            }
+            out::print(&format!(
+                "{}: no faults in the file, on each of its {}; what it needs of a machine is checked with --machine NAME\n",
+                path.display(),
+                out::counted(1 + here.others.len(), "machine"),
+            ))?;
+            return Ok(Exit::Done);
+        }
         let folder = rundir::runtime_root()?.join(&spec.name);
         let facts = fabric::facts(&spec, folder.clone());
         let standing = standing::of_running(&folder);

@@ -11,7 +11,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,8 @@ enum What {
     Fabric,
     Network,
     Machine,
+    /// A machine of a file for several.
+    Host,
     Port,
     Link,
     Service,
@@ -58,6 +60,11 @@ enum What {
 /// Command, argument, and what the argument names.
 const NAMES: &[(&str, &str, What)] = &[
     ("", "fabric", What::Fabric),
+    ("up", "machine", What::Host),
+    ("check", "machine", What::Host),
+    ("apply", "machine", What::Host),
+    ("down", "machine", What::Host),
+    ("span settings", "machine", What::Host),
     ("events", "names", What::Subject),
     ("logs", "members", What::Log),
     ("wait", "name", What::Awaited),
@@ -157,6 +164,10 @@ fn names(what: What, asked: &[OsString]) -> Vec<Name> {
         What::Service => soon(|| services().unwrap_or_default()),
         What::Network => known(asked).networks,
         What::Machine => known(asked).machines,
+        What::Host => {
+            let file = file_of(asked);
+            soon(move || hosts(&file))
+        }
         What::Port => known(asked).ports,
         What::Link => known(asked).links,
         What::Log => with(known(asked).machines, &[("daemon", "the daemon's own log")]),
@@ -184,6 +195,25 @@ fn with(mut names: Vec<Name>, more: &[(&str, &str)]) -> Vec<Name> {
 fn fabrics(root: &Path) -> Vec<Name> {
     let about = |runs| if runs { "runs" } else { "does not run" };
     ls::names(root).into_iter().map(|(name, runs)| (name, about(runs).into())).collect()
+}
+
+/// The file that the words of the command line name, with `--file` or without.
+fn file_of(words: &[OsString]) -> PathBuf {
+    let alone =
+        || words.iter().skip(1).find(|word| Path::new(word).extension().is_some_and(|end| end == "toml")).cloned();
+    value_of(words, &["--file", "-f"]).or_else(alone).map_or_else(|| DEFAULT_FILE.into(), Into::into)
+}
+
+/// The machines of a file for several.
+fn hosts(file: &Path) -> Vec<Name> {
+    let mut text = Vec::new();
+    let read = std::fs::File::open(file).and_then(|file| file.take(FILE_LIMIT_BYTES).read_to_end(&mut text));
+    let names = read.map(|_| file::names(&String::from_utf8_lossy(&text))).unwrap_or_default();
+    names
+        .into_iter()
+        .filter(|(word, _)| *word == "machine")
+        .map(|(_, name)| (name, "machine of the file".into()))
+        .collect()
 }
 
 fn services() -> Option<Vec<Name>> {
@@ -232,6 +262,7 @@ impl Known {
             let entry = (name, word.to_string());
             match word {
                 "network" => known.networks.push(entry),
+                "machine" => {}
                 "link" => known.links.push(entry),
                 "cell" | "vm" => {
                     known.ports.push(entry.clone());
@@ -333,6 +364,18 @@ mod tests {
             let known = NAMES.iter().any(|(p, a, _)| (p, a) == (&path.as_str(), &argument.as_str()));
             let is_new = new.contains(&(path, argument));
             assert_eq!(names && !is_new, known && names, "{path} {argument} <{value}>: add it to NAMES");
+        }
+    }
+
+    #[test]
+    fn the_machines_of_the_named_file_are_offered() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("all.toml");
+        std::fs::write(&path, "[machine.node-1]\naddress = 7\n[machine.node-2]\n[cell.web]\n[").unwrap();
+        for line in [format!("tombolo up {} --machine", path.display()), format!("tombolo down -f {}", path.display())]
+        {
+            let found: Vec<_> = names(What::Host, &words(&line)).into_iter().map(|(name, _)| name).collect();
+            assert_eq!(found, ["node-1", "node-2"], "{line}");
         }
     }
 

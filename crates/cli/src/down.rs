@@ -6,14 +6,17 @@ use tombolo_host::daemon;
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::select::Select;
+use crate::select::{OfMachine, Select};
 
 #[derive(Args, Debug)]
-pub(crate) struct Down {}
+pub(crate) struct Down {
+    #[command(flatten)]
+    of: OfMachine,
+}
 
 impl Down {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        let client = select.client()?;
+        let client = select.client_on(&self.of)?;
         let name = client.fabric().to_string();
         // What is going to be gone; a fabric that cannot say may end all the same.
         let stood = client.status();

@@ -22,12 +22,14 @@ const EXAMPLES: &[Examples] = &[
             ("tombolo up", "in the foreground; Ctrl-C stops the fabric"),
             ("tombolo up -d --wait=120 examples/demo.toml", "in the background, once its machines are up"),
             ("tombolo up --replace -d", "a new daemon; the machines run on"),
+            ("tombolo up -d --machine node-1 all.toml", "this machine's part of a file for several"),
         ],
     ),
     (
         "check",
         &[
             ("tombolo check", ""),
+            ("tombolo check --machine node-1 all.toml", "also what the file needs of this machine"),
             ("tombolo check --json demo.toml | jq '.faults[] | [.line, .key, .expected]'", "for an editor or CI"),
         ],
     ),
@@ -208,6 +210,13 @@ const EXAMPLES: &[Examples] = &[
             ("tombolo span status --fabric demo", ""),
             ("tombolo span status --json | jq -r '.report.machines[] | select(.state != \"up\") | .name'", ""),
         ],
+    ),
+    (
+        "span settings",
+        &[(
+            "tombolo span settings -f all.toml --machine node-1 > home.span.toml",
+            "for tombolo-span --config home.span.toml",
+        )],
     ),
     ("version", &[("tombolo version", ""), ("tombolo version --json", "")]),
     (

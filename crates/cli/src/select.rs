@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use tombolo_host::api::client::Client;
+use tombolo_host::file::Which;
 use tombolo_host::{file, rundir};
 
 use crate::exit::Failure;
@@ -28,7 +29,37 @@ pub(crate) struct Select {
     pub(crate) file: Option<PathBuf>,
 }
 
+/// Which machine of a fabric file for several.
+#[derive(Args, Debug, Default)]
+pub(crate) struct OfMachine {
+    /// Machine of a fabric file for several [default: the only one, or the one with this host's name]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) machine: Option<String>,
+}
+
+impl OfMachine {
+    pub(crate) fn which(&self) -> Which<'_> {
+        Which::of(self.machine.as_deref())
+    }
+}
+
 impl Select {
+    /// The fabric's name, that of a machine where one is named.
+    pub(crate) fn name_on(&self, root: &Path, of: &OfMachine) -> Result<String, Failure> {
+        if of.machine.is_none() {
+            return self.name(root);
+        }
+        let path = self.file.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
+        let name = file::name_of(path, of.which())?;
+        match &self.fabric {
+            Some(fabric) if *fabric != name => Err(Failure::misused(format!(
+                "--machine: expected a machine of the fabric \"{fabric}\", but {} makes it \"{name}\"",
+                path.display()
+            ))),
+            _ => Ok(name),
+        }
+    }
+
     /// The fabric's name.
     pub(crate) fn name(&self, root: &Path) -> Result<String, Failure> {
         if let Some(name) = &self.fabric {
@@ -41,10 +72,10 @@ impl Select {
             return Ok(name.clone());
         }
         if let Some(file) = &self.file {
-            return Ok(file::name_of(file)?);
+            return Ok(file::name_of(file, Which::This)?);
         }
         if Path::new(DEFAULT_FILE).exists() {
-            return Ok(file::name_of(Path::new(DEFAULT_FILE))?);
+            return Ok(file::name_of(Path::new(DEFAULT_FILE), Which::This)?);
         }
         let running = rundir::running(root);
         match running.as_slice() {
@@ -62,8 +93,13 @@ impl Select {
 
     /// A client of the fabric.
     pub(crate) fn client(&self) -> Result<Client, Failure> {
+        self.client_on(&OfMachine::default())
+    }
+
+    /// A client of the fabric, on a machine where one is named.
+    pub(crate) fn client_on(&self, of: &OfMachine) -> Result<Client, Failure> {
         let root = rundir::runtime_root()?;
-        let name = self.name(&root)?;
+        let name = self.name_on(&root, of)?;
         Ok(Client::new(&name, &rundir::api_socket(&root, &name))?)
     }
 }
@@ -92,6 +128,12 @@ mod tests {
         std::fs::write(&path, "name = \"demo\"\n[netwrok.lan]\n[cell.x]\n").unwrap();
         let select = Select { fabric: None, file: Some(path.clone()) };
         assert_eq!(select.name(dir.path()).unwrap(), "demo");
+        std::fs::write(&path, "name = \"demo\"\n[machine.a]\n[machine.b]\n[cell.x]\n").unwrap();
+        let of = |name: &str| OfMachine { machine: Some(name.into()) };
+        assert_eq!(select.name_on(dir.path(), &of("b")).unwrap(), "demo-b");
+        assert!(select.name_on(dir.path(), &of("c")).is_err());
+        let other = Select { fabric: Some("demo-a".into()), file: Some(path.clone()) };
+        assert!(other.name_on(dir.path(), &of("b")).is_err() && other.name_on(dir.path(), &of("a")).is_ok());
         std::fs::remove_file(path).unwrap();
         assert!(select.name(dir.path()).is_err());
     }

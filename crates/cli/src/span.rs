@@ -5,11 +5,12 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 use tombolo_host::api::client::{Client, ClientError};
 use tombolo_host::api::report::{Span as Answer, SpanState};
+use tombolo_host::file;
 use tombolo_host::qemu::probe::which;
 
 use crate::exit::{Exit, Failure};
 use crate::out::{self, Table, Tone, counted, span, toned};
-use crate::select::Select;
+use crate::select::{DEFAULT_FILE, OfMachine, Select};
 
 /// Older reports are those of a program that may have ended. It sends one every second or so.
 const OLD_S: f64 = 10.0;
@@ -18,6 +19,8 @@ const OLD_S: f64 = 10.0;
 pub(crate) enum Span {
     /// Show the other machines, the networks that they share, and addresses that two of them have
     Status(StatusArgs),
+    /// Print the settings of this machine's tombolo-span, as the fabric file says them in [span] and [machine.NAME]
+    Settings(OfMachine),
 }
 
 #[derive(Args, Debug)]
@@ -29,7 +32,10 @@ pub(crate) struct StatusArgs {
 
 impl Span {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        let Span::Status(StatusArgs { json }) = self;
+        let json = match self {
+            Span::Status(StatusArgs { json }) => json,
+            Span::Settings(of) => return settings(select, of),
+        };
         let client = select.client()?;
         let answer = match client.span() {
             Err(ClientError::Refused { status: 404, .. }) => {
@@ -45,6 +51,18 @@ impl Span {
         }
         Ok(Exit::Done)
     }
+}
+
+/// Prints what tombolo-span takes with `--config`.
+fn settings(select: &Select, of: &OfMachine) -> Result<Exit, Failure> {
+    let path = select.file.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
+    let spec = file::load_on(path, of.which())?;
+    let text = file::span_settings(&spec).ok_or_else(|| {
+        let found = format!("{}: expected a section [span] beside sections [machine.NAME], found none", path.display());
+        Failure::misused(format!("{found} (docs/span.md)"))
+    })?;
+    out::print(&text)?;
+    Ok(Exit::Done)
 }
 
 /// What to do where it does not run.
@@ -195,6 +213,7 @@ mod tests {
         assert_eq!(text.lines().next(), Some("node-1  of site demo, tombolo-span up 1 min 1 s, process 123"));
         assert_eq!(words("node-2"), ["node-2", "up", "0.21", "ms", "1", "s", "12", "lan", "192.0.2.2"]);
         assert_eq!(words("node-3")[..3], ["node-3", "gone", "-"]);
+        assert_eq!(words("node-4")[..4], ["node-4", "unheard", "-", "never"]);
         assert_eq!(words("lan  "), ["lan", "3", "12"]);
         assert!(text.contains("10.87.0.12") && text.contains("node-1 node-2"), "{text}");
         assert!(text.contains("! 1 conflict\n") && !text.contains("may have ended"), "{text}");
@@ -213,7 +232,6 @@ mod tests {
         assert!(text.contains("~/.config/tombolo/home.span.toml") && !text.contains("apt"), "{text}");
         // A file elsewhere is no unit's.
         assert!(advice(true, true, Path::new("/srv/lab/demo.toml")).contains("tombolo-span@NAME"));
-        assert_eq!(words("node-4")[..4], ["node-4", "unheard", "-", "never"]);
     }
 
     #[test]

@@ -24,12 +24,13 @@ use serde::{Deserialize, Serialize};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
 use tombolo_host::daemon::Start;
+use tombolo_host::file::Which;
 use tombolo_host::process::Process;
 use tombolo_host::{confine, daemon, file, log, notify, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::select::{DEFAULT_FILE, Select};
+use crate::select::{DEFAULT_FILE, OfMachine, Select};
 use crate::wait::is_hopeless;
 
 #[derive(Args, Debug)]
@@ -37,6 +38,8 @@ pub(crate) struct Up {
     /// Fabric file [default: tombolo.toml]
     #[arg(value_name = "FILE", conflicts_with = "file")]
     path: Option<PathBuf>,
+    #[command(flatten)]
+    of: OfMachine,
     /// Run as a daemon; return once the fabric is up
     #[arg(short, long)]
     daemon: bool,
@@ -94,9 +97,9 @@ impl Up {
             return self.detach(&path);
         }
         if let Some(starter) = self.answer_on_stdout {
-            return serve_as_daemon(&path, self.start(), starter);
+            return serve_as_daemon(&path, self.of.which(), self.start(), starter);
         }
-        let spec = file::load(&path)?;
+        let spec = file::load_on(&path, self.of.which())?;
         if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
             let found =
                 format!("--fabric: expected \"{name}\", but {} is of the fabric \"{}\"", path.display(), spec.name);
@@ -110,9 +113,10 @@ impl Up {
     }
 
     /// The options that the daemon itself needs.
-    fn words(&self) -> impl Iterator<Item = &'static str> {
-        let replace = self.replace.then_some("--replace");
-        replace.into_iter().chain(self.leave_on_term.then_some("--leave-on-term"))
+    fn words(&self) -> impl Iterator<Item = String> {
+        let replace = self.replace.then(|| "--replace".to_string());
+        let machine = self.of.machine.as_ref().map(|name| format!("--machine={name}"));
+        replace.into_iter().chain(self.leave_on_term.then(|| "--leave-on-term".to_string())).chain(machine)
     }
 
     fn detach(&self, path: &Path) -> Result<Exit, Failure> {
@@ -332,8 +336,8 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
 }
 
 /// Writes to the daemon's log, which is its standard error until the log is rotated.
-fn log_say(path: &Path) -> tombolo_host::fabric::Say {
-    let folder = file::name_of(path).ok().and_then(|name| Some(rundir::runtime_root().ok()?.join(name)));
+fn log_say(path: &Path, which: Which<'_>) -> tombolo_host::fabric::Say {
+    let folder = file::name_of(path, which).ok().and_then(|name| Some(rundir::runtime_root().ok()?.join(name)));
     let log = folder.and_then(|folder| log::Log::open(&folder.join("log")).ok()).map(Mutex::new);
     Arc::new(move |line: &str| {
         let head = format!("{} ", timestamp(SystemTime::now()));
@@ -349,7 +353,7 @@ fn log_say(path: &Path) -> tombolo_host::fabric::Say {
     })
 }
 
-fn serve_as_daemon(path: &Path, start: Start, starter: u32) -> Result<Exit, Failure> {
+fn serve_as_daemon(path: &Path, which: Which<'_>, start: Start, starter: u32) -> Result<Exit, Failure> {
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
     let begun = Instant::now();
@@ -364,7 +368,7 @@ fn serve_as_daemon(path: &Path, start: Start, starter: u32) -> Result<Exit, Fail
         }
     };
     send(&Word::Runs(std::process::id()));
-    let log = log_say(path);
+    let log = log_say(path, which);
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
         log(line);
         if line.starts_with(rundir::WAITING) {
@@ -381,7 +385,7 @@ fn serve_as_daemon(path: &Path, start: Start, starter: u32) -> Result<Exit, Fail
     };
     let ready_say = say.clone();
     let live = || -> Result<(), Failure> {
-        let spec = file::load(path)?;
+        let spec = file::load_on(path, which)?;
         confine::daemon().iter().for_each(|note| say(note));
         daemon::run(spec, path, say.clone(), start, |status, took| {
             notify::stands();

@@ -99,7 +99,7 @@ impl Running {
     /// The file's faults, or what this machine does not have.
     pub(super) fn prepare_apply(&mut self, text: &str, query: &ApplyQuery) -> Result<Prepared, FabricError> {
         let path = query.file.clone().unwrap_or_else(|| self.file.clone());
-        let spec = file::parse(text, &path)?;
+        let spec = file::parse_on(text, &path, self.spec.which())?;
         if spec.name != self.spec.name {
             return Err(FabricError::State(format!(
                 "expected a file of the fabric \"{}\", which runs, found one of \"{}\"; `tombolo up` starts that one",
@@ -121,7 +121,7 @@ impl Running {
         let is_refused = changes.iter().any(|c| c.action == Action::Refuse);
         if !is_refused {
             let standing = Standing::of(&old.fabric, old.plan.ports.iter());
-            refuse_faults(preflight::faults(&new.fabric, Some(&standing)), &path)?;
+            refuse_faults(preflight::faults(&new.fabric, Some(&standing)), &path, new.fabric.which())?;
         }
         let of_new = new.parts();
         let unchanged = old.parts().iter().filter(|(section, part)| of_new.get(*section) == Some(*part)).count();
@@ -809,11 +809,13 @@ impl Running {
         self.spec.networks.iter().filter_map(settle).collect()
     }
 
-    /// Puts the lists of what runs in the order of the file, which reports follow.
+    /// Puts the lists of what runs in the order of the file, which reports follow, and takes over what it says of other machines,
+    /// which additions are checked against.
     fn in_order_of(&mut self, file: &Fabric) {
         fn place<T>(list: &[T], is_it: impl Fn(&T) -> bool) -> usize {
             list.iter().position(is_it).unwrap_or(list.len())
         }
+        (self.spec.here, self.spec.elsewhere) = (file.here.clone(), file.elsewhere.clone());
         self.spec.networks.sort_by_key(|n| place(&file.networks, |o| o.name == n.name));
         self.spec.machines.sort_by_key(|m| place(&file.machines, |o| o.name == m.name));
         self.spec.taps.sort_by_key(|t| place(&file.taps, |o| o.name == t.name));

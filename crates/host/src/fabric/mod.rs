@@ -68,7 +68,7 @@ use tombolo_shm::store::Store;
 use tombolo_switch::control::ControlError;
 use tombolo_switch::guard::link_local;
 
-use crate::file::{self, Fabric, FileError};
+use crate::file::{self, Fabric, FileError, Which};
 use crate::kernel::{self, KernelError};
 use crate::notify;
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
@@ -263,12 +263,16 @@ impl Shared {
 const LEAVING: Duration = Duration::from_secs(3);
 
 /// An error with all that this machine does not have; the places are those of the file, as it is now.
-pub(crate) fn refuse_faults(faults: Vec<preflight::HostFault>, path: &Path) -> Result<(), FabricError> {
-    if faults.is_empty() { Ok(()) } else { Err(lacking(faults, path)) }
+pub(crate) fn refuse_faults(
+    faults: Vec<preflight::HostFault>,
+    path: &Path,
+    which: Which<'_>,
+) -> Result<(), FabricError> {
+    if faults.is_empty() { Ok(()) } else { Err(lacking(faults, path, which)) }
 }
 
-fn lacking(faults: Vec<preflight::HostFault>, path: &Path) -> FabricError {
-    let places = file::load_with_places(path).map_or_else(|_| file::Places::none(path), |(_, places)| places);
+fn lacking(faults: Vec<preflight::HostFault>, path: &Path, which: Which<'_>) -> FabricError {
+    let places = file::load_with_places(path, which).map_or_else(|_| file::Places::none(path), |(_, places)| places);
     let problems = faults.into_iter().map(|fault| fault.placed(&places)).collect();
     FabricError::Machine(places.error(problems))
 }
@@ -504,11 +508,11 @@ impl Running {
                 continue;
             }
             return match plan {
-                Ok(plan) => refuse_faults(faults, &self.file).map(|()| plan),
+                Ok(plan) => refuse_faults(faults, &self.file, self.spec.which()).map(|()| plan),
                 Err(error) if faults.is_empty() => Err(error.into()),
                 Err(_) => {
                     faults.extend(preflight::plan_faults(&self.spec, &self.facts));
-                    Err(lacking(faults, &self.file))
+                    Err(lacking(faults, &self.file, self.spec.which()))
                 }
             };
         }

@@ -135,7 +135,7 @@ impl Standing {
     /// The first change that a handover cannot carry out, or all new things that could not be made.
     pub(crate) fn check(&self, fabric: &Fabric, plan: &Plan, file: &Path) -> Result<(), FabricError> {
         self.refuse_changes(&Standing::of(fabric, plan.ports.iter()))?;
-        super::refuse_faults(preflight::faults(fabric, Some(self)), file)
+        super::refuse_faults(preflight::faults(fabric, Some(self)), file, fabric.which())
     }
 }
 

@@ -1,5 +1,6 @@
 //! `[export.NAME]` and `[import.NAME]`: services that cross to other machines.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hasher};
 use std::io::Read;
@@ -7,7 +8,9 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use tombolo_remote::machine::{Pick, keys};
+use toml::de::{DeTable, DeValue};
 
+use super::hosts::{Here, Hosts};
 use super::parse::{listener, near_listener};
 use super::read::Section;
 
@@ -104,7 +107,8 @@ fn digest(folder: &Path, machine: &str) -> u64 {
     hasher.finish()
 }
 
-fn proof(s: &mut Section<'_, '_, '_, '_>, dir: &Path) -> Option<Proof> {
+/// The machine's name is that of its section, and its keys are those of `[span]`, where the section says nothing else.
+fn proof(s: &mut Section<'_, '_, '_, '_>, dir: &Path, here: Option<&Here>) -> Option<Proof> {
     let tls = s.flag("tls").unwrap_or(true);
     s.applies("tls", Some(if tls { "true" } else { "false" }));
     let machine = s.text("machine", machine_name);
@@ -112,17 +116,48 @@ fn proof(s: &mut Section<'_, '_, '_, '_>, dir: &Path) -> Option<Proof> {
     if !tls {
         return None;
     }
-    for key in ["machine", "keys"] {
-        if s.raw(key).is_none() {
+    let machine_here = here.map(|here| here.host.name.clone());
+    let keys_here = here.and_then(|here| here.span.as_ref()?.keys.clone());
+    for (key, is_known) in [("machine", machine_here.is_some()), ("keys", keys_here.is_some())] {
+        if s.raw(key).is_none() && !is_known {
             s.missing(key);
         }
     }
+    let (machine, keys) = (machine.or(machine_here), keys.or(keys_here));
     // With a fault the file is not used.
     let digest = keys.as_deref().zip(machine.as_deref()).map_or(0, |(keys, machine)| digest(keys, machine));
     Some(Proof { machine: machine.unwrap_or_default(), keys: keys.unwrap_or_default(), digest })
 }
 
-pub(super) fn export(s: &mut Section<'_, '_, '_, '_>, name: String, dir: &Path) -> Export {
+/// The machines that export a service, by its name: their names, and where they listen for the others.
+pub(super) type Exporters = HashMap<String, Vec<(String, String)>>;
+
+/// Those of a file for several machines.
+pub(super) fn exporters(root: &DeTable<'_>, hosts: &Hosts) -> Exporters {
+    let mut out = Exporters::new();
+    let sections = root.get("export").and_then(|value| value.get_ref().as_table());
+    for (name, table) in sections.into_iter().flatten() {
+        let Some(table) = table.get_ref().as_table() else { continue };
+        let listen = table.get("listen").and_then(|value| listener(value.get_ref().as_str()?));
+        let services: Vec<&str> = match table.get("services").map(|value| value.get_ref()) {
+            Some(DeValue::Array(list)) => list.iter().filter_map(|item| item.get_ref().as_str()).collect(),
+            Some(one) => one.as_str().into_iter().collect(),
+            None => vec![name.get_ref()],
+        };
+        let Some(listen) = listen else { continue };
+        for (index, host) in hosts.list.iter().enumerate() {
+            if !hosts.has(index, &format!("export.{}", name.get_ref())) {
+                continue;
+            }
+            let ip = if listen.ip().is_unspecified() { host.address } else { listen.ip() };
+            let at = (host.name.clone(), SocketAddr::new(ip, listen.port()).to_string());
+            services.iter().for_each(|service| out.entry(service.to_string()).or_default().push(at.clone()));
+        }
+    }
+    out
+}
+
+pub(super) fn export(s: &mut Section<'_, '_, '_, '_>, name: String, dir: &Path, here: Option<&Here>) -> Export {
     let services = s.list("services", true, service_name);
     if let Some((_, span)) = s.raw("services").filter(|_| services.as_ref().is_some_and(Vec::is_empty)) {
         s.wrong("services", &span, "an empty list", None);
@@ -134,27 +169,38 @@ pub(super) fn export(s: &mut Section<'_, '_, '_, '_>, name: String, dir: &Path) 
     Export {
         services: services.unwrap_or_else(|| vec![name.clone()]),
         listen: listen.unwrap_or_else(|| ([0, 0, 0, 0], 0).into()),
-        proof: proof(s, dir),
+        proof: proof(s, dir, here),
         allow: s.list("allow", true, machine_name).unwrap_or_default(),
         name,
     }
 }
 
-pub(super) fn import(s: &mut Section<'_, '_, '_, '_>, name: String, dir: &Path) -> Import {
-    let proof = proof(s, dir);
+pub(super) fn import(
+    s: &mut Section<'_, '_, '_, '_>,
+    name: String,
+    dir: &Path,
+    here: Option<&Here>,
+    exporters: &Exporters,
+) -> Import {
+    let proof = proof(s, dir, here);
     let of_machine = |text: &str| match text.split_once('=') {
         Some((machine, address)) => Some((machine_name(machine)?, place(address)?)),
         // Without TLS the address alone is enough: no name is proven.
         None if proof.is_none() => place(text).map(|place| (place.clone(), place)),
         None => None,
     };
-    let from = s.list("from", true, of_machine);
+    let mut from = s.list("from", true, of_machine);
+    let service = s.text("service", service_name).unwrap_or_else(|| name.clone());
     match s.raw("from") {
-        None => s.missing("from"),
+        None => {
+            from = exporters.get(&service).cloned();
+            if from.is_none() {
+                s.missing("from");
+            }
+        }
         Some((_, span)) if from.as_ref().is_some_and(Vec::is_empty) => s.wrong("from", &span, "an empty list", None),
         Some(_) => {}
     }
-    let service = s.text("service", service_name).unwrap_or_else(|| name.clone());
     Import {
         as_name: s.text("as", service_name).unwrap_or_else(|| service.clone()),
         from: from.unwrap_or_default(),

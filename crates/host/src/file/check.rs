@@ -11,8 +11,9 @@ use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::Layout;
 use tombolo_switch::gateway::Ipv6Config;
 
+use super::hosts::FIXED;
 use super::model::*;
-use super::parse::{apps, find_app};
+use super::parse::{SPAN, apps, find_app};
 use super::problem::{Complaints, dotted, near};
 use super::read::Spots;
 use crate::xen::config::domain_of;
@@ -61,6 +62,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.dependencies();
     check.links();
     check.across();
+    check.leased_elsewhere();
     let taken = check.addresses();
     lease(fabric, taken);
     let mut check = Check { fabric, spots, out };
@@ -218,7 +220,9 @@ impl Check<'_, '_, '_> {
                 self.fault((&at, "network"), leans_on, expected, format!("{network:?}"), near(&network, names));
             }
         }
-        let mut seen: HashMap<&str, String> = HashMap::new();
+        let elsewhere = fabric.elsewhere.members.iter();
+        let mut seen: HashMap<&str, String> =
+            elsewhere.map(|(name, at, machine)| (name.as_str(), format!("[{at}] on machine \"{machine}\""))).collect();
         let machines = fabric.machines.iter().map(|m| (m.name.as_str(), path_of_machine(m)));
         let taps = fabric.taps.iter().map(|t| (t.name.as_str(), format!("tap.{}", t.name)));
         let ports = fabric.ports.iter().map(|p| (p.name.as_str(), format!("port.{}", p.name)));
@@ -229,8 +233,8 @@ impl Check<'_, '_, '_> {
                 let found = format!("{name:?}, which is the fabric's own port");
                 self.fault((&at, ""), &[], "a name that the fabric does not use itself", found, None);
             }
-            if let Some(other) = seen.insert(name, at.clone()) {
-                let found = format!("{name:?}, as in [{other}]");
+            if let Some(other) = seen.insert(name, format!("[{at}]")) {
+                let found = format!("{name:?}, as in {other}");
                 self.fault((&at, ""), &[], "a name that no other member has", found, None);
             }
         }
@@ -289,20 +293,29 @@ impl Check<'_, '_, '_> {
             let PortKind::Vxlan(tunnel) = &port.kind else { continue };
             let at = &format!("port.{}", port.name)[..];
             let Vxlan { local, remotes, udp_port, .. } = tunnel;
+            let net = &path_of(&port.network)[..];
+            let is_span = port.name.starts_with(SPAN) && !self.spots.has(at, "") && self.spots.has(net, "span");
+            // What `span` makes has no section of its own.
+            let spot = |key| if is_span { (net, "span") } else { (at, key) };
             let own = [(at, "kind"), (at, "local")];
             if let Some(that) = networks.insert(&port.network, &port.name) {
                 let found = format!("{:?}, which has [port.{that}]", port.network);
                 let hint = "frames would go round between two tunnels: write all remotes into one";
                 let that = &format!("port.{that}")[..];
                 let leans_on = [(at, "kind"), (that, "kind"), (that, "network")];
-                self.fault((at, "network"), &leans_on, "a network without a tunnel", found, Some(hint.into()));
+                self.fault(spot("network"), &leans_on, "a network without a tunnel", found, Some(hint.into()));
             }
             if let Some(that) = listeners.insert((local, udp_port), &port.name) {
-                let found = format!("{local} port {udp_port}, as in [port.{that}]");
+                let network = that.strip_prefix(SPAN).filter(|_| is_span);
+                let other = network.map_or_else(|| format!("port.{that}"), path_of);
+                let found = format!("{local} port {udp_port}, as in [{other}]");
                 let that = &format!("port.{that}")[..];
                 let leans_on = [&own[..], &[(that, "kind"), (that, "local"), (that, "udp_port")]].concat();
-                let hint = "set another `udp_port`, at the other ends too, or another `local`";
-                self.fault((at, "udp_port"), &leans_on, "an address and port of its own", found, Some(hint.into()));
+                let hint = match is_span {
+                    true => "give one network another port: span = { vni = …, udp_port = … }",
+                    false => "set another `udp_port`, at the other ends too, or another `local`",
+                };
+                self.fault(spot("udp_port"), &leans_on, "an address and port of its own", found, Some(hint.into()));
             }
             let unfit = |ip: &IpAddr| ip.is_unspecified() || ip.is_multicast();
             if unfit(local) {
@@ -312,7 +325,7 @@ impl Check<'_, '_, '_> {
             }
             if remotes.is_empty() || remotes.len() > MAX_REMOTES {
                 let expected = format!("1 to {MAX_REMOTES} remotes");
-                self.fault((at, "remotes"), &own, expected, remotes.len().to_string(), None);
+                self.fault(spot("remotes"), &own, expected, remotes.len().to_string(), None);
             }
             for (n, remote) in remotes.iter().enumerate() {
                 let (found, hint) = if remote.is_ipv6() != local.is_ipv6() {
@@ -327,7 +340,7 @@ impl Check<'_, '_, '_> {
                     continue;
                 };
                 let hint = hint.map(String::from);
-                self.fault((at, "remotes"), &own, "addresses of other machines, each once", found, hint);
+                self.fault(spot("remotes"), &own, "addresses of other machines, each once", found, hint);
                 break;
             }
         }
@@ -439,8 +452,16 @@ impl Check<'_, '_, '_> {
         }
     }
 
+    /// Whether the file is read for another machine than this one, whose files are not here.
+    fn is_elsewhere(&self) -> bool {
+        self.fabric.here.as_ref().is_some_and(|here| !here.is_chosen)
+    }
+
     /// A file that a machine needs.
     fn file(&mut self, (at, key): Spot<'_>, path: &Path) {
+        if self.is_elsewhere() {
+            return;
+        }
         let found = match std::fs::metadata(path) {
             Ok(meta) if meta.is_file() => return,
             Ok(_) => format!("{}, which is not a file", path.display()),
@@ -458,6 +479,9 @@ impl Check<'_, '_, '_> {
 
     /// An app that a cell runs.
     fn app(&mut self, at: &str, app: &str) {
+        if self.is_elsewhere() {
+            return;
+        }
         let Err(tried) = find_app(app) else { return };
         let tried: Vec<_> = tried.iter().map(|p| p.display().to_string()).collect();
         let found = format!("no image for {app:?} (looked at {})", tried.join(", "));
@@ -593,12 +617,49 @@ impl Check<'_, '_, '_> {
         }
     }
 
+    /// Complains about addresses that other machines of the file give to their members.
+    fn leased_elsewhere(&mut self) {
+        let fabric = self.fabric;
+        for (network, ip, whose) in &fabric.elsewhere.taken {
+            let range =
+                fabric.network(network).and_then(|n| n.dhcp).filter(|range| (range.from..=range.to).contains(ip));
+            if range.is_some() && whose.starts_with(FIXED) {
+                let net = &path_of(network)[..];
+                let hint = Some(format!("begin above {ip}, or leave `from` out"));
+                let leans_on = [(net, "subnet"), (net, "gateway"), (net, "router")];
+                let found = format!("{ip}, {whose}, in it");
+                self.fault((net, "dhcp"), &leans_on, "a range without addresses of the machines", found, hint);
+            }
+        }
+        let machines =
+            fabric.machines.iter().flat_map(|m| m.nics.iter().map(|n| (path_of_machine(m), &n.network, n.ip)));
+        let taps = fabric.taps.iter().map(|t| (format!("tap.{}", t.name), &t.network, t.ip));
+        let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), &p.network, p.ip));
+        for (at, network, ip) in machines.chain(taps).chain(ports) {
+            let Some(ip) = ip else { continue };
+            let holds =
+                |(of, from, to, _): &&(String, Ipv4Addr, Ipv4Addr, String)| of == network && (from..=to).contains(&&ip);
+            let Some((_, from, to, machine)) = fabric.elsewhere.leased.iter().find(holds) else { continue };
+            let found = format!("{ip}, and machine \"{machine}\" leases {from} to {to}");
+            let hint = fabric.network(network).and_then(|n| n.dhcp);
+            let hint = hint.map(|own| {
+                format!("this one leases {} to {}; one below all ranges is free everywhere", own.from, own.to)
+            });
+            let net = &path_of(network)[..];
+            let leans_on = [(&at[..], "network"), (net, "subnet"), (net, "dhcp"), (net, "span")];
+            self.fault((&at, "ip"), &leans_on, "an address that no other machine leases", found, hint);
+        }
+    }
+
     /// Complains about MACs and addresses used twice or out of place; returns who has which address.
     fn addresses(&mut self) -> HashMap<(String, Ipv4Addr), String> {
         let fabric = self.fabric;
         let mut macs: HashMap<(&str, Mac), String> = HashMap::new();
         // Of each address the section and key that give it, and the words for that.
-        let mut ips: HashMap<(String, Ipv4Addr), (String, &str, String)> = HashMap::new();
+        let elsewhere = fabric.elsewhere.taken.iter();
+        let mut ips: HashMap<(String, Ipv4Addr), (String, &str, String)> = elsewhere
+            .map(|(network, ip, whose)| ((network.clone(), *ip), (path_of(network), "span", whose.clone())))
+            .collect();
         for n in &fabric.networks {
             for (key, ip) in [("gateway", n.gateway), ("router", n.router)] {
                 if let Some(ip) = ip {

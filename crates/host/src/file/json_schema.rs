@@ -39,6 +39,8 @@ pub fn json_schema() -> Value {
         let refers = json!({ "$ref": format!("#/definitions/{}", section.name) });
         let property = if section.form.starts_with("[[") {
             json!({ "description": section.form, "type": "array", "items": refers })
+        } else if !section.form.contains('.') {
+            refers
         } else {
             let names = json!({ "pattern": NAME });
             json!({ "description": section.form, "type": "object", "propertyNames": names, "additionalProperties": refers })
@@ -239,7 +241,13 @@ fn special(expects: &str) -> Option<Value> {
         }
         "true or false" => json!({ "type": "boolean" }),
         "true, false, or the name of a community" => json!({ "anyOf": [{ "type": "boolean" }, text(NAME)] }),
-        "an IP address" => text(IP),
+        "an IP address" | "an IP address of one machine" => text(IP),
+        "the name of a machine of the file" => text(NAME),
+        "1 to 63 of a-z, 0-9 and -" => text("^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"),
+        "a number from 0 to 16777215, or { vni = …, udp_port = … }" => {
+            let keys = json!({ "vni": number(0, 16_777_215), "udp_port": number(1, 65535) });
+            json!({ "anyOf": [number(0, 16_777_215), table(keys, &["vni"])] })
+        }
         "a list of IP addresses" => list(text(IP)),
         "a CPU number" => number(0, 4095),
         "microseconds, 0 to 1000000" => number(0, 1_000_000),

@@ -13,6 +13,7 @@
 //! - `names`: the names in a text that may be faulty, for completion.
 //! - `places`: where the keys are, for faults that only the machine shows ([`crate::preflight`]).
 //! - `across`: services that cross to other machines.
+//! - `hosts`: one file for several machines.
 //! - `boot`: what clients boot from the network.
 //! - `traffic`: what limits a port, and changes of it while it runs.
 //! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
@@ -20,6 +21,7 @@
 mod across;
 mod boot;
 mod check;
+mod hosts;
 pub mod json_schema;
 mod model;
 mod names;
@@ -33,6 +35,7 @@ mod traffic;
 
 pub use across::{Export, Import, Proof, pick_word};
 pub(crate) use boot::boot_text;
+pub use hosts::{Elsewhere, Here, Host, SpanDecl, Which, span_settings};
 pub(crate) use model::overlap;
 pub use model::{
     Accel, Attach, Boot, Contained, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType,
@@ -42,7 +45,7 @@ pub use model::{
 pub use model::{Ipv6, Mac, Network};
 pub use names::names;
 pub(crate) use parse::find_app;
-pub use parse::{add, apps, load, name_of, parse};
+pub use parse::{add, apps, load, load_on, name_of, parse, parse_on};
 pub use places::{Places, load_with_places};
 pub use policy::OUTSIDE;
 pub use problem::{FileError, Part, Problem, nearest};

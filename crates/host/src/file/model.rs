@@ -13,6 +13,7 @@ use tombolo_switch::policy::{Action, Isolation, Mirror, Rule};
 use tombolo_switch::vlan::Membership;
 
 use super::across::{Export, Import};
+use super::hosts::{Elsewhere, Here, Which};
 
 /// An Ethernet address of a member.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -879,12 +880,21 @@ pub struct Fabric {
     pub exports: Vec<Export>,
     /// `[import.NAME]` sections, in the file's order.
     pub imports: Vec<Import>,
+    /// This machine, in a file for several.
+    pub here: Option<Here>,
+    /// What the file has on others.
+    pub elsewhere: Elsewhere,
 }
 
 impl Fabric {
     /// Finds a network by its name in the file.
     pub fn network(&self, name: &str) -> Option<&Network> {
         self.networks.iter().find(|n| n.name == name)
+    }
+
+    /// The machine that this is, for a file for several that is read again.
+    pub fn which(&self) -> Which<'_> {
+        Which::of(self.here.as_ref().map(|here| here.host.name.as_str()))
     }
 
     /// A fabric of nothing.
@@ -903,6 +913,8 @@ impl Fabric {
             links: vec![],
             exports: vec![],
             imports: vec![],
+            here: None,
+            elsewhere: Elsewhere::default(),
         }
     }
 

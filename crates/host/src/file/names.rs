@@ -7,7 +7,7 @@ use super::parse::clean_name;
 use super::read::integer;
 
 /// Words of sections with a name, as in `[cell.NAME]`.
-const WORDS: [&str; 8] = ["network", "cell", "vm", "tap", "port", "link", "export", "import"];
+const WORDS: [&str; 9] = ["machine", "network", "cell", "vm", "tap", "port", "link", "export", "import"];
 
 /// The name of each section `[WORD.NAME]` that has a valid one, with its word; for a section with `count`, those of its
 /// machines.

@@ -10,40 +10,49 @@ use toml::de::{DeTable, DeValue};
 
 use super::across;
 use super::boot::boot;
+use super::hosts::{self, Here, Hosts, Which};
 use super::model::*;
 use super::policy;
-use super::problem::{Complaints, FileError, Part, near, nearest};
+use super::problem::{Complaints, FileError, Part, Problem, near, nearest};
 use super::read::{Section, Spots, found, integer};
 use super::traffic::traffic;
 use super::{check, schema};
 
 /// Words of the head that open sections.
-const OPENERS: [&str; 12] =
-    ["worker", "network", "cell", "vm", "tap", "port", "link", "export", "import", "forward", "rule", "mirror"];
+const OPENERS: [&str; 14] = [
+    "machine", "span", "worker", "network", "cell", "vm", "tap", "port", "link", "export", "import", "forward", "rule",
+    "mirror",
+];
 
-/// Reads and checks the file at `path`.
+/// Reads and checks the file at `path`, for this machine where it is one for several.
 pub fn load(path: &Path) -> Result<Fabric, FileError> {
+    load_on(path, Which::This)
+}
+
+/// As [`load`], for the machine that is meant.
+pub fn load_on(path: &Path, which: Which<'_>) -> Result<Fabric, FileError> {
     let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
-    parse(&text, path)
+    parse_on(&text, path, which)
 }
 
 /// The name of the fabric of the file at `path`, even if other parts of the file are wrong.
 ///
 /// # Errors
-/// If the file cannot be read.
-pub fn name_of(path: &Path) -> Result<String, FileError> {
+/// If the file cannot be read, or is one for several machines of which none is meant.
+pub fn name_of(path: &Path, which: Which<'_>) -> Result<String, FileError> {
     let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
     let (root, _) = DeTable::parse_recoverable(&text);
     let named = root.get_ref().get("name").and_then(|v| v.get_ref().as_str()).and_then(fabric_name);
     let dir = folder_of(path);
-    match named.or_else(|| folder_name(&dir)) {
-        Some(name) => Ok(name),
+    let mut out = Complaints::new(&text);
+    let name = match named.or_else(|| folder_name(&dir)) {
+        Some(base) => hosts::name_of(root.get_ref(), base, which, &mut out),
         None => {
-            let mut out = Complaints::new(&text);
             nameless(&dir, &mut out);
-            Err(FileError::Faulty { path: path.into(), problems: out.finish(), part: Part::File })
+            None
         }
-    }
+    };
+    name.ok_or_else(|| FileError::Faulty { path: path.into(), problems: out.finish(), part: Part::File })
 }
 
 fn folder_of(path: &Path) -> std::path::PathBuf {
@@ -68,43 +77,103 @@ fn nameless(dir: &Path, out: &mut Complaints<'_>) {
 
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
-    parse_with_spots(text, path).map(|(fabric, _)| fabric)
+    parse_on(text, path, Which::This)
 }
 
-/// As [`parse`], with the places of the keys.
-pub(super) fn parse_with_spots(text: &str, path: &Path) -> Result<(Fabric, Spots), FileError> {
+/// As [`parse`], for the machine that is meant.
+pub fn parse_on(text: &str, path: &Path, which: Which<'_>) -> Result<Fabric, FileError> {
+    parse_with_spots(text, path, which).map(|(fabric, _)| fabric)
+}
+
+/// As [`parse_on`], with the places of the keys.
+pub(super) fn parse_with_spots(text: &str, path: &Path, which: Which<'_>) -> Result<(Fabric, Spots), FileError> {
     let dir = folder_of(path);
-    read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), Part::File)
+    read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), Part::File, which)
 }
 
 /// Reads `text` as additions to a running fabric: sections of cells, VMs, taps, ports and forwards.
 /// The whole is checked again. `path` is what complaints show, as in [`parse`].
 pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
-    read(text, path, to.clone(), Part::Addition).map(|(fabric, _)| fabric)
+    read(text, path, to.clone(), Part::Addition, Which::This).map(|(fabric, _)| fabric)
 }
 
-fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<(Fabric, Spots), FileError> {
+fn read(text: &str, path: &Path, start: Fabric, part: Part, which: Which<'_>) -> Result<(Fabric, Spots), FileError> {
     let (root, errors) = DeTable::parse_recoverable(text);
-    let mut out = Complaints::new(text);
-    out.broken = !errors.is_empty();
-    for error in &errors {
-        let span = error.span().unwrap_or(text.len()..text.len());
-        let there = text.get(span.clone()).filter(|s| !s.trim().is_empty());
-        let there =
-            there.map_or_else(|| "the end of it".to_string(), |s| format!("{:?}", s.lines().next().unwrap_or("")));
-        out.say(&span, "", format!("valid TOML ({})", error.message()), there, None);
+    let root = root.get_ref();
+    let fresh = || {
+        let mut out = Complaints::new(text);
+        out.broken = !errors.is_empty();
+        for error in &errors {
+            let span = error.span().unwrap_or(text.len()..text.len());
+            let there = text.get(span.clone()).filter(|s| !s.trim().is_empty());
+            let there =
+                there.map_or_else(|| "the end of it".to_string(), |s| format!("{:?}", s.lines().next().unwrap_or("")));
+            out.say(&span, "", format!("valid TOML ({})", error.message()), there, None);
+        }
+        out
+    };
+    let (mut out, mut spots) = (fresh(), Spots::default());
+    let hosts = Hosts::read(root, &start.dir, &mut out, &mut spots);
+    let is_whole = part == Part::File;
+    for word in ["machine", "span"].into_iter().filter(|_| !is_whole) {
+        if let Some(value) = root.get(word) {
+            out.say(&value.span(), word, "sections of this machine alone", found(value.get_ref()), None);
+        }
     }
-    let mut spots = Spots::default();
-    let mut reader = Reader { out: &mut out, spots: &mut spots, fabric: start };
-    reader.root(root.get_ref());
-    let mut fabric = reader.fabric;
-    if errors.is_empty() {
-        check::check(&mut fabric, &spots, &mut out);
+    let one = |out: &mut Complaints<'_>, spots: &mut Spots, at: Option<(&Hosts, usize, bool)>| {
+        let hosts = at.map(|(hosts, index, _)| (hosts, index));
+        let mut reader = Reader { out, spots, fabric: start.clone(), hosts, spans: vec![] };
+        if let Some((hosts, index, is_chosen)) = at {
+            reader.fabric.here = Some(hosts.here(index, is_chosen));
+        }
+        reader.root(root);
+        let mut fabric = reader.fabric;
+        if errors.is_empty() {
+            check::check(&mut fabric, spots, out);
+        } else {
+            out.explain_by_syntax();
+        }
+        fabric
+    };
+    let mut result = None;
+    let problems = if hosts.list.is_empty() || !is_whole {
+        result = Some(one(&mut out, &mut spots, None));
+        out.finish()
     } else {
-        out.explain_by_syntax();
+        let chosen = hosts.choose(which, &mut out);
+        let mut problems = out.finish();
+        for index in 0..hosts.list.len() {
+            let is_result = index == chosen.unwrap_or(0);
+            let (mut out, mut own) = (fresh(), spots.clone());
+            let fabric = one(&mut out, &mut own, Some((&hosts, index, is_result && chosen.is_some())));
+            if is_result {
+                result = Some(fabric);
+                spots = own;
+            }
+            problems.extend(out.finish());
+        }
+        once(problems)
+    };
+    match result.filter(|_| problems.is_empty()) {
+        Some(fabric) => Ok((fabric, spots)),
+        None => Err(FileError::Faulty { path: path.into(), problems, part }),
     }
-    let problems = out.finish();
-    if problems.is_empty() { Ok((fabric, spots)) } else { Err(FileError::Faulty { path: path.into(), problems, part }) }
+}
+
+/// Faults that several machines of one file have, each once: the number of a forward or rule may differ between them.
+fn once(mut problems: Vec<Problem>) -> Vec<Problem> {
+    problems.sort_by(|a, b| (a.line, a.column, &a.key).cmp(&(b.line, b.column, &b.key)));
+    let mut out: Vec<Problem> = Vec::new();
+    for problem in problems {
+        let is_same = |other: &Problem| {
+            (other.line, other.column, &other.expected, &other.found)
+                == (problem.line, problem.column, &problem.expected, &problem.found)
+        };
+        if !out.iter().any(is_same) {
+            out.push(problem);
+        }
+    }
+    out
 }
 
 const DEFAULT_LEASE_S: u32 = 3600;
@@ -194,9 +263,51 @@ struct Reader<'c, 't> {
     out: &'c mut Complaints<'t>,
     spots: &'c mut Spots,
     fabric: Fabric,
+    /// The machines of a file for several, and which of them it is read for.
+    hosts: Option<(&'c Hosts, usize)>,
+    /// The networks with `span`: VNI and UDP port.
+    spans: Vec<(String, Vni, u16)>,
 }
 
-type Named<'a, 'i> = (String, Range<usize>, &'a DeTable<'i>);
+/// The beginning of the name of the port that `span` gives a network; the network's name follows.
+pub(super) const SPAN: &str = "span-";
+
+pub(super) type Named<'a, 'i> = (String, Range<usize>, &'a DeTable<'i>);
+
+/// The tables `[WORD.NAME]`, with names checked.
+pub(super) fn named<'a, 'i>(root: &'a DeTable<'i>, word: &str, out: &mut Complaints<'_>) -> Vec<Named<'a, 'i>> {
+    let Some(value) = root.get(word) else { return vec![] };
+    let form = schema::section(word).form;
+    let Some(tables) = value.get_ref().as_table() else {
+        out.say(&value.span(), word, format!("sections {form}"), found(value.get_ref()), None);
+        out.refuse(word, "");
+        return vec![];
+    };
+    let mut all = Vec::new();
+    for (key, value) in tables {
+        let path = format!("{word}.{}", key.get_ref());
+        let Some(name) = clean_name(key.get_ref()) else {
+            let there = format!("the name {:?}", key.get_ref());
+            out.refuse(word, key.get_ref());
+            let hint = near_name(key.get_ref());
+            out.say(&key.span(), path, "a name of 1 to 24 of a-z, 0-9 and -", there, hint);
+            continue;
+        };
+        match value.get_ref() {
+            // The span of a table's own header is empty for dotted keys; its key always has a
+            // place in the text.
+            DeValue::Table(table) => all.push((name, key.span(), table)),
+            other => {
+                let keys: Vec<_> = schema::section(word).keys().map(|k| k.name).collect();
+                let is_key = keys.contains(&name.as_str());
+                let hint = is_key.then(|| format!("give the {word} a name: {form}"));
+                out.refuse(word, if is_key { "" } else { &name });
+                out.say(&value.span(), path, format!("a section {form}"), found(other), hint);
+            }
+        }
+    }
+    all
+}
 
 impl<'t> Reader<'_, 't> {
     fn root(&mut self, root: &DeTable<'_>) {
@@ -210,6 +321,14 @@ impl<'t> Reader<'_, 't> {
             && !self.out.doubted("", "name")
         {
             nameless(&self.fabric.dir, self.out);
+        }
+        let base = self.fabric.name.clone();
+        if let Some((hosts, index)) = self.hosts.filter(|_| !base.is_empty()) {
+            let machine = &hosts.list[index].name;
+            match hosts::name_on(&base, machine) {
+                Some(name) => self.fabric.name = name,
+                None => hosts::too_long(&base, machine, hosts.place(index), self.out),
+            }
         }
         self.strangers(root);
         let mut workers = self.named(root, "worker");
@@ -230,32 +349,40 @@ impl<'t> Reader<'_, 't> {
         // In the file's order, so that default subnets follow it.
         let mut networks = self.named(root, "network");
         networks.sort_by_key(|(_, span, _)| span.start);
+        if let Some((hosts, index)) = self.hosts {
+            let spans = |name: &str| networks.iter().any(|(n, _, table)| n == name && table.contains_key("span"));
+            self.fabric.elsewhere = hosts.elsewhere(index, spans);
+        }
         for (name, span, table) in networks {
-            self.network(name, span, table);
+            self.network(name, span, table, &base);
         }
         for (name, span, table) in self.named(root, "cell") {
-            self.machine(MachineKind::Cell, name, span, table);
+            self.machine(MachineKind::Cell, name, span, table, &base);
         }
         for (name, span, table) in self.named(root, "vm") {
-            self.machine(MachineKind::Vm, name, span, table);
+            self.machine(MachineKind::Vm, name, span, table, &base);
         }
         self.depend_on_all_of_a_section();
         for (name, span, table) in self.named(root, "tap") {
-            self.tap(name, span, table);
+            self.tap(name, span, table, &base);
         }
         for (name, span, table) in self.named(root, "port") {
             self.port(name, span, table);
         }
+        self.tunnels();
         for (name, span, table) in self.named(root, "link") {
             self.link(name, span, table);
         }
-        let dir = self.fabric.dir.clone();
+        let (dir, here) = (self.fabric.dir.clone(), self.fabric.here.clone());
         for (name, span, table) in self.named(root, "export") {
-            let export = across::export(&mut self.open("export", &(name.clone(), span, table)), name, &dir);
+            let mut s = self.open("export", &(name.clone(), span, table));
+            let export = across::export(&mut s, name, &dir, here.as_ref());
             self.fabric.exports.push(export);
         }
+        let exporters = self.hosts.map(|(hosts, _)| across::exporters(root, hosts)).unwrap_or_default();
         for (name, span, table) in self.named(root, "import") {
-            let import = across::import(&mut self.open("import", &(name.clone(), span, table)), name, &dir);
+            let mut s = self.open("import", &(name.clone(), span, table));
+            let import = across::import(&mut s, name, &dir, here.as_ref(), &exporters);
             self.fabric.imports.push(import);
         }
         self.forwards(root);
@@ -279,68 +406,85 @@ impl<'t> Reader<'_, 't> {
         }
     }
 
-    /// The tables `[WORD.NAME]`, with names checked.
+    /// As [`named`], without those that run on other machines.
     fn named<'a, 'i>(&mut self, root: &'a DeTable<'i>, word: &str) -> Vec<Named<'a, 'i>> {
-        let Some(value) = root.get(word) else { return vec![] };
-        let form = schema::section(word).form;
-        let Some(tables) = value.get_ref().as_table() else {
-            self.out.say(&value.span(), word, format!("sections {form}"), found(value.get_ref()), None);
-            self.out.refuse(word, "");
-            return vec![];
-        };
-        let mut out = Vec::new();
-        for (key, value) in tables {
-            let path = format!("{word}.{}", key.get_ref());
-            let Some(name) = clean_name(key.get_ref()) else {
-                let there = format!("the name {:?}", key.get_ref());
-                self.out.refuse(word, key.get_ref());
-                let hint = near_name(key.get_ref());
-                self.out.say(&key.span(), path, "a name of 1 to 24 of a-z, 0-9 and -", there, hint);
-                continue;
-            };
-            match value.get_ref() {
-                // The span of a table's own header is empty for dotted keys; its key always has a
-                // place in the text.
-                DeValue::Table(table) => out.push((name, key.span(), table)),
-                other => {
-                    let keys: Vec<_> = schema::section(word).keys().map(|k| k.name).collect();
-                    let is_key = keys.contains(&name.as_str());
-                    let hint = is_key.then(|| format!("give the {word} a name: {form}"));
-                    self.out.refuse(word, if is_key { "" } else { &name });
-                    self.out.say(&value.span(), path, format!("a section {form}"), found(other), hint);
-                }
-            }
+        let mut all = named(root, word, self.out);
+        if let Some((hosts, index)) = self.hosts {
+            all.retain(|(name, ..)| hosts.has(index, &format!("{word}.{name}")));
         }
-        out
+        all
+    }
+
+    /// What a member's MAC address is derived from, besides its name: the name of the fabric, or of the file for a member
+    /// that no other machine has. So it keeps its address when it moves to another one.
+    fn mac_base(&self, section: &str, base: &str) -> String {
+        let is_alone = self.hosts.is_some_and(|(hosts, _)| hosts.is_alone(section));
+        if is_alone { base.into() } else { self.fabric.name.clone() }
+    }
+
+    /// The tunnels of networks with `span`.
+    fn tunnels(&mut self) {
+        let Some(Here { host, others, span, .. }) = self.fabric.here.clone() else { return };
+        if !self.hosts.is_some_and(|(hosts, _)| hosts.have_addresses) {
+            return;
+        }
+        for (network, vni, udp_port) in std::mem::take(&mut self.spans) {
+            let kind = PortKind::Vxlan(Vxlan {
+                vni,
+                local: host.address,
+                remotes: others.iter().map(|other| other.address).collect(),
+                udp_port,
+                // tombolo-span tells who is where.
+                learning: span.is_none(),
+            });
+            self.fabric.ports.push(PortDecl {
+                name: format!("{SPAN}{network}"),
+                network,
+                kind,
+                mac: None,
+                ip: None,
+                guard: Guard::Off,
+                ip6: Ip6::Unsaid,
+                traffic: Traffic::default(),
+                boot: None,
+                container: None,
+                netns: None,
+            });
+        }
     }
 
     fn open<'s, 'a, 'i>(&'s mut self, word: &str, (name, span, table): &Named<'a, 'i>) -> Section<'a, 'i, 's, 't> {
         Section::open(word, format!("{word}.{name}"), span.clone(), table, self.out, self.spots, &[])
     }
 
-    fn network(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
+    fn network(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>, base: &str) {
         let index = self.fabric.networks.len() as u32;
-        let domain = format!("{}.internal", self.fabric.name);
         let first = self.fabric.workers[0].name.clone();
-        let fabric = self.fabric.name.clone();
+        let (hosts, here, fabric) = (self.hosts, self.fabric.here.clone(), self.fabric.name.clone());
         let mut s = self.open("network", &(name.clone(), span, table));
         let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
         let subnet = s.text_or("subnet", Subnet::parse, Subnet::near).unwrap_or(fallback);
         if s.raw("subnet").is_none() && s.refused("network") {
             s.doubt("subnet");
         }
+        let tunnel = span_of(&mut s, hosts);
+        // Of a network that spans machines the file has what the first of them has.
+        let (at, machines) = hosts.filter(|_| tunnel.is_some()).map_or((0, 1), |(hosts, at)| (at, hosts.list.len()));
         let gateway = s.text("gateway", |t| t.parse().ok());
         let uplink = uplink(&mut s);
         let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
         s.applies("uplink", Some(uplink.word()));
         let router = uplink.forwards().then_some(router);
         // A network that joins a real one has that one's DHCP server; a second would lease addresses to strangers.
-        let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }));
+        let low = if machines > 1 { hosts::own_addresses(machines) } else { 0 };
+        let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }), low);
         // Nor does it answer for an address there that it was not given.
         let asked = dhcp.is_some() || !matches!(uplink, Uplink::Bridge { .. });
         let gateway = gateway.or_else(|| asked.then(|| subnet.nth(1)));
-        let domain = s.text("domain", domain_name).unwrap_or(domain);
-        let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
+        let domain = s.text("domain", domain_name).unwrap_or_else(|| format!("{base}.internal"));
+        let overhead =
+            here.filter(|_| tunnel.is_some()).map_or(0, |here| vxlan::overhead_bytes(here.host.address.is_ipv6()));
+        let mtu = s.number("mtu", 576, 9216).unwrap_or(1500 - overhead as i64) as u16;
         let dns = s.list("dns", false, server).unwrap_or_default();
         let worker = s.string("worker").unwrap_or(first);
         let bypass = bypass(&mut s).filter(|_| uplink == Uplink::Kernel);
@@ -349,7 +493,7 @@ impl<'t> Reader<'_, 't> {
         // As with DHCP, and without a gateway nobody would advertise it.
         let joins = matches!(uplink, Uplink::Bridge { .. });
         let ipv6 = match s.text("ipv6", Ipv6::parse).unwrap_or(if joins { Ipv6::Off } else { Ipv6::Auto }) {
-            Ipv6::Auto => Some(derived_prefix(&fabric, &name)),
+            Ipv6::Auto => Some(derived_prefix(if tunnel.is_some() { base } else { &fabric }, &name)),
             Ipv6::Prefix(prefix) => Some(prefix),
             Ipv6::Off => None,
         };
@@ -360,12 +504,17 @@ impl<'t> Reader<'_, 't> {
             Some(_) if uplink.forwards() => uplink6.unwrap_or(by_default),
             _ => Uplink6::Off,
         };
+        if let Some(((hosts, at), (vni, udp_port))) = hosts.zip(tunnel) {
+            hosts.of_network(at, &name, [gateway, router], dhcp, &mut self.fabric.elsewhere);
+            self.spans.push((name.clone(), vni, udp_port));
+        }
+        let counted_on = |ip| hosts::counted_on(ip, at);
         self.fabric.networks.push(Network {
             name,
             subnet,
-            gateway,
-            router,
-            dhcp,
+            gateway: gateway.map(counted_on),
+            router: router.map(counted_on),
+            dhcp: dhcp.map(|dhcp| if machines > 1 { hosts::share(dhcp, at, machines) } else { dhcp }),
             uplink,
             domain,
             mtu,
@@ -379,8 +528,8 @@ impl<'t> Reader<'_, 't> {
         });
     }
 
-    fn machine(&mut self, kind: MachineKind, name: String, span: Range<usize>, table: &DeTable<'_>) {
-        let fabric = self.fabric.name.clone();
+    fn machine(&mut self, kind: MachineKind, name: String, span: Range<usize>, table: &DeTable<'_>, base: &str) {
+        let fabric = self.mac_base(&format!("{}.{name}", kind.word()), base);
         let (only, none_at_all) = (self.only_network(), self.fabric.networks.is_empty());
         let dir = self.fabric.dir.clone();
         let file = |text: &str| (!text.is_empty()).then(|| dir.join(text));
@@ -527,8 +676,8 @@ impl<'t> Reader<'_, 't> {
         }
     }
 
-    fn tap(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
-        let (fabric, only) = (self.fabric.name.clone(), self.only_network());
+    fn tap(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>, base: &str) {
+        let (fabric, only) = (self.mac_base(&format!("tap.{name}"), base), self.only_network());
         let none_at_all = self.fabric.networks.is_empty();
         let mut s = self.open("tap", &(name.clone(), span, table));
         let network = one_network(&mut s, only, none_at_all);
@@ -658,7 +807,11 @@ impl<'t> Reader<'_, 't> {
         };
         let mut out = Vec::new();
         for (i, item) in array.iter().enumerate() {
-            let path = format!("{word}[{}]", base + i);
+            if self.hosts.is_some_and(|(hosts, at)| !hosts.has(at, &format!("{word}[{i}]"))) {
+                continue;
+            }
+            // Counted without those that run on other machines, as the check counts them.
+            let path = format!("{word}[{}]", base + out.len());
             match item.get_ref().as_table() {
                 Some(table) => out.push((path, item.span(), table)),
                 None => self.out.say(&item.span(), path, format!("a section {form}"), found(item.get_ref()), None),
@@ -757,6 +910,31 @@ fn domain_name(text: &str) -> Option<String> {
 
 fn guard(s: &mut Section<'_, '_, '_, '_>) -> Option<Guard> {
     s.word("guard", &[("ip", Guard::Ip), ("mac", Guard::Mac), ("off", Guard::Off)])
+}
+
+/// The tunnel of a network that spans machines: VNI and UDP port.
+fn span_of(s: &mut Section<'_, '_, '_, '_>, hosts: Option<(&Hosts, usize)>) -> Option<(Vni, u16)> {
+    let (value, span) = s.raw("span")?;
+    let vni = |value: &DeValue<'_>| integer(value).and_then(|n| u32::try_from(n).ok()).and_then(Vni::new);
+    let port = |value: &DeValue<'_>| integer(value).and_then(|n| u16::try_from(n).ok()).filter(|n| *n > 0);
+    let tunnel = match value {
+        DeValue::Table(table) => {
+            let known = table.keys().all(|key| ["vni", "udp_port"].contains(&key.get_ref().as_ref()));
+            let udp_port = table.get("udp_port").map_or(Some(vxlan::PORT), |value| port(value.get_ref()));
+            table.get("vni").and_then(|value| vni(value.get_ref())).zip(udp_port).filter(|_| known)
+        }
+        other => vni(other).map(|vni| (vni, vxlan::PORT)),
+    };
+    match (tunnel, hosts) {
+        (None, _) => s.wrong("span", &span, found(value), None),
+        (_, Some((hosts, _))) if hosts.list.len() > 1 => {}
+        (_, _) if s.refused("machine") => {}
+        _ => {
+            let hint = Some("in a file of one machine add a port of kind \"vxlan\" (docs/span.md)".to_string());
+            s.wrong("span", &span, "fewer than two sections [machine.NAME]", hint);
+        }
+    }
+    tunnel
 }
 
 /// The keys of a port of kind "vxlan".
@@ -932,9 +1110,9 @@ fn bypass(s: &mut Section<'_, '_, '_, '_>) -> Option<Vec<String>> {
     }
 }
 
-/// The default range leaves the low sixteenth for the gateway, the router and fixed addresses.
-fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool) -> Option<Dhcp> {
-    let low = (subnet.hosts() / 16).clamp(3, 256);
+/// The default range leaves the low sixteenth for the gateway, the router and fixed addresses, at least the first `low - 1`.
+fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool, low: u32) -> Option<Dhcp> {
+    let low = (subnet.hosts() / 16).clamp(3, 256).max(low);
     let mut range = Dhcp { from: subnet.nth(low), to: subnet.nth(subnet.hosts()), lease_s: DEFAULT_LEASE_S };
     let Some((value, span)) = s.raw("dhcp") else { return by_default.then_some(range) };
     match value {

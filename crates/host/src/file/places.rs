@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::hosts::Which;
 use super::model::Fabric;
 use super::parse;
 use super::problem::{Complaints, FileError, Part, Problem, dotted};
@@ -15,13 +16,13 @@ pub struct Places {
     spots: Spots,
 }
 
-/// Reads and checks the file at `path`, as [`parse::load`] does, and keeps the places of its keys.
+/// Reads and checks the file at `path`, as [`parse::load_on`] does, and keeps the places of its keys.
 ///
 /// # Errors
 /// All faults of the file.
-pub fn load_with_places(path: &Path) -> Result<(Fabric, Places), FileError> {
+pub fn load_with_places(path: &Path, which: Which<'_>) -> Result<(Fabric, Places), FileError> {
     let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
-    let (fabric, spots) = parse::parse_with_spots(&text, path)?;
+    let (fabric, spots) = parse::parse_with_spots(&text, path, which)?;
     Ok((fabric, Places { path: path.into(), text, spots }))
 }
 
@@ -39,6 +40,12 @@ impl Places {
         found: String,
         hint: Option<String>,
     ) -> Problem {
+        // The port of a tunnel that the file has as `span`.
+        let network = section.strip_prefix("port.").and_then(|name| name.strip_prefix(parse::SPAN));
+        let network = network.map(|network| format!("network.{network}"));
+        if let Some(network) = network.filter(|at| !self.spots.has(section, "") && self.spots.has(at, "span")) {
+            return self.problem((&network, "span"), format!("{expected} as its {key}"), found, hint);
+        }
         let known = self.spots.has(section, "") || self.spots.has(section, key);
         let place = |offset| Complaints::new(&self.text).place(offset);
         let (line, column) = if known { place(self.spots.of(section, key).start) } else { (0, 0) };
@@ -61,7 +68,7 @@ mod tests {
     fn a_problem_has_the_place_of_its_key_or_else_of_its_section() {
         let text = "name = \"x\"\n[network.lan]\n  mtu = 1400\n[tap.t]\n";
         let path = Path::new("t.toml");
-        let (_, spots) = parse::parse_with_spots(text, path).unwrap();
+        let (_, spots) = parse::parse_with_spots(text, path, Which::This).unwrap();
         let places = Places { path: path.into(), text: text.into(), spots };
         let at = |section, key| {
             let problem = places.problem((section, key), "a".into(), "b".into(), None);

@@ -10,7 +10,7 @@ use super::problem::{Complaints, dotted, near, nearest};
 use super::schema::{self, SectionSchema};
 
 /// Where each key of the file is, by dotted path.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Spots(HashMap<String, Range<usize>>);
 
 impl Spots {

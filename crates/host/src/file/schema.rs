@@ -47,13 +47,21 @@ const TLS: Key = key(
 const MACHINE: Key = key(
     "machine",
     "a machine's name, 1 to 63 of a-z, 0-9 and -",
-    "must be given with `tls`",
+    "the machine's section [machine.NAME]; without one it must be given with `tls`",
     "this machine's name in `keys`",
+);
+const MACHINES: &str = "the name of a machine of the file, or a list of them";
+const ON: Key = key("on", MACHINES, "every machine", "in a file for several machines: where it runs");
+const ON_OF_MEMBERS: Key = key(
+    "on",
+    MACHINES,
+    "the machines that have the members it names",
+    "in a file for several machines: where it applies",
 );
 const KEYS: Key = key(
     "keys",
     "the path of a folder",
-    "must be given with `tls`",
+    "`keys` of [span]; without one it must be given with `tls`",
     "where ca.pem and this machine's .pem and .key are (`tombolo service keys`)",
 );
 const ONE_NETWORK: Key = key("network", "the name of a network", "the only network of the file", "where it attaches");
@@ -151,6 +159,7 @@ const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of e
 
 /// The keys of a machine, for everything that it can boot.
 const MACHINE_KEYS: &[Key] = &[
+    ON,
     key(
         "count",
         "a number from 1 to 256",
@@ -231,6 +240,49 @@ pub const SECTIONS: &[SectionSchema] = &[
         shared: &[],
     },
     SectionSchema {
+        name: "machine",
+        form: "[machine.NAME]",
+        own: &[key(
+            "address",
+            "an IP address of one machine",
+            "",
+            "where the other machines of the file reach this one; all of one IP version",
+        )],
+        shared: &[],
+    },
+    SectionSchema {
+        name: "span",
+        form: "[span]",
+        own: &[
+            key(
+                "keys",
+                "the path of a folder",
+                "must be given with `tls`",
+                "where ca.pem and each machine's .pem and .key are (`tombolo service keys`)",
+            ),
+            key(
+                "tls",
+                "true or false",
+                "true",
+                "false: nothing is encrypted, and each machine's name is believed; only where everyone is trusted",
+            ),
+            key(
+                "port",
+                "a number from 1024 to 65535",
+                "7447",
+                "the TCP port at which tombolo-span listens, on every machine",
+            ),
+            key("site", "1 to 63 of a-z, 0-9 and -", "\"default\"", "name that all machines have in common"),
+            key(
+                "lease",
+                "a number from 5 to 3600",
+                "15",
+                "seconds after which a machine that is not heard is forgotten",
+            ),
+        ],
+        shared: &[],
+    },
+    SectionSchema {
         name: "worker",
         form: "[worker.NAME]",
         own: &[
@@ -275,7 +327,18 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the fabric's name + \".internal\"",
                 "domain of the members' names, which the gateway serves",
             ),
-            key("mtu", "a number from 576 to 9216", "1500", "MTU in bytes"),
+            key(
+                "mtu",
+                "a number from 576 to 9216",
+                "1500; with `span` 1450, and 1430 between IPv6 addresses",
+                "MTU in bytes",
+            ),
+            key(
+                "span",
+                "a number from 0 to 16777215, or { vni = …, udp_port = … }",
+                "each machine has a network of its own",
+                "one network on all machines of the file: its VXLAN identifier (VNI), and UDP port, 4789 if left out (docs/span.md)",
+            ),
             key(
                 "ipv6",
                 "\"auto\", an IPv6 prefix like \"fd00:1:2:3::/64\", or \"off\"",
@@ -430,7 +493,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             BOOT,
         ],
-        shared: &[],
+        shared: &[ON],
     },
     SectionSchema {
         name: "port",
@@ -530,7 +593,7 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "vhost-user: the namespace of `container`; the port has nothing in it",
             ),
         ],
-        shared: &[],
+        shared: &[ON],
     },
     SectionSchema {
         name: "link",
@@ -567,7 +630,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key("to", "a name of a-z A-Z 0-9 . _ -", "none", "calls of the machine go to the service of this name"),
             key("callers", "\"owner\" or \"everybody\"", "\"owner\"", "which users of the host may call `service`"),
         ],
-        shared: &[],
+        shared: &[ON_OF_MEMBERS],
     },
     SectionSchema {
         name: "export",
@@ -595,7 +658,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             KEYS,
             TLS,
         ],
-        shared: &[],
+        shared: &[ON],
     },
     SectionSchema {
         name: "import",
@@ -604,7 +667,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key(
                 "from",
                 "a text like \"node-2=192.0.2.2:7000\", or a list of them",
-                "",
+                "the machines of the file that export the service; without one it must be given",
                 "the machines that export the service: name, and address and port; without `tls` the address and port alone",
             ),
             key("service", "a name of a-z A-Z 0-9 . _ -", "the section's name", "its name at those machines"),
@@ -621,7 +684,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             KEYS,
             TLS,
         ],
-        shared: &[],
+        shared: &[ON],
     },
     SectionSchema {
         name: "forward",
@@ -642,7 +705,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             key("network", "the name of a network", "the member's network", "which, for a member of several"),
         ],
-        shared: &[],
+        shared: &[ON_OF_MEMBERS],
     },
     SectionSchema {
         name: "rule",
@@ -665,7 +728,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             EVERY_NETWORK,
         ],
-        shared: &[],
+        shared: &[ON_OF_MEMBERS],
     },
     SectionSchema {
         name: "mirror",
@@ -676,7 +739,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key("frames", "\"both\", \"sent\" or \"received\"", "\"both\"", "which of their frames"),
             EVERY_NETWORK,
         ],
-        shared: &[],
+        shared: &[ON_OF_MEMBERS],
     },
 ];
 
@@ -757,6 +820,7 @@ pub const CONDITIONS: &[Condition] = &[
     only("port", "version", "kind", &["ivshmem"]),
     only("port", "region", "kind", &["ivshmem"]),
     only("port", "vectors", "kind", &["ivshmem"]),
+    only("span", "keys", "tls", &["true"]),
     only("export", "allow", "tls", &["true"]),
     only("export", "machine", "tls", &["true"]),
     only("export", "keys", "tls", &["true"]),
