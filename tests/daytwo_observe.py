@@ -171,6 +171,7 @@ def test_a_validator_of_others_accepts_the_answers():
             ("/v1/machines/web", "MachineReport"),
             ("/v1/events", "Events"),
             ("/v1/tables", "Tables"),
+            ("/v1/config", "ConfigReport"),
         ]:
             status, answer = fabric.ask("GET", path)
             assert status == 200, (path, answer)

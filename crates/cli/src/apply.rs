@@ -51,17 +51,22 @@ impl Apply {
             }
             answer => answer?,
         };
-        if self.json {
-            out::json(&report)?;
-        } else {
-            out::print(&render(&report, out::colour()))?;
-        }
-        Ok(match report.outcome.as_str() {
-            "refused" => Exit::Failed,
-            "partly" => Exit::Partly,
-            _ => Exit::Done,
-        })
+        tell(&report, self.json)
     }
+}
+
+/// Prints the report of a change, and gives its exit code.
+pub(crate) fn tell(report: &ApplyReport, json: bool) -> Result<Exit, Failure> {
+    if json {
+        out::json(report)?;
+    } else {
+        out::print(&render(report, out::colour()))?;
+    }
+    Ok(match report.outcome.as_str() {
+        "refused" => Exit::Failed,
+        "partly" => Exit::Partly,
+        _ => Exit::Done,
+    })
 }
 
 /// The report for people: a line for each change, then what came of it.
@@ -82,6 +87,9 @@ fn render(report: &ApplyReport, colour: bool) -> String {
     }
     for name in &report.kept {
         text.push_str(&format!("  {name} was added while the fabric ran, and stays\n"));
+    }
+    for key in &report.reverted {
+        text.push_str(&format!("  {key} was changed while the fabric ran, and is as in the file from now on\n"));
     }
     let count = |action: &str| report.changes.iter().filter(|c| c.action == action && c.outcome != "failed").count();
     let counts = format!(
@@ -151,6 +159,7 @@ mod tests {
             changes: vec![restart, change("port.p", "remove", "done"), failed],
             unchanged: 4,
             kept: vec!["extra".into()],
+            reverted: vec!["port.web.rate".into()],
             ..ApplyReport::default()
         };
         let expected = "\
@@ -158,6 +167,7 @@ mod tests {
 - port.p    removed
 x tap.t     add failed: no such device
   extra was added while the fabric ran, and stays
+  port.web.rate was changed while the fabric ran, and is as in the file from now on
 demo: done in part: 0 added, 1 removed, 0 changed, 1 restarted, 4 unchanged; 1 failed
 ";
         assert_eq!(render(&report, false), expected);

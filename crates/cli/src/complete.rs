@@ -20,12 +20,13 @@ use clap_complete::engine::{ArgValueCompleter, CompletionCandidate, PathComplete
 use clap_complete::env::{CompleteEnv, Shells};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
-use tombolo_host::{file, rundir};
+use tombolo_host::{config, file, rundir};
 use tombolo_rpc::folder;
 
 use crate::Cli;
 use crate::ls;
 use crate::select::{DEFAULT_FILE, Select};
+use crate::set::all_paths;
 
 /// The variable with the shell's name, in the environment of a question.
 const VARIABLE: &str = "_TOMBOLO_COMPLETE";
@@ -55,6 +56,8 @@ enum What {
     Subject,
     /// What `--for` asks for.
     Awaited,
+    /// A key or section of the configuration that runs.
+    Key,
 }
 
 /// Command, argument, and what the argument names.
@@ -69,10 +72,13 @@ const NAMES: &[(&str, &str, What)] = &[
     ("logs", "members", What::Log),
     ("wait", "name", What::Awaited),
     ("exec", "machine", What::Machine),
+    ("unset", "keys", What::Key),
     ("port add", "network", What::Network),
     ("port set", "name", What::Port),
     ("port del", "name", What::Port),
     ("port stats", "name", What::Port),
+    ("forward add", "network", What::Network),
+    ("rule add", "network", What::Network),
     ("table mac", "network", What::Network),
     ("table neighbours", "network", What::Network),
     ("capture", "port", What::Port),
@@ -178,6 +184,10 @@ fn names(what: What, asked: &[OsString]) -> Vec<Name> {
         What::Runnable => {
             let apps = soon(|| file::apps().into_iter().map(|app| (app, "app".into())).collect());
             [known(asked).machines, apps].concat()
+        }
+        What::Key => {
+            let select = selected(asked);
+            soon(move || keys(&select).unwrap_or_default())
         }
         What::Awaited => match value_of(asked, &["--for"]).as_deref().and_then(OsStr::to_str) {
             Some("service") => names(What::Service, asked),
@@ -293,6 +303,18 @@ fn running(select: &Select) -> Option<Known> {
     let name = select.name(&root).ok()?;
     let status = Client::new(&name, &rundir::api_socket(&root, &name)).ok()?.status().ok()?;
     Some(Known::of_status(&status))
+}
+
+/// The keys and sections of what runs, with their values.
+fn keys(select: &Select) -> Option<Vec<Name>> {
+    let root = rundir::runtime_root().ok()?;
+    let name = select.name(&root).ok()?;
+    let running = Client::new(&name, &rundir::api_socket(&root, &name)).ok()?.config().ok()?.config;
+    let about = |path: &str| match config::at(&running, path) {
+        Some(value) if !value.is_object() => config::inline(value),
+        _ => "section".into(),
+    };
+    Some(all_paths(&running).into_iter().map(|path| (path.clone(), about(&path))).collect())
 }
 
 fn written(select: &Select) -> Option<Known> {

@@ -41,6 +41,52 @@ const EXAMPLES: &[Examples] = &[
             ("tombolo apply --json demo.toml", ""),
         ],
     ),
+    (
+        "set",
+        &[
+            ("tombolo set network.lan.uplink=kernel", ""),
+            ("tombolo set port.guest.rate.send=100M port.guest.guard=mac --dry-run", "what would change"),
+            ("tombolo set 'cell.web.groups=[\"front\", \"public\"]'", "a value as in the file"),
+        ],
+    ),
+    (
+        "unset",
+        &[("tombolo unset port.guest.rate", "the key's default again"), ("tombolo unset tap.host", "the member goes")],
+    ),
+    (
+        "config",
+        &[
+            ("tombolo config", ""),
+            ("tombolo config --changes", "what was changed since the file was read"),
+            ("tombolo config > tombolo.toml", "keep what runs; comments of the old file are lost"),
+        ],
+    ),
+    ("forward", &[("tombolo forward add 127.0.0.1:8080 web:80", ""), ("tombolo forward rm 127.0.0.1:8080", "")]),
+    (
+        "forward add",
+        &[
+            ("tombolo forward add 127.0.0.1:8080 web:80", ""),
+            ("tombolo forward add '[::1]:5353' dns:53 --proto udp", ""),
+        ],
+    ),
+    ("forward rm", &[("tombolo forward rm 127.0.0.1:8080", ""), ("tombolo forward rm '[::1]:5353' --proto udp", "")]),
+    (
+        "rule",
+        &[
+            ("tombolo rule add deny --from web --to db --protocol tcp --port 5432", ""),
+            ("tombolo rule ls", ""),
+            ("tombolo rule rm 1", ""),
+        ],
+    ),
+    (
+        "rule add",
+        &[
+            ("tombolo rule add deny --from web --to db --protocol tcp --port 5432", ""),
+            ("tombolo rule add allow --from admins --at 1", "before all others"),
+        ],
+    ),
+    ("rule rm", &[("tombolo rule rm 1", "")]),
+    ("rule ls", &[("tombolo rule ls", ""), ("tombolo rule ls --json | jq length", "")]),
     ("down", &[("tombolo down", ""), ("tombolo down --fabric demo", "from any folder")]),
     (
         "status",

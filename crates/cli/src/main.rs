@@ -21,6 +21,7 @@ mod examples;
 mod exec;
 mod exit;
 mod fd_store;
+mod forward;
 mod lab;
 mod link_bridge;
 mod logs;
@@ -37,6 +38,7 @@ mod schema;
 mod section;
 mod select;
 mod service;
+mod set;
 mod span;
 mod status;
 mod table;
@@ -88,6 +90,12 @@ enum Command {
     Check(check::Check),
     /// Change a running fabric to what its edited file says; what did not change runs on
     Apply(apply::Apply),
+    /// Change keys of a running fabric without its file; the next `apply` makes it what the file says
+    Set(set::Set),
+    /// Remove keys or sections from a running fabric without its file
+    Unset(set::Unset),
+    /// Print the configuration that a fabric runs with, as a fabric file
+    Config(set::Config),
     /// Stop a fabric and remove all that it created
     Down(down::Down),
     /// Show networks, machines, ports, forwards, leases, drops and faults
@@ -109,6 +117,12 @@ enum Command {
     /// Add, remove, list and inspect ports of a running fabric
     #[command(subcommand)]
     Port(port::Port),
+    /// Add and remove forwards of a running fabric
+    #[command(subcommand)]
+    Forward(forward::Forward),
+    /// Add, remove and list rules of a running fabric
+    #[command(subcommand)]
+    Rule(forward::Rule),
     /// Show which MAC and IP addresses are where
     #[command(subcommand)]
     Table(table::Table),
@@ -171,6 +185,9 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Up(up) => up.run(select),
         Command::Check(check) => check.run(select),
         Command::Apply(apply) => apply.run(select),
+        Command::Set(set) => set.run(select),
+        Command::Unset(unset) => unset.run(select),
+        Command::Config(config) => config.run(select),
         Command::Down(down) => down.run(select),
         Command::Status(status) => status.run(select),
         Command::Ls(ls) => ls.run(),
@@ -181,6 +198,8 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Web(web) => web.run(select),
         Command::Metrics(metrics) => metrics.run(select),
         Command::Port(port) => port.run(select),
+        Command::Forward(forward) => forward.run(select),
+        Command::Rule(rule) => rule.run(select),
         Command::Table(table) => table.run(select),
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),

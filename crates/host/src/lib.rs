@@ -2,6 +2,7 @@
 //!
 //! * [`file`](mod@file): what `tombolo.toml` says, with every fault placed and told at once.
 //! * [`plan`](mod@plan): what that comes to on this machine; pure.
+//! * [`config`]: the running configuration as JSON, and merge patches that change it; pure.
 //! * [`fabric`]: the plan carried out, kept, changed, taken down.
 //! * [`api`]: HTTP and JSON on a Unix socket, and its client.
 //! * [`qemu`], [`console`], [`kernel`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
@@ -14,6 +15,7 @@
 
 pub mod api;
 pub mod bridge;
+pub mod config;
 pub mod confine;
 pub mod console;
 pub mod daemon;

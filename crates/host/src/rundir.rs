@@ -147,6 +147,10 @@ pub struct Owner {
     /// Rate limits that were changed while it ran: by port, as text of a fabric file. They go before the file's.
     #[serde(default)]
     pub rates: BTreeMap<String, String>,
+    /// What commands and the API have changed since the file was read: a merge patch of its content. A daemon that follows
+    /// changes the file's content so too.
+    #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
+    pub changes: serde_json::Map<String, serde_json::Value>,
     /// Where the ports of containers lead, by their names.
     #[serde(default)]
     pub containers: BTreeMap<String, ContainerPlace>,

@@ -19,6 +19,9 @@ pub struct ApplyReport {
     pub unchanged: usize,
     /// Members that were added while the fabric ran and that the file does not have: they stay.
     pub kept: Vec<String>,
+    /// Keys that were changed by a command or request while the fabric ran, and that are as in the file from now on.
+    #[serde(default)]
+    pub reverted: Vec<String>,
 }
 
 /// One section that differs.

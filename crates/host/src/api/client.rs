@@ -31,6 +31,7 @@ use crate::rundir;
 
 use super::CaptureOf;
 use super::apply::{ApplyQuery, ApplyReport};
+use super::config::{ConfigQuery, ConfigReport};
 use super::report::{Events, Fault, MachineReport, Machines, PortReport, Ports, Span, Status, Tables};
 
 /// How long a question may take; what starts or stops machines takes as long as it takes.
@@ -257,6 +258,18 @@ impl Client {
     pub fn apply(&self, text: &str, query: &ApplyQuery) -> Result<ApplyReport, ClientError> {
         let file = query.file.as_ref().map(|f| format!("&file={}", quoted(&f.to_string_lossy()))).unwrap_or_default();
         self.json(Method::POST, &format!("/v1/apply?dry_run={}{file}", query.dry_run), text, None)
+    }
+
+    /// `GET /v1/config`: the configuration that runs.
+    pub fn config(&self) -> Result<ConfigReport, ClientError> {
+        self.get("/v1/config")
+    }
+
+    /// `PATCH /v1/config`: changes the configuration that runs, or tells what that would do.
+    pub fn change_config(&self, patch: &serde_json::Value, query: &ConfigQuery) -> Result<ApplyReport, ClientError> {
+        let revision = query.revision.as_ref().map(|r| format!("&revision={}", quoted(r))).unwrap_or_default();
+        let path = format!("/v1/config?dry_run={}{revision}", query.dry_run);
+        self.json(Method::PATCH, &path, &patch.to_string(), None)
     }
 
     /// `DELETE /v1/machines/NAME`. Returns once the machine has ended.

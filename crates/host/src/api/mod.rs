@@ -7,6 +7,7 @@
 pub mod apply;
 pub mod blocks;
 pub mod client;
+pub mod config;
 pub mod connections;
 mod events;
 pub mod metrics;
@@ -105,6 +106,17 @@ pub enum Request {
         text: String,
         /// Where it is from, and whether it is done.
         query: apply::ApplyQuery,
+        /// What was done.
+        reply: Reply<apply::ApplyReport>,
+    },
+    /// The configuration that runs.
+    Config(Reply<config::ConfigReport>),
+    /// Changes the configuration that runs; with `query.dry_run` only tells what that would do.
+    ChangeConfig {
+        /// A JSON merge patch (RFC 7386).
+        patch: serde_json::Value,
+        /// Whether it is done, and of which revision it is a change.
+        query: config::ConfigQuery,
         /// What was done.
         reply: Reply<apply::ApplyReport>,
     },

@@ -50,7 +50,7 @@ use tombolo_switch::filter::Filter;
 use super::apply::ApplyQuery;
 use super::connections::{self, Busy, Limits, Line, Slot};
 use super::report::{Fault, Machines, Ports, SCHEMA};
-use super::{CaptureOf, Refusal, Reply, Request, Requests, events, metrics, services, span};
+use super::{CaptureOf, Refusal, Reply, Request, Requests, config, events, metrics, services, span};
 use crate::console;
 
 /// Captures, consoles, attached keyboards and followers of events at one time, all clients together.
@@ -161,6 +161,8 @@ fn routes() -> Vec<(&'static str, &'static str, MethodRouter<App>)> {
         ("get", "/v1/machines/{name}/console", get(console)),
         ("post", "/v1/machines/{name}/console", post(type_to_console)),
         ("post", "/v1/apply", post(apply)),
+        ("get", "/v1/config", get(config::get)),
+        ("patch", "/v1/config", patch(config::patch)),
         ("get", "/v1/events", get(events::events)),
         ("post", "/v1/down", post(down)),
         ("get", "/v1/openapi.json", get(openapi)),

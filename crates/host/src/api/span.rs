@@ -20,7 +20,7 @@ pub(super) fn long(way: MethodRouter<App>) -> MethodRouter<App> {
 }
 
 /// A body of JSON, whatever its Content-Type says.
-pub(super) struct Body<T>(T);
+pub(super) struct Body<T>(pub(super) T);
 
 impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
     type Rejection = Response;

@@ -2,6 +2,7 @@
 
 use super::apply::{ApplyQuery, ApplyReport, ChangeReport};
 use super::client::{Client, ClientError, Ending};
+use super::config::{ConfigQuery, ConfigReport};
 use super::connections::Limits;
 use super::report::{MachineReport, Status};
 use super::server::{MAX_STREAMS, OPENAPI, Server};
@@ -98,6 +99,20 @@ async fn answer(
                 let outcome = if query.dry_run { "planned" } else { "done" };
                 let report = ApplyReport { outcome: outcome.into(), changes: vec![change], ..ApplyReport::default() };
                 drop(reply.send(text.starts_with('[').then_some(report).ok_or_else(refused)));
+            }
+            Request::Config(reply) => {
+                let config = serde_json::json!({"network": {"lan": {"mtu": 1400}}});
+                let (revision, toml) = ("r1".into(), "[network.lan]\nmtu = 1400\n".into());
+                let report = ConfigReport { schema: 1, revision, toml, config, ..ConfigReport::default() };
+                drop(reply.send(Ok(report)));
+            }
+            Request::ChangeConfig { patch, query, reply } => {
+                let conflict = || Refusal::Conflict("the configuration has changed".into());
+                let change = ChangeReport { section: patch.to_string(), ..ChangeReport::default() };
+                let outcome = if query.dry_run { "planned" } else { "done" };
+                let report = ApplyReport { outcome: outcome.into(), changes: vec![change], ..ApplyReport::default() };
+                let is_known = query.revision.is_none_or(|revision| revision == "r1");
+                drop(reply.send(is_known.then_some(report).ok_or_else(conflict)));
             }
             Request::StopMachine { name, reply } => {
                 let machine: Option<&mut MachineReport> = status.machines.iter_mut().find(|m| m.name == name);
@@ -317,6 +332,33 @@ fn a_changed_file_is_applied_or_only_compared() {
     let wrong =
         stand.raw("POST /v1/apply?dryrun=1 HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
     assert!(wrong.starts_with("HTTP/1.1 400") && wrong.contains("dryrun"), "{wrong}");
+}
+
+#[test]
+fn the_configuration_is_read_and_changed_by_a_merge_patch() {
+    let stand = Stand::new();
+    let client = stand.client();
+    let read = client.config().unwrap();
+    assert_eq!((read.revision.as_str(), &read.config["network"]["lan"]["mtu"]), ("r1", &Value::from(1400)));
+    let text = stand.raw("GET /v1/config HTTP/1.1\r\nHost: t\r\nAccept: application/toml\r\nConnection: close\r\n\r\n");
+    assert!(
+        text.contains("content-type: application/toml") && text.ends_with("\r\n\r\n[network.lan]\nmtu = 1400\n"),
+        "{text}"
+    );
+    let patch = serde_json::json!({"network": {"lan": {"mtu": null}}});
+    let query = |dry_run, revision: &str| ConfigQuery { dry_run, revision: Some(revision.into()) };
+    let dry = client.change_config(&patch, &query(true, "r1")).unwrap();
+    assert_eq!((dry.outcome.as_str(), dry.changes[0].section.as_str()), ("planned", patch.to_string().as_str()));
+    assert_eq!(client.change_config(&patch, &ConfigQuery::default()).unwrap().outcome, "done");
+    let stale = client.change_config(&patch, &query(false, "r 0&")).unwrap_err();
+    assert!(matches!(stale, ClientError::Refused { status: 409, .. }), "{stale}");
+    for (query, body, says) in [("", "{", "expected JSON"), ("?dryrun=1", "{}", "dryrun")] {
+        let answer = stand.raw(&format!(
+            "PATCH /v1/config{query} HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        ));
+        assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(says), "{answer}");
+    }
 }
 
 #[test]
@@ -1141,8 +1183,12 @@ fn the_document_describes_every_field_of_the_reports() {
     let key = super::apply::KeyReport { key: "rate".into(), before: Some("none".into()), after: Some("1M".into()) };
     let error = Some("its worker has ended".into());
     let change = ChangeReport { keys: vec![key], error, ..ChangeReport::default() };
-    let applied = ApplyReport { changes: vec![change], kept: vec!["extra".into()], ..ApplyReport::default() };
+    let (kept, reverted) = (vec!["extra".into()], vec!["port.web.rate".into()]);
+    let applied = ApplyReport { changes: vec![change], kept, reverted, ..ApplyReport::default() };
     check("ApplyReport", serde_json::to_value(applied).unwrap());
+    let empty = || serde_json::json!({});
+    let config = ConfigReport { config: empty(), changes: empty(), ..ConfigReport::default() };
+    check("ConfigReport", serde_json::to_value(config).unwrap());
     check("Ports", serde_json::to_value(super::report::Ports { schema: 1, ports }).unwrap());
     check("Machines", serde_json::to_value(super::report::Machines { schema: 1, machines }).unwrap());
     let event = super::report::EventReport {

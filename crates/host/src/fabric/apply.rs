@@ -1,7 +1,7 @@
 //! A changed fabric file is carried out on the fabric that runs.
 //!
 //! # Purpose
-//! [`Running::prepare_apply`] reads the file, compares it with what runs ([`crate::difference`]) and
+//! [`Running::prepare_apply`] reads the file ([`super::config`] a change of it), compares it with what runs ([`crate::difference`]) and
 //! refuses what cannot be done, before anything is changed. [`carry_out`] then does the changes with
 //! the functions by which single members come and go.
 //!
@@ -29,6 +29,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use serde_json::{Map, Value};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{ControlError, WorkerSettings};
 
@@ -38,6 +39,7 @@ use super::services;
 use super::standing::Standing;
 use super::{FabricError, NOT_ASKED, Running, Shared, facts, refuse_faults, restore_additions_of};
 use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
+use crate::config::Document;
 use crate::difference::{
     Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
 };
@@ -54,10 +56,38 @@ pub(super) struct Prepared {
     new: Model,
     facts: Facts,
     file: PathBuf,
+    base: Option<Document>,
+    /// See [`Wanted::changes`].
+    changes_of_file: Map<String, Value>,
+    source: Source,
     /// The members that the file itself has.
     own: Vec<String>,
     report: ApplyReport,
     is_asked: bool,
+}
+
+/// What the running fabric is to become.
+pub(super) struct Wanted {
+    pub(super) spec: Fabric,
+    /// The members that it has itself, and those that are additions no more.
+    pub(super) own: Vec<String>,
+    /// Where it is from.
+    pub(super) file: PathBuf,
+    /// The content of the file.
+    pub(super) base: Option<Document>,
+    /// What is changed of that: a merge patch.
+    pub(super) changes: Map<String, Value>,
+    pub(super) source: Source,
+    /// Only tell what would be done.
+    pub(super) dry_run: bool,
+}
+
+/// Who wants it.
+pub(super) enum Source {
+    /// `apply`, of a whole file.
+    File,
+    /// A change of these keys.
+    Change(Vec<String>),
 }
 
 /// A change as a report has it.
@@ -98,15 +128,26 @@ impl Running {
     /// # Errors
     /// The file's faults, or what this machine does not have.
     pub(super) fn prepare_apply(&mut self, text: &str, query: &ApplyQuery) -> Result<Prepared, FabricError> {
-        let path = query.file.clone().unwrap_or_else(|| self.file.clone());
-        let spec = file::parse_on(text, &path, self.spec.which())?;
+        let file = query.file.clone().unwrap_or_else(|| self.file.clone());
+        let spec = file::parse_on(text, &file, self.spec.which())?;
+        let own = spec.members().map(String::from).collect();
+        let base = Document::read(text);
+        let reverted = self.reverted(base.as_ref());
+        let (changes, source, dry_run) = (Map::new(), Source::File, query.dry_run);
+        let mut prepared = self.prepare_wanted(Wanted { spec, own, file, base, changes, source, dry_run })?;
+        prepared.report.reverted = reverted;
+        Ok(prepared)
+    }
+
+    /// As [`Running::prepare_apply`], once the text was read.
+    pub(super) fn prepare_wanted(&mut self, wanted: Wanted) -> Result<Prepared, FabricError> {
+        let Wanted { spec, own, file: path, base, changes: patch, source, dry_run } = wanted;
         if spec.name != self.spec.name {
             return Err(FabricError::State(format!(
                 "expected a file of the fabric \"{}\", which runs, found one of \"{}\"; `tombolo up` starts that one",
                 self.spec.name, spec.name
             )));
         }
-        let own: Vec<String> = spec.members().map(String::from).collect();
         let (spec, kept) = self.with_additions(spec, &own)?;
         let mut facts = self.facts.clone();
         let wants_xl = facts.xl.is_err() && spec.machines.iter().any(|m| m.attach == file::Attach::Xen);
@@ -121,7 +162,13 @@ impl Running {
         let is_refused = changes.iter().any(|c| c.action == Action::Refuse);
         if !is_refused {
             let standing = Standing::of(&old.fabric, old.plan.ports.iter());
-            refuse_faults(preflight::faults(&new.fabric, Some(&standing)), &path, new.fabric.which())?;
+            let faults = preflight::faults(&new.fabric, Some(&standing));
+            let which = new.fabric.which();
+            match &source {
+                Source::File => refuse_faults(faults, &path, which)?,
+                // Lines of the file say nothing of what is not in it.
+                Source::Change(_) => refuse_faults(faults, Path::new("change"), which)?,
+            }
         }
         let of_new = new.parts();
         let unchanged = old.parts().iter().filter(|(section, part)| of_new.get(*section) == Some(*part)).count();
@@ -132,8 +179,9 @@ impl Running {
             changes: changes.iter().map(told).collect(),
             unchanged,
             kept,
+            reverted: vec![],
         };
-        let is_asked = !query.dry_run && !is_refused;
+        let is_asked = !dry_run && !is_refused;
         if is_asked && let Some(name) = self.machines.iter().find(|(_, m)| m.is_ending).map(|(name, _)| name) {
             return Err(FabricError::Busy(format!(
                 "machine \"{name}\" is being stopped or restarted; try again when that is done"
@@ -141,7 +189,7 @@ impl Running {
         }
         // From here on nothing else changes the fabric.
         self.applying = is_asked;
-        Ok(Prepared { changes, new, facts, file: path, own, report, is_asked })
+        Ok(Prepared { changes, new, facts, file: path, base, changes_of_file: patch, source, own, report, is_asked })
     }
 
     /// The file with the members that were added while the fabric ran, and their names: an apply does not end what the file
@@ -182,7 +230,7 @@ impl Running {
 
 /// Does what was prepared, and reports each step.
 pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<ApplyReport, FabricError> {
-    let Prepared { changes, new, facts, file, own, mut report, is_asked } = prepared;
+    let Prepared { changes, new, facts, file, base, changes_of_file, source, own, mut report, is_asked } = prepared;
     if !is_asked {
         return Ok(report);
     }
@@ -193,6 +241,8 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
             running.applying = false;
             return Err(error);
         }
+        running.base = base;
+        running.dir().record(|o| o.changes = changes_of_file);
         running.say.clone()
     };
     let mut ended = Vec::new();
@@ -228,7 +278,11 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     running.put_in(&mut steps, &new);
     running.note_containers();
     running.record_standing();
-    let text = report_steps(&mut report, steps.failed);
+    let done = report_steps(&mut report, steps.failed);
+    let text = match &source {
+        Source::File => format!("apply: {done}"),
+        Source::Change(keys) => format!("change of {}: {done}", keys.join(", ")),
+    };
     (running.say)(&text);
     running.events.add(Kind::Apply, Told::of(&report.fabric), &text);
     Ok(report)
@@ -254,7 +308,7 @@ fn report_steps(report: &mut ApplyReport, mut failed: BTreeMap<String, String>) 
     let failed = report.changes.iter().filter(|c| c.outcome == "failed").count();
     report.outcome = if failed == 0 { "done" } else { "partly" }.into();
     let done = report.changes.len() - failed;
-    format!("apply: {done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged)
+    format!("{done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged)
 }
 
 /// The changes, and which of them failed so far.
@@ -846,9 +900,6 @@ mod tests {
             ("port.guest", "failed", Some("no room")),
         ];
         assert_eq!(told, expected);
-        assert_eq!(
-            (&report.outcome[..], &text[..]),
-            ("partly", "apply: 1 change(s) done, 2 failed, 0 part(s) untouched")
-        );
+        assert_eq!((&report.outcome[..], &text[..]), ("partly", "1 change(s) done, 2 failed, 0 part(s) untouched"));
     }
 }

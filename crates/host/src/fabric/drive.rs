@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 use super::{APPLY_RUNS, FabricError, Shared, apply, machine};
+use crate::api::apply::ApplyReport;
 use crate::api::report::{MachineReport, PortReport};
 use crate::api::{Console, Refusal, Reply, Request, Requests};
 use crate::file::FileError;
@@ -142,7 +143,19 @@ async fn unless_applying(shared: &Shared, request: Request) -> Option<Request> {
         Request::StopMachine { reply, .. } => busy(reply),
         Request::RestartMachine { reply, .. } => busy(reply),
         Request::Apply { reply, .. } => busy(reply),
+        Request::ChangeConfig { reply, .. } => busy(reply),
         request => Some(request),
+    }
+}
+
+/// Carries out what was prepared. Machines take up to seconds to end; others are served meanwhile.
+fn change(shared: &Shared, prepared: Result<apply::Prepared, FabricError>, reply: Reply<ApplyReport>) {
+    match prepared {
+        Ok(prepared) => {
+            let shared = shared.clone();
+            tokio::spawn(async move { answer(reply, apply::carry_out(&shared, prepared).await) });
+        }
+        Err(error) => answer(reply, Err(error)),
     }
 }
 
@@ -151,15 +164,13 @@ async fn serve(shared: &Shared, request: Request) {
     match request {
         Request::Apply { text, query, reply } => {
             let prepared = shared.running.lock().await.prepare_apply(&text, &query);
-            match prepared {
-                Ok(prepared) => {
-                    // Machines take up to seconds to end; others are served meanwhile.
-                    let shared = shared.clone();
-                    tokio::spawn(async move { answer(reply, apply::carry_out(&shared, prepared).await) });
-                }
-                Err(error) => answer(reply, Err(error)),
-            }
+            change(shared, prepared, reply);
         }
+        Request::ChangeConfig { patch, query, reply } => {
+            let prepared = shared.running.lock().await.prepare_change(&patch, &query);
+            change(shared, prepared, reply);
+        }
+        Request::Config(reply) => answer(reply, shared.running.lock().await.config_report()),
         Request::Status(reply) => answer(reply, shared.running.lock().await.status()),
         Request::Events(reply) => answer(reply, Ok(shared.running.lock().await.events.clone())),
         // Who asked for it has gone, such as a plugin that was killed: it, or who started it, clears up what is there by now.

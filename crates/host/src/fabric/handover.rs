@@ -42,7 +42,8 @@ use tombolo_switch::port::HandOver;
 use tombolo_switch::wait::Token;
 
 use super::events::{Facts as Told, Kind};
-use super::{FabricError, Running, Say, facts, restore_additions_of};
+use super::{FabricError, Running, Say, config, facts, restore_additions_of};
+use crate::config::Document;
 use crate::file::{self, Fabric};
 use crate::plan::{self, Facts, Plan};
 use crate::process::{self, Process};
@@ -101,7 +102,13 @@ pub(crate) struct Commit {
 
 impl Takeover {
     /// Asks the daemon that runs this fabric to hand over; `None` where none runs. Checks first what can be checked.
-    pub(crate) fn begin(spec: &Fabric, file: &Path, say: &Say) -> Result<Option<Takeover>, FabricError> {
+    /// `base` is the content of the file.
+    pub(crate) fn begin(
+        spec: &Fabric,
+        base: Option<&Document>,
+        file: &Path,
+        say: &Say,
+    ) -> Result<Option<Takeover>, FabricError> {
         let root = rundir::runtime_root()?;
         let folder = root.join(&spec.name);
         if !rundir::running(&root).contains(&spec.name) {
@@ -110,8 +117,12 @@ impl Takeover {
         let read =
             || std::fs::read(folder.join("owner.json")).ok().and_then(|t| serde_json::from_slice::<Owner>(&t).ok());
         let owner = read().ok_or_else(|| refused("its record owner.json cannot be read"))?;
-        let additions = if owner.file == file { &owner.additions[..] } else { &[] };
-        let full = restore_additions_of(spec.clone(), additions, &mut |_, _| ());
+        let mut full = spec.clone();
+        if owner.file == file {
+            // What does not fit is told once it is certain that this daemon takes over.
+            full = config::changed(&full, base, &owner.changes, file).unwrap_or(full);
+            full = restore_additions_of(full, &owner.additions, &mut |_, _| ());
+        }
         let facts = facts(&full, folder.clone());
         let plan = plan::plan(&full, &facts)?;
         if let Some(standing) = &owner.standing {
@@ -128,12 +139,12 @@ impl Takeover {
         if super::heal::is_missing(finder.path()) && finder.is_cut_off() {
             return Err(unreachable());
         }
-        let before = owner.additions.clone();
+        let before = (owner.additions.clone(), owner.changes.clone());
         let mut commit = Commit::ask(&folder, owner)?;
         // Written again while it made ready.
         commit.old = read().ok_or_else(|| refused("its record owner.json cannot be read"))?;
-        if commit.old.additions != before {
-            return Err(refused("its members have just changed; try again"));
+        if (&commit.old.additions, &commit.old.changes) != (&before.0, &before.1) {
+            return Err(refused("its members or settings have just changed; try again"));
         }
         // Not before the old daemon is paused: until then it may start another one.
         let machines = process::machines(&spec.name, &folder);
@@ -240,7 +251,7 @@ impl Running {
     pub(crate) fn hand_over(&mut self, mut socket: UnixStream) {
         let (say, events) = (self.say.clone(), self.events.clone());
         if self.applying {
-            let why = "it is being changed by `tombolo apply`; try again in a few seconds";
+            let why = "it is being changed by another command or request; try again in a few seconds";
             // The other daemon may have gone.
             let _ = writeln!(socket, "{why}");
             return;
@@ -281,7 +292,9 @@ impl Running {
     pub(crate) fn leave(&mut self) -> FabricError {
         let say = self.say.clone();
         if self.applying {
-            return FabricError::Busy("`tombolo apply` changes the fabric, and its end is waited for".into());
+            return FabricError::Busy(
+                "another command or request changes the fabric, and its end is waited for".into(),
+            );
         }
         self.events.add(Kind::Down, Told::of(&self.spec.name), "the daemon leaves the guests to the next one");
         self.events.flush();

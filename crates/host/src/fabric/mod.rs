@@ -28,6 +28,7 @@ mod apply;
 mod backoff;
 mod bypass;
 mod capture;
+mod config;
 mod containers;
 mod domains;
 mod drive;
@@ -68,6 +69,7 @@ use tombolo_shm::store::Store;
 use tombolo_switch::control::ControlError;
 use tombolo_switch::guard::link_local;
 
+use crate::config::Document;
 use crate::file::{self, Fabric, FileError, Which};
 use crate::kernel::{self, KernelError};
 use crate::notify;
@@ -168,6 +170,8 @@ pub(crate) struct RunningWorker {
 pub struct Running {
     pub(crate) spec: Fabric,
     pub(crate) file: PathBuf,
+    /// The content of the file as it was last read; `None` where it could not be read.
+    base: Option<Document>,
     pub(crate) dir: Option<RunDir>,
     pub(crate) facts: Facts,
     pub(crate) started: Instant,
@@ -280,7 +284,7 @@ fn lacking(faults: Vec<preflight::HostFault>, path: &Path, which: Which<'_>) -> 
 /// Why [`Facts::kvm`] has no answer.
 const NOT_ASKED: &str = "not asked";
 /// Why a request that would change the fabric is refused.
-const APPLY_RUNS: &str = "the fabric is being changed by `tombolo apply`; try again when that is done";
+const APPLY_RUNS: &str = "the fabric is being changed by another command or request; try again when that is done";
 
 /// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the question takes seconds.
 fn kvm(qemu: &Qemu) -> Result<(), String> {
@@ -364,6 +368,7 @@ impl Running {
             prepared: None,
             spec,
             file,
+            base: None,
             dir: Some(dir),
             facts,
             started: Instant::now(),
@@ -410,10 +415,12 @@ impl Running {
         owns: &Arc<AtomicBool>,
     ) -> Result<Shared, FabricError> {
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let base = std::fs::read_to_string(path).ok().and_then(|text| Document::read(&text));
         let takeover = if replace {
-            let (spec, absolute, say) = (spec.clone(), absolute.clone(), say.clone());
+            let (spec, base, absolute, say) = (spec.clone(), base.clone(), absolute.clone(), say.clone());
             // It waits for the other daemon, which may be stopped.
-            let begun = tokio::task::spawn_blocking(move || Takeover::begin(&spec, &absolute, &say)).await;
+            let begun =
+                tokio::task::spawn_blocking(move || Takeover::begin(&spec, base.as_ref(), &absolute, &say)).await;
             begun.map_err(|error| FabricError::State(format!("asking for a handover: {error}")))??
         } else {
             None
@@ -427,11 +434,15 @@ impl Running {
             }
         };
         let spec = match dir.leftover.clone() {
-            Some(left) if left.file == absolute => restore_additions(spec, &left.additions, &mut dir, &say)?,
+            Some(left) if left.file == absolute => {
+                let spec = config::restore(spec, base.as_ref(), &left.changes, &mut dir, &say);
+                restore_additions(spec, &left.additions, &mut dir, &say)?
+            }
             Some(_) => {
                 dir.record(|o| {
                     o.additions.clear();
                     o.rates.clear();
+                    o.changes.clear();
                 });
                 spec
             }
@@ -453,6 +464,7 @@ impl Running {
         let shared = Shared { running: Arc::new(Mutex::new(running)) };
         let mut running = shared.running.lock().await;
         running.owns = owns.clone();
+        running.base = base;
         running.me = Arc::downgrade(&shared.running);
         running.taking_over = running.take_state("handover".into()).is_some();
         let plan = match running.prepare().await {
@@ -1053,15 +1065,14 @@ impl Running {
             let own = matches!(&forward.target, file::Target::Name(name) if names.contains(name));
             if !own {
                 let text = format!(
-                    "{it}: expected to lead to a member that is added with it; another forward goes into the file \
-                     (`tombolo apply`)"
+                    "{it}: expected to lead to a member that is added with it; `tombolo forward add` makes others"
                 );
                 return Err(FabricError::State(text));
             }
             if spec.network(&forward.network).is_none_or(|network| network.uplink != file::Uplink::Kernel) {
                 let text = format!(
                     "{it}: network \"{}\" has no uplink \"kernel\", the only one that takes forwards while it runs: give \
-                     it that uplink, or add the forward to the file (`tombolo apply`)",
+                     it that uplink, or add the forward by `tombolo forward add` or to the file (`tombolo apply`)",
                     forward.network
                 );
                 return Err(FabricError::State(text));
@@ -1138,7 +1149,9 @@ impl Running {
         self.spec.ports.retain(|p| p.name != name);
         self.update_names();
         self.forget_container(name);
-        self.forget_addition(name)?;
+        if !self.forget_addition(name)? {
+            self.note_removed(name);
+        }
         self.forget_rates(name);
         self.record_standing();
         let text = format!("port {name} was removed from the running fabric");
@@ -1247,6 +1260,7 @@ impl Running {
                 (o.standing, o.ending) = (None, false);
                 o.additions.clear();
                 o.rates.clear();
+                o.changes.clear();
                 o.settled.clear();
                 o.containers.clear();
             });

@@ -1,0 +1,229 @@
+//! `tombolo set`, `unset` and `config`: keys of the running fabric's file are changed without the file.
+
+use clap::Args;
+use serde_json::{Map, Value};
+use tombolo_host::api::apply::ApplyReport;
+use tombolo_host::api::config::ConfigQuery;
+use tombolo_host::config;
+use tombolo_host::file::nearest;
+
+use crate::apply::tell;
+use crate::exit::{Exit, Failure};
+use crate::out;
+use crate::select::Select;
+
+/// How a change is carried out and told.
+#[derive(Args, Debug)]
+pub(crate) struct How {
+    /// Only print what would be done
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Print what was done, or would be, as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Set {
+    /// Keys as in the fabric file, with their sections, such as network.lan.uplink=kernel. A value is written as in the
+    /// file; a text may be without quotes
+    #[arg(value_name = "KEY=VALUE", required = true)]
+    settings: Vec<String>,
+    #[command(flatten)]
+    how: How,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Unset {
+    /// Keys as in the fabric file, with their sections; a section alone is removed with its member
+    #[arg(value_name = "KEY", required = true)]
+    keys: Vec<String>,
+    #[command(flatten)]
+    how: How,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Config {
+    /// Only what was changed since the file was read, a key a line
+    #[arg(long)]
+    changes: bool,
+    /// Print it as JSON: the configuration, its text and what was changed
+    #[arg(long)]
+    json: bool,
+}
+
+impl How {
+    /// Has the fabric changed by a merge patch, and tells what was done.
+    pub(crate) fn change(&self, select: &Select, patch: &Value, revision: Option<String>) -> Result<Exit, Failure> {
+        let query = ConfigQuery { dry_run: self.dry_run, revision };
+        let report: ApplyReport = select.client()?.change_config(patch, &query)?;
+        tell(&report, self.json)
+    }
+}
+
+/// A value as in the file; what is no TOML is a text.
+fn value(text: &str) -> Value {
+    let read = config::Document::read(&format!("value = {text}\n"));
+    read.and_then(|document| document.root.get("value").cloned()).unwrap_or_else(|| text.into())
+}
+
+/// Puts `value` at a dotted path of a patch; `None` if the path has an empty part, or runs through another setting.
+fn put(patch: &mut Map<String, Value>, path: &str, value: Value) -> Option<()> {
+    let (parents, name) = path.rsplit_once('.')?;
+    let mut at = patch;
+    for parent in parents.split('.') {
+        at = at.entry(parent).or_insert_with(|| Value::Object(Map::new())).as_object_mut()?;
+    }
+    let is_named = !name.is_empty() && !parents.split('.').any(str::is_empty);
+    (is_named && at.insert(name.into(), value).is_none()).then_some(())
+}
+
+impl Set {
+    fn patch(&self) -> Result<Value, Failure> {
+        let mut patch = Map::new();
+        for setting in &self.settings {
+            let parts = setting.split_once('=').map(|(path, text)| (path.trim(), text.trim()));
+            let done = match parts {
+                // A list, such as that of rules, has no section.
+                Some((path, text)) if !path.contains('.') && !path.is_empty() => {
+                    patch.insert(path.into(), value(text)).is_none().then_some(())
+                }
+                Some((path, text)) => put(&mut patch, path, value(text)),
+                None => None,
+            };
+            done.ok_or_else(|| {
+                Failure::misused(format!(
+                    "expected KEY=VALUE with a key that is set once, like network.lan.uplink=kernel, found {setting:?}"
+                ))
+            })?;
+        }
+        Ok(Value::Object(patch))
+    }
+
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        self.how.change(select, &self.patch()?, None)
+    }
+}
+
+impl Unset {
+    fn patch(&self, running: &Value) -> Result<Value, Failure> {
+        let mut patch = Map::new();
+        for key in &self.keys {
+            if config::at(running, key).is_none() {
+                let known = all_paths(running);
+                let near = nearest(key, known.iter().map(String::as_str));
+                let hint = near.map_or_else(String::new, |near| format!("; did you mean \"{near}\"?"));
+                return Err(Failure::failed(format!("{key}: expected a key of what runs (`tombolo config`){hint}")));
+            }
+            let done = match key.contains('.') {
+                true => put(&mut patch, key, Value::Null),
+                false => patch.insert(key.clone(), Value::Null).is_none().then_some(()),
+            };
+            done.ok_or_else(|| Failure::misused(format!("{key}: expected each key once, and none inside another")))?;
+        }
+        Ok(Value::Object(patch))
+    }
+
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let running = select.client()?.config()?;
+        self.how.change(select, &self.patch(&running.config)?, Some(running.revision))
+    }
+}
+
+/// The sections and keys of a configuration, by dotted paths.
+pub(crate) fn all_paths(running: &Value) -> Vec<String> {
+    let mut out = Vec::new();
+    for path in config::paths(running) {
+        // What leads to it, but for the word alone.
+        out.extend(path.match_indices('.').skip(1).map(|(at, _)| path[..at].to_string()));
+        out.push(path);
+    }
+    out.sort();
+    out.dedup();
+    out
+}
+
+impl Config {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let report = select.client()?.config()?;
+        match (self.json, self.changes) {
+            (true, false) => out::json(&report)?,
+            (true, true) => out::json(&report.changes)?,
+            (false, true) => out::print(&changes(&report.changes))?,
+            (false, false) => out::print(&report.toml)?,
+        }
+        Ok(Exit::Done)
+    }
+}
+
+/// What was changed, as `set` and `unset` take it.
+fn changes(patch: &Value) -> String {
+    let line = |path: String| match config::at(patch, &path) {
+        Some(Value::Null) | None => format!("{path} removed\n"),
+        Some(value) => format!("{path} = {}\n", config::inline(value)),
+    };
+    config::paths(patch).into_iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn set(settings: &[&str]) -> Result<Value, Failure> {
+        let how = How { dry_run: false, json: false };
+        Set { settings: settings.iter().map(|s| s.to_string()).collect(), how }.patch()
+    }
+
+    #[test]
+    fn settings_become_one_patch_with_values_as_in_the_file() {
+        let patch = set(&[
+            "network.lan.uplink=kernel",
+            "network.lan.mtu=1400",
+            "cell.web.guard=\"off\"",
+            "cell.web.isolated=true",
+            "port.p.rate={ send = \"100M\" }",
+            "port.q.rate.send=100M",
+            "port.q.ip=10.87.0.9",
+            "tap.t.groups=[\"a\", \"b\"]",
+            "rule=[{ action = \"deny\", to = \"db\" }]",
+            "network.lan.domain=a=b",
+        ]);
+        let expected = json!({
+            "network": {"lan": {"uplink": "kernel", "mtu": 1400, "domain": "a=b"}},
+            "cell": {"web": {"guard": "off", "isolated": true}},
+            "port": {"p": {"rate": {"send": "100M"}}, "q": {"rate": {"send": "100M"}, "ip": "10.87.0.9"}},
+            "tap": {"t": {"groups": ["a", "b"]}},
+            "rule": [{"action": "deny", "to": "db"}],
+        });
+        assert_eq!(patch.unwrap(), expected);
+        for wrong in [
+            &["network.lan.uplink"][..],
+            &["=x"],
+            &["a..b=1"],
+            &[".a=1"],
+            &["a.=1"],
+            &["a.b=1", "a.b=2"],
+            &["a.b=1", "a.b.c=2"],
+        ] {
+            assert!(set(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn only_what_runs_can_be_unset() {
+        let running = json!({"port": {"web": {"rate": {"send": "1M"}}, "x": {}}, "rule": []});
+        let unset = |keys: &[&str]| {
+            let how = How { dry_run: false, json: false };
+            Unset { keys: keys.iter().map(|s| s.to_string()).collect(), how }.patch(&running)
+        };
+        let patch = unset(&["port.web.rate", "port.x", "rule"]).unwrap();
+        assert_eq!(patch, json!({"port": {"web": {"rate": null}, "x": null}, "rule": null}));
+        assert_eq!(all_paths(&running), ["port.web", "port.web.rate", "port.web.rate.send", "port.x", "rule"]);
+        assert_eq!(changes(&patch), "port.web.rate removed\nport.x removed\nrule removed\n");
+        assert_eq!(changes(&json!({"port": {"x": {"mtu": 7}}})), "port.x.mtu = 7\n");
+        let Err(Failure::Said(_, text)) = unset(&["port.web.rat"]) else { panic!() };
+        assert!(text.contains("did you mean \"port.web.rate"), "{text}");
+        assert!(unset(&["port.web.rate.send", "port.web.rate"]).is_err(), "one is inside the other");
+    }
+}
