@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tombolo_lab import LabError, harness
@@ -146,17 +146,17 @@ def has_sockets(folder: Path) -> bool:
     return all((folder / name).exists() for name in ("v0", "v1"))
 
 
-def generator(folder: Path, serves: bool) -> object:
-    """The testpmd that frames circulate through."""
+def generator(folder: Path, serves: bool, more: Sequence[str] = ()) -> object:
+    """The testpmd that frames circulate through; `more` are further options of it."""
     from tombolo_lab.workloads import dpdk
 
-    more = ",server=1" if serves else ""
+    server = ",server=1" if serves else ""
     vdevs = [
-        f"net_virtio_user{number},path={folder}/v{number},queues=1,queue_size=256,mac={mac}{more}"
+        f"net_virtio_user{number},path={folder}/v{number},queues=1,queue_size=256,mac={mac}{server}"
         for number, mac in enumerate(MACS)
     ]
     peers = [f"--eth-peer=0,{MACS[1]}", f"--eth-peer=1,{MACS[0]}"]
-    options = ["--forward-mode=io", "--total-num-mbufs=16384", *peers]
+    options = ["--forward-mode=io", "--total-num-mbufs=16384", *peers, *more]
     return dpdk.Testpmd(folder, "gen", GENERATOR_CPU, vdevs, options)
 
 
