@@ -65,7 +65,7 @@ def use(fabric, linux):
     assert int(queues) == 2, queues
     port = fabric.port("linux")
     # The driver uses as many pairs as it has CPUs.
-    assert len(port["details"]["ring_sizes"].split()) == 4, port
+    assert len(port["details"]["ring_sizes"]) == 4, port
     assert port["up"] and port["counters"]["faults"] == 0, port
 
 

@@ -127,7 +127,7 @@ def test_three_machines_know_each_others_members_by_proven_names():
         assert one.pings(three) and two.pings(one)
         # Who has an address was answered here, and not asked over the tunnel.
         details = one.details()
-        assert int(details["arp_answers"]) >= 1, details
+        assert details["arp_answers"] >= 1, details
         until("the report", lambda: one.states() == {"node-2": "up", "node-3": "up"}, PATIENCE_S)
         report = one.report()
         assert report["machine"] == "node-1" and report["conflicts"] == [], report

@@ -154,7 +154,7 @@ def test_the_kernels_vxlan_device_is_the_other_end():
             with Fabric(folder, text("one", mtu, OURS, ours, theirs), netns=a) as fabric:
                 talk(a, b, mtu)
                 details = fabric.port("span")["details"]
-                assert details["vni"] == str(VNI) and details["interface"] == "eth0", details
+                assert details["vni"] == VNI and details["interface"] == "eth0", details
                 fabric.cli("down")
                 fabric.nothing_left()
 
@@ -198,7 +198,7 @@ def test_segments_are_merged_for_a_tap_and_arrive_as_they_were_sent():
     with cable() as (a, b), scratch() as one, scratch() as two:
         with Fabric(one, text("one", mtu, OURS, ours, theirs), netns=a), Fabric(two, text("two", mtu, THEIRS, theirs, ours), netns=b) as second:
             until("an answer through the tunnel", lambda: a.answers(THEIRS))
-            assert second.port("host")["details"]["datagram_segmentation"] == "true"
+            assert second.port("host")["details"]["datagram_segmentation"] is True
             check(second, a, b, THEIRS)
             # To all: sent as one by UDP_SEGMENT, each comes by itself.
             got, bad = bursts(a, b, "10.87.0.255", True)

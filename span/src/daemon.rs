@@ -111,7 +111,7 @@ pub struct Port {
     pub up: bool,
     /// Facts of its kind.
     #[serde(default)]
-    pub details: std::collections::BTreeMap<String, String>,
+    pub details: std::collections::BTreeMap<String, serde_json::Value>,
 }
 
 /// Body of `PUT /v1/networks/{network}/remotes/{machine}`.

@@ -42,7 +42,7 @@ pub fn here(tables: &Tables, ports: &[Port]) -> BTreeMap<String, Here> {
     let mut all: BTreeMap<String, Here> = BTreeMap::new();
     for port in ports.iter().filter(|port| port.kind == TUNNEL) {
         // "192.0.2.1:4789", or "[fd00::1]:4789".
-        let end = port.details.get("local").and_then(|local| local.parse::<std::net::SocketAddr>().ok());
+        let end = port.details.get("local").and_then(|local| local.as_str()?.parse::<std::net::SocketAddr>().ok());
         all.entry(port.network.clone()).or_default().end = end.map(|end| end.ip());
     }
     for (network, here) in &mut all {

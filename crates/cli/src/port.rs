@@ -4,6 +4,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
+use serde_json::Value;
 use tombolo_host::api::report::{Ports, SCHEMA};
 
 use crate::exit::{Exit, Failure};
@@ -230,7 +231,7 @@ impl Port {
                 } else {
                     out::print(&status::done("port", "added", added.ports.iter().map(|p| p.name.as_str())))?;
                     for port in added.ports.iter().filter(|p| p.details.get("role").is_none_or(|r| r == "listen")) {
-                        if let Some(socket) = port.details.get("socket") {
+                        if let Some(socket) = port.details.get("socket").and_then(Value::as_str) {
                             out::print(&format!("{} listens at {socket}\n", port.name))?;
                         }
                     }
@@ -241,7 +242,7 @@ impl Port {
                 if set.json {
                     out::json(&port)?;
                 } else {
-                    let rate = port.details.get("rate").map_or("no limits", String::as_str);
+                    let rate = port.details.get("rate").map_or("no limits".into(), status::detail);
                     out::print(&format!("{}: {rate}\n", port.name))?;
                 }
             }

@@ -1,6 +1,7 @@
 //! `tombolo status`.
 
 use clap::Args;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use tombolo_host::api::report::{MachineReport, PortReport, Status};
 
@@ -231,7 +232,7 @@ pub(crate) fn port(p: &PortReport) -> String {
         ("guard".into(), if p.guard.is_empty() { "off".into() } else { p.guard.join(" ") }),
         ("macs".into(), p.macs.to_string()),
     ];
-    lines.extend(p.details.iter().map(|(k, v)| (k.clone(), v.clone())));
+    lines.extend(p.details.iter().map(|(k, v)| (k.clone(), detail(v))));
     lines.extend(p.rings.iter().flat_map(|r| {
         [
             ("frames_out".into(), format!("{} of {}", r.frames_out, r.frames_out_max)),
@@ -280,6 +281,27 @@ pub(crate) fn done<'n>(what: &str, verb: &str, names: impl Iterator<Item = &'n s
     format!("{} {verb}: {}\n", counted(names.len(), what), names.join(", "))
 }
 
+/// A fact of a port, for people.
+pub(crate) fn detail(value: &Value) -> String {
+    let limit = |(name, limit): (&String, &Value)| match limit {
+        // A rate: bits and frames per second.
+        Value::Object(keys) => {
+            let burst = keys.get("burst_bits").map_or_else(String::new, |n| format!(" (burst {n} bit)"));
+            let bits = keys.get("bits").map(|n| format!("{name} {n} bit/s{burst}"));
+            let frames = keys.get("frames").map(|n| format!("{name} {n} frames/s"));
+            bits.into_iter().chain(frames).collect::<Vec<_>>().join(", ")
+        }
+        Value::Null => format!("{name} off"),
+        value => format!("{name} {}", detail(value)),
+    };
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(list) => list.iter().map(detail).collect::<Vec<_>>().join(" "),
+        Value::Object(limits) => limits.iter().map(limit).collect::<Vec<_>>().join(", "),
+        value => value.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -289,6 +311,16 @@ mod tests {
     struct Line {
         #[command(flatten)]
         args: StatusArgs,
+    }
+
+    #[test]
+    fn details_are_told_in_words() {
+        let value = |text: &str| detail(&serde_json::from_str(text).unwrap());
+        assert_eq!(value("1500") + &value("true") + &value("\"up\""), "1500trueup");
+        assert_eq!(value("[256, 128]"), "256 128");
+        assert_eq!(value(r#"{"broadcast":100,"unknown":null}"#), "broadcast 100, unknown off");
+        let rate = r#"{"receive":{"frames":7},"send":{"bits":1000,"burst_bits":64,"frames":9}}"#;
+        assert_eq!(value(rate), "receive 7 frames/s, send 1000 bit/s (burst 64 bit), send 9 frames/s");
     }
 
     #[test]

@@ -198,7 +198,7 @@ impl<'c> Fabric<'c> {
     pub(crate) fn containers(&self, status: &Status) -> Vec<Found> {
         let own = format!("{}/", self.config.name);
         let found = |port: &PortReport| {
-            let container = port.details.get("container").filter(|id| id.starts_with(&own))?.clone();
+            let container = port.details.get("container")?.as_str().filter(|id| id.starts_with(&own))?.to_string();
             Some(Found { name: port.name.clone(), container, up: port.up })
         };
         status.ports.iter().filter_map(found).collect()

@@ -29,6 +29,7 @@ use rustix::net::sockopt;
 use std::os::fd::OwnedFd;
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
@@ -449,14 +450,14 @@ impl Port for PacketPort {
         self.pending = None;
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         vec![
-            ("interface", self.name.clone()),
-            ("index", self.index.to_string()),
-            ("state", self.condition.to_string()),
-            ("mtu", self.mtu.to_string()),
-            ("promiscuous", self.promiscuous.to_string()),
-            ("qdisc_bypass", self.qdisc_bypass.to_string()),
+            ("interface", self.name.clone().into()),
+            ("index", self.index.into()),
+            ("state", self.condition.to_string().into()),
+            ("mtu", self.mtu.into()),
+            ("promiscuous", self.promiscuous.into()),
+            ("qdisc_bypass", self.qdisc_bypass.into()),
         ]
     }
 }

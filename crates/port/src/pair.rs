@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 use tombolo_ring::mem::Foreign;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
@@ -379,13 +380,13 @@ impl Port for PairPort {
         self.shared.doorbell.ring();
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         let state = self.shared.lock();
         vec![
-            ("capacity", self.shared.capacity.to_string()),
-            ("queued_from_peer", state.to_port.len().to_string()),
-            ("queued_to_peer", state.to_peer.len().to_string()),
-            ("peers_so_far", state.generation.to_string()),
+            ("capacity", self.shared.capacity.into()),
+            ("queued_from_peer", state.to_port.len().into()),
+            ("queued_to_peer", state.to_peer.len().into()),
+            ("peers_so_far", state.generation.into()),
         ]
     }
 }

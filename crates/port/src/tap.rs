@@ -32,6 +32,7 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, OwnedFd};
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
@@ -641,14 +642,14 @@ impl Port for TapPort {
         Some(HandOver { state: Vec::new(), fds: vec![self.fd.try_clone().ok().filter(|_| lives)?] })
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         vec![
-            ("interface", self.name.clone()),
-            ("state", self.condition.to_string()),
-            ("mtu", self.mtu.to_string()),
-            ("vnet_header_bytes", self.header.bytes.to_string()),
-            ("datagram_segmentation", self.header.datagrams.to_string()),
-            ("monitored", self.monitor.is_some().to_string()),
+            ("interface", self.name.clone().into()),
+            ("state", self.condition.to_string().into()),
+            ("mtu", self.mtu.into()),
+            ("vnet_header_bytes", self.header.bytes.into()),
+            ("datagram_segmentation", self.header.datagrams.into()),
+            ("monitored", self.monitor.is_some().into()),
         ]
     }
 }
@@ -728,7 +729,7 @@ mod tests {
         crate::conformance::run::<TapFixture>("a_tap_that_somebody_else_opened", |_| {
             for bytes in [10, 12] {
                 let mut rig = adopted(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR, bytes);
-                assert!(rig.port.details().contains(&("vnet_header_bytes", bytes.to_string())));
+                assert!(rig.port.details().contains(&("vnet_header_bytes", (bytes as u64).into())));
                 let frames = [partial_frame(0, 30_000, SegmentKind::Tcp4, Some(1448)), plain(1, [60]).remove(0)];
                 rig.receive_all(&frames);
                 same(&frames, &rig.received);

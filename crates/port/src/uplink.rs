@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::nat::{Config, Nat, Verdict};
@@ -536,11 +537,11 @@ impl Port for NatPort {
         Some(handed)
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
-        let mut out = vec![("flows", self.nat.flows().to_string()), ("over", self.uplink.kind().to_string())];
+    fn details(&self) -> Details {
+        let mut out = vec![("flows", self.nat.flows().into()), ("over", self.uplink.kind().into())];
         if let Some(six) = &self.six {
-            out.push(("flows6", six.flows().to_string()));
-            out.push(("ipv6", if six.is_peer_known() { "yes" } else { "the uplink has none" }.to_string()));
+            out.push(("flows6", six.flows().into()));
+            out.push(("ipv6", if six.is_peer_known() { "yes" } else { "the uplink has none" }.into()));
         }
         out.extend(self.uplink.details());
         out
@@ -824,7 +825,7 @@ mod tests {
         let (sent, drops) = give(&mut port, &[datagram6(1), datagram(1)]);
         assert_eq!((sent.frames, drops.of(Reason::LinkDown), away.has_ipv6()), (1, 1, false));
         assert_eq!(std::iter::from_fn(|| passt.receive()).filter(|f| f.bytes[12..14] == [8, 0]).count(), 1);
-        assert!(port.details().contains(&("ipv6", "the uplink has none".to_string())));
+        assert!(port.details().contains(&("ipv6", "the uplink has none".into())));
         passt.send(&advertisement(PASST, PASST6), Offload::NONE).unwrap();
         assert!(take(&mut port, 8).0.is_empty());
         assert!(away.has_ipv6());
@@ -834,7 +835,7 @@ mod tests {
         assert_eq!((&out[0..6], &out[22..38]), (&PASST[..], &config6().outside.octets()[..]));
         assert_eq!(passt.receive().unwrap().bytes[12..14], [8, 0], "each family by its own table");
         let counts = port.details();
-        assert!(counts.contains(&("flows", "1".to_string())) && counts.contains(&("flows6", "1".to_string())));
+        assert!(counts.contains(&("flows", 1u64.into())) && counts.contains(&("flows6", 1u64.into())));
 
         // A connection comes in: its first segment waits for the guest, and the worker is not let sleep on it.
         passt.send(&syn6(), Offload::NONE).unwrap();

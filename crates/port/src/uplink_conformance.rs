@@ -13,6 +13,7 @@ use crate::reactor::Registration;
 use crate::stream::tests::Peer;
 use crate::stream::{StreamFeed, StreamPort};
 use std::os::unix::net::UnixStream;
+use tombolo_switch::detail::Details;
 use tombolo_switch::frame::MAX_FRAME_BYTES;
 use tombolo_switch::nat::{Forward, Protocol};
 use tombolo_switch::port::FaultKind;
@@ -124,7 +125,7 @@ impl Port for Tunnel {
         self.port.reset(fault);
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         self.port.details()
     }
 }

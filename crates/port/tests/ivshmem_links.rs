@@ -136,7 +136,7 @@ impl Fabric {
 
     fn detail(&self, port: usize, name: &str) -> String {
         let status = self.worker.handle().status().unwrap();
-        status.ports[port].details.iter().find(|(n, _)| *n == name).unwrap().1.clone()
+        status.ports[port].details.iter().find(|(n, _)| *n == name).unwrap().1.to_string()
     }
 }
 

@@ -251,7 +251,7 @@ fn qemu_stream_connects_to_us_and_again_after_it_was_killed() {
             peer.kill();
             worker.link(Link::Down);
         }
-        assert!(worker.port.details().contains(&("peers_so_far", "2".into())));
+        assert!(worker.port.details().contains(&("peers_so_far", 2u64.into())));
     });
 }
 

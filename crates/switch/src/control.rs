@@ -9,6 +9,7 @@ use crate::Nanos;
 use crate::capture::{self, Capture, CaptureSettings};
 use crate::class::Marking;
 use crate::counters::{Counter, PortCounters};
+use crate::detail::Details;
 use crate::frame::Mac;
 use crate::guard::{Guard, Protected};
 use crate::limit::{Rates, Storm};
@@ -123,7 +124,7 @@ pub struct PortStatus {
     /// What it takes; `None` where its code panicked.
     pub caps: Option<Caps>,
     /// Facts of its kind.
-    pub details: Vec<(&'static str, String)>,
+    pub details: Details,
     /// How full its rings are, where it tells.
     pub fill: Option<RingFill>,
     /// Source addresses that it may use.

@@ -25,6 +25,7 @@ pub mod capture;
 pub mod class;
 pub mod control;
 pub mod counters;
+pub mod detail;
 pub mod drop;
 pub mod filter;
 pub mod frame;

@@ -33,6 +33,7 @@
 //! continues with the other ports. No method blocks, and none panics over what a peer wrote.
 
 use crate::Nanos;
+use crate::detail::Details;
 use crate::drop::Drops;
 use crate::frame::{Batch, Frame, SegmentKind};
 use std::os::fd::OwnedFd;
@@ -230,7 +231,7 @@ pub trait Port: Send {
     }
 
     /// Facts of this kind for status: names and values, such as negotiated features or ring sizes.
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         Vec::new()
     }
 

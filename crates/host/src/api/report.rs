@@ -4,6 +4,7 @@
 //! of Ethernet frames without frame check sequence. Times are seconds or nanoseconds as the name says.
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -227,8 +228,8 @@ pub struct PortReport {
     pub offloads: Vec<String>,
     /// Source addresses that it may use; empty where any may.
     pub guard: Vec<String>,
-    /// Facts of its kind, as texts for people. docs/api.md lists the keys.
-    pub details: BTreeMap<String, String>,
+    /// Facts of its kind: numbers, flags, texts and lists. docs/api.md lists the keys.
+    pub details: BTreeMap<String, Value>,
     /// Fill of its rings, where its kind tells (ivshmem).
     #[serde(default)]
     pub rings: Option<RingReport>,

@@ -71,7 +71,7 @@ async fn answer(
             Request::ChangePort { name, change, reply } => {
                 let missing = || Refusal::NotFound(format!("no port \"{name}\""));
                 let port = status.ports.iter_mut().find(|p| p.name == name).map(|p| {
-                    p.details.insert("rate".into(), change);
+                    p.details.insert("rate".into(), change.into());
                     p.clone()
                 });
                 drop(reply.send(port.ok_or_else(missing)));

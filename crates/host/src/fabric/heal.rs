@@ -162,7 +162,7 @@ impl Running {
             "peer" => value != "none",
             _ => false,
         };
-        let connected = ports.filter(|p| p.details.iter().any(|(key, value)| is_connected(key, value)));
+        let connected = ports.filter(|p| p.details.iter().any(|(key, value)| is_connected(key, value.text())));
         connected.map(|p| p.name.to_string()).collect()
     }
 }

@@ -4,13 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use serde_json::{Map, Value, json};
 use tombolo_switch::class::Marking;
 use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
+use tombolo_switch::detail::Detail;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::gateway::Ipv6Config;
 use tombolo_switch::guard::{Guard, link_local};
-use tombolo_switch::limit::{Limit, Storm};
+use tombolo_switch::limit::{Limit, Rate, Storm};
 use tombolo_switch::port::{Caps, Link};
 
 use super::{FabricError, Running};
@@ -47,8 +49,26 @@ fn guarded(guard: &Guard) -> Vec<String> {
     out
 }
 
-/// What a port may do beyond the default, and what limits it, in the words of the file.
-fn conduct(p: &PortStatus) -> impl Iterator<Item = (&'static str, String)> {
+/// A fact of a port's kind as JSON.
+fn detail(value: &Detail) -> Value {
+    match value {
+        Detail::Number(number) => (*number).into(),
+        Detail::Flag(flag) => (*flag).into(),
+        Detail::Text(text) => text.as_str().into(),
+        Detail::Numbers(numbers) => numbers.as_slice().into(),
+        Detail::Texts(texts) => texts.as_slice().into(),
+    }
+}
+
+/// A limit of [`tombolo_switch::limit::Rate`] as JSON; `None` for one that is off.
+fn rate_detail(rate: Rate) -> Option<Value> {
+    let keys = [("bits", rate.bits), ("burst_bits", rate.burst), ("frames", rate.frames)];
+    let keys: Map<String, Value> = keys.into_iter().filter_map(|(key, n)| Some((key.into(), n?.into()))).collect();
+    (!keys.is_empty()).then_some(keys.into())
+}
+
+/// What a port may do beyond the default, and what limits it, by the keys of the file.
+fn conduct(p: &PortStatus) -> impl Iterator<Item = (&'static str, Value)> {
     let roles = p.guard.roles();
     let words = [
         (roles.router, "router-advertisements"),
@@ -56,20 +76,15 @@ fn conduct(p: &PortStatus) -> impl Iterator<Item = (&'static str, String)> {
         (roles.gateway, "gateway-addresses"),
     ];
     let allow: Vec<_> = words.into_iter().filter(|(has, _)| *has).map(|(_, word)| word).collect();
-    let each = |limit: Option<Limit>| limit.map_or_else(|| "off".into(), |l| l.per_second.to_string());
+    let each = |limit: Option<Limit>| limit.map(|limit| limit.per_second);
     let Storm { broadcast, multicast, unknown, .. } = p.storm;
-    let storm = format!("broadcast {}, multicast {}, unknown {}", each(broadcast), each(multicast), each(unknown));
-    let rates = p.rates.named().flat_map(|(name, rate)| {
-        let burst = rate.burst.map(|n| format!(" (burst {n} bit)")).unwrap_or_default();
-        let bits = rate.bits.map(|n| format!("{name} {n} bit/s{burst}"));
-        let frames = rate.frames.map(|n| format!("{name} {n} frames/s"));
-        bits.into_iter().chain(frames)
-    });
-    let rates: Vec<_> = rates.collect();
+    let storm = json!({"broadcast": each(broadcast), "multicast": each(multicast), "unknown": each(unknown)});
+    let rates: Map<String, Value> =
+        p.rates.named().filter_map(|(name, rate)| Some((name, rate_detail(rate)?))).collect();
     let told = [
-        ("allow", (!allow.is_empty()).then(|| allow.join(", "))),
+        ("allow", (!allow.is_empty()).then(|| allow.into())),
         ("storm", (p.storm != Storm::default()).then_some(storm)),
-        ("rate", (!rates.is_empty()).then(|| rates.join(", "))),
+        ("rate", (!rates.is_empty()).then(|| rates.into())),
         ("class", (p.marking != Marking::default()).then(|| class_word(p.marking).into())),
     ];
     told.into_iter().filter_map(|(key, text)| Some((key, text?)))
@@ -151,7 +166,7 @@ impl Running {
         warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
-        let hint = |port: &PortReport| Some(format!("port {}: {}", port.name, port.details.get("hint")?));
+        let hint = |port: &PortReport| Some(format!("port {}: {}", port.name, port.details.get("hint")?.as_str()?));
         warnings.extend(ports.iter().filter_map(hint));
         let links = self.link_reports(&ports);
         warnings.extend(links.iter().filter_map(link_warning));
@@ -327,20 +342,20 @@ impl Running {
         let known = self.ports.get(&*p.name);
         let network = worker.networks.iter().find(|n| n.id == p.network);
         let c = &p.counters;
-        let mut details: BTreeMap<String, String> = p.details.iter().map(|(k, v)| (k.to_string(), v.clone())).collect();
+        let mut details: BTreeMap<String, Value> = p.details.iter().map(|(k, v)| (k.to_string(), detail(v))).collect();
         if let Some(Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, .. }) =
             known.map(|k| &k.plan.attachment)
         {
-            details.insert("socket".into(), socket.display().to_string());
+            details.insert("socket".into(), socket.display().to_string().into());
         }
         if let Some(Attachment::Ivshmem { link }) = known.map(|k| &k.plan.attachment)
             && let Some(door) = link.doors.first()
         {
-            details.insert("socket".into(), door.path.display().to_string());
+            details.insert("socket".into(), door.path.display().to_string().into());
         }
-        details.extend(conduct(p).map(|(key, text)| (key.to_string(), text)));
+        details.extend(conduct(p).map(|(key, value)| (key.to_string(), value)));
         if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
-            details.insert("machine".into(), machine);
+            details.insert("machine".into(), machine.into());
         }
         if let Some(member) = self.spec.contained().find(|member| *member.name == *p.name) {
             details.insert("container".into(), member.container.into());

@@ -212,7 +212,7 @@ impl Running {
                 link.between.get(id as usize).cloned().or_else(fabric)
             }
             (None, _) if id == 0 => Some("fabric".into()),
-            (None, port) => port.and_then(|p| p.details.get("machine").cloned()),
+            (None, port) => port.and_then(|p| p.details.get("machine")?.as_str().map(String::from)),
         };
         let offloads = if kind == "network" { Offloads::Offered } else { Offloads::None };
         let state = |word: u32| match offloads.of_peer(word).0 {

@@ -60,6 +60,7 @@ use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::mem::Foreign;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, RingFill, Sent};
@@ -484,13 +485,13 @@ impl Port for Ivshmem {
         }
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         let End { handshake, geometry, .. } = &self.end;
         let (machine, resets) = (&handshake.machine, &handshake.resets);
-        let peer = match (self.end.handshake.present, machine.state_of(self.end.handshake.look())) {
+        let peer: Detail = match (self.end.handshake.present, machine.state_of(self.end.handshake.look())) {
             (false, _) => "absent".into(),
             (true, Some(state)) => state.name().into(),
-            (true, None) => format!("{:#x}", self.end.handshake.look()),
+            (true, None) => format!("{:#x}", self.end.handshake.look()).into(),
         };
         let wakes = match (self.doorbells.len(), self.watches.len()) {
             (0, _) => format!("poll every {} us", self.poller.interval.0 / 1000),
@@ -498,23 +499,23 @@ impl Port for Ivshmem {
             (n, _) => format!("{n} doorbells"),
         };
         vec![
-            ("own_id", self.end.handshake.own_id.to_string()),
+            ("own_id", self.end.handshake.own_id.into()),
             ("own_state", machine.own().name().into()),
-            ("peer_id", self.end.handshake.peer_id.to_string()),
+            ("peer_id", self.end.handshake.peer_id.into()),
             ("peer_state", peer),
-            ("vectors", self.end.handshake.vectors.to_string()),
-            ("woken_by", wakes),
-            ("ring_entries", geometry.num().to_string()),
-            ("section_bytes", geometry.section_bytes().to_string()),
-            ("mtu", self.end.mtu.to_string()),
+            ("vectors", self.end.handshake.vectors.into()),
+            ("woken_by", wakes.into()),
+            ("ring_entries", geometry.num().into()),
+            ("section_bytes", geometry.section_bytes().into()),
+            ("mtu", self.end.mtu.into()),
             ("offloads", if machine.uses_offloads() { "carried" } else { "none" }.into()),
-            ("rings_sent", self.end.handshake.rings.to_string()),
-            ("ring_storms", self.storm.count.to_string()),
-            ("resets_peer_reset", resets.peer_reset.to_string()),
-            ("resets_peer_left", resets.peer_left.to_string()),
-            ("resets_peer_skipped", resets.peer_skipped.to_string()),
-            ("resets_peer_word", resets.peer_word.to_string()),
-            ("resets_fault", resets.fault.to_string()),
+            ("rings_sent", self.end.handshake.rings.into()),
+            ("ring_storms", self.storm.count.into()),
+            ("resets_peer_reset", resets.peer_reset.into()),
+            ("resets_peer_left", resets.peer_left.into()),
+            ("resets_peer_skipped", resets.peer_skipped.into()),
+            ("resets_peer_word", resets.peer_word.into()),
+            ("resets_fault", resets.fault.into()),
         ]
     }
 

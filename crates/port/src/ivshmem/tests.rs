@@ -274,7 +274,7 @@ use tombolo_switch::wait::Token;
 
 /// A value of the port's status.
 fn detail(port: &dyn Port, name: &str) -> String {
-    port.details().into_iter().find(|(n, _)| *n == name).expect("it says that").1
+    port.details().into_iter().find(|(n, _)| *n == name).expect("it says that").1.to_string()
 }
 
 fn count(port: &dyn Port, name: &str) -> u64 {

@@ -44,6 +44,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
@@ -648,21 +649,21 @@ impl Port for StreamPort {
         Some(handed)
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         let (role, address) = match &self.role {
             Role::Listen { listener, .. } => ("listen", listener.address.to_string()),
             Role::Connect { address, .. } => ("connect", address.to_string()),
             Role::Given { .. } => ("given", "a descriptor".into()),
         };
-        let peer = self.connection.as_ref().map_or("none".into(), |c| endpoint::describe_peer(&c.socket));
+        let peer = self.connection.as_ref().map_or("none".to_string(), |c| endpoint::describe_peer(&c.socket));
         let pending = self.connection.as_ref().map_or(0, |c| c.pending.len());
         vec![
             ("role", role.into()),
-            ("address", address),
-            ("peer", peer),
-            ("peers_so_far", self.connections.to_string()),
-            ("pending_bytes", pending.to_string()),
-            ("mtu", self.mtu.to_string()),
+            ("address", address.into()),
+            ("peer", peer.into()),
+            ("peers_so_far", self.connections.into()),
+            ("pending_bytes", pending.into()),
+            ("mtu", self.mtu.into()),
         ]
     }
 }

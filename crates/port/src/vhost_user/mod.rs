@@ -81,6 +81,7 @@ use tombolo_ring::virtio::{DeviceQueue, RingError, features as ring_features};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::ivshmem::fd_store::Record;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, MAX_RINGS, Port, Rechecked, Sent};
@@ -591,18 +592,18 @@ impl Port for VhostUserPort {
         Some(HandOver { state: Vec::new(), fds: vec![listener] })
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         let rings = self.pairs.iter().flat_map(|pair| [&pair.to_guest, &pair.from_guest]).flatten();
-        let sizes: Vec<String> = rings.map(|ring| ring.queue.size().to_string()).collect();
+        let sizes = rings.map(|ring| ring.queue.size().into()).collect();
         let memory: u64 = self.memory.regions().iter().map(|region| region.bytes).sum();
         let runs = self.pairs.iter().any(|pair| pair.to_guest.is_some());
-        let hint = mtu_hint(self.config.mtu, self.features).filter(|_| runs).map(|hint| ("hint", hint));
+        let hint = mtu_hint(self.config.mtu, self.features).filter(|_| runs).map(|hint| ("hint", hint.into()));
         let mut details = vec![
             ("frontend", if self.connection.is_some() { "connected" } else { "none" }.into()),
-            ("features", format!("{:#x}", self.features)),
-            ("ring_sizes", sizes.join(" ")),
-            ("memory_bytes", memory.to_string()),
-            ("memory_regions", self.memory.regions().len().to_string()),
+            ("features", format!("{:#x}", self.features).into()),
+            ("ring_sizes", Detail::Numbers(sizes)),
+            ("memory_bytes", memory.into()),
+            ("memory_regions", self.memory.regions().len().into()),
         ];
         details.extend(hint);
         details

@@ -57,6 +57,7 @@ use rustix::net::sockopt;
 use tombolo_ring::mem::Foreign;
 use tombolo_ring::vxlan::{self, HEADER_BYTES, Vni};
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
 use tombolo_switch::limit::Storm;
@@ -655,25 +656,27 @@ impl Port for VxlanPort {
         Some(HandOver { state: HANDED.to_vec(), fds: vec![socket.into()] })
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         let VxlanConfig { vni, local, remotes, mtu, learning, .. } = &self.config;
-        let remotes: Vec<String> = remotes.iter().map(SocketAddr::to_string).collect();
+        let remotes = remotes.iter().map(SocketAddr::to_string).collect();
         vec![
-            ("vni", vni.to_string()),
-            ("local", local.to_string()),
-            ("remotes", remotes.join(" ")),
-            ("interface", self.interface.as_ref().map_or("none".into(), |(name, _)| name.clone())),
-            ("state", self.condition.to_string()),
-            ("mtu", mtu.to_string()),
-            ("learning", learning.to_string()),
-            ("addresses", format!("{} of {MAX_ENTRIES}", self.table.len())),
-            ("addresses_refused", self.table.refused.to_string()),
-            ("limited_remotes", self.shares.named(&self.config.remotes)),
-            ("cut_by_kernel", self.cuts.to_string()),
-            ("places", format!("{} of {MAX_PLACES}", self.known.len().0)),
-            ("answered_addresses", self.known.len().1.to_string()),
-            ("arp_answers", self.arp_answers.to_string()),
-            ("nd_answers", self.nd_answers.to_string()),
+            ("vni", vni.get().into()),
+            ("local", local.to_string().into()),
+            ("remotes", Detail::Texts(remotes)),
+            ("interface", self.interface.as_ref().map_or("none", |(name, _)| name.as_str()).into()),
+            ("state", self.condition.to_string().into()),
+            ("mtu", (*mtu).into()),
+            ("learning", (*learning).into()),
+            ("addresses", self.table.len().into()),
+            ("addresses_max", MAX_ENTRIES.into()),
+            ("addresses_refused", self.table.refused.into()),
+            ("limited_remotes", Detail::Texts(self.shares.named(&self.config.remotes))),
+            ("cut_by_kernel", self.cuts.into()),
+            ("places", self.known.len().0.into()),
+            ("places_max", MAX_PLACES.into()),
+            ("answered_addresses", self.known.len().1.into()),
+            ("arp_answers", self.arp_answers.into()),
+            ("nd_answers", self.nd_answers.into()),
         ]
     }
 }

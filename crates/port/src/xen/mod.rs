@@ -71,6 +71,7 @@ use platform::{Linux, Machine};
 use rustix::io::Errno;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame, Mac};
 use tombolo_switch::port::{Caps, Fault, Link, MAX_RINGS, Port, Rechecked, Sent};
@@ -257,16 +258,16 @@ impl Port for XenPort {
         }
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
-        let mut details = vec![
-            ("domain", self.config.domain.clone()),
-            ("device", self.config.device.to_string()),
-            ("state", self.exchange.state()),
+    fn details(&self) -> Details {
+        let mut details: Details = vec![
+            ("domain", self.config.domain.clone().into()),
+            ("device", self.config.device.into()),
+            ("state", self.exchange.state().into()),
         ];
         if let Some(connection) = &self.connection {
-            details.push(("domain_id", connection.domain().to_string()));
-            details.push(("queues", connection.queues().to_string()));
-            details.push(("features", format!("{:?}", connection.features())));
+            details.push(("domain_id", connection.domain().into()));
+            details.push(("queues", connection.queues().into()));
+            details.push(("features", format!("{:?}", connection.features()).into()));
         }
         details
     }

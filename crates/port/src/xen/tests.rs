@@ -8,6 +8,7 @@ use crate::pair::OwnedFrame;
 use crate::reactor::Registration;
 use tombolo_ring::xen::netif::Extra;
 use tombolo_switch::Nanos;
+use tombolo_switch::detail::Detail;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Offload, SegmentKind};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
@@ -268,7 +269,7 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     rig.peer.frontend = Frontend::new(world.clone(), 4, true);
     rig.peer.frontend.make(20);
     rig.peer.frontend.publish_with(&[("request-multicast-control", "1")]);
-    rig.until("the link comes up", |rig| rig.port.details().contains(&("domain_id", "20".into())));
+    rig.until("the link comes up", |rig| rig.port.details().contains(&("domain_id", 20u64.into())));
     let address = [0x33, 0x33, 0xff, 0, 0, 2];
     let mut frames = plain(0, [60, 60]);
     frames[0].bytes[..6].copy_from_slice(&address);
@@ -282,7 +283,7 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
     rig.port = port(&world, 2, registration);
     rig.until_woken("the port has them", |rig| rig.port.link() == Link::Up);
-    assert!(rig.port.details().contains(&("queues", "4".into())), "{:?}", rig.port.details());
+    assert!(rig.port.details().contains(&("queues", 4u64.into())), "{:?}", rig.port.details());
     assert_eq!(rig.send(&frames), 2, "what was asked for is not known, so all of it");
     // It closes and comes again, as a guest that was started again: it asks again, and gets what is offered.
     rig.peer.frontend.set_state("5");
@@ -292,8 +293,9 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     rig.peer.frontend.set_state("1");
     rig.until("again", |rig| rig.peer.frontend.back("multi-queue-max-queues").as_deref() == Some("2"));
     rig.peer.frontend.publish_with(&[("request-multicast-control", "1")]);
-    let says =
-        |rig: &Rig<XenFixture>| rig.port.details().iter().any(|(_, says)| says.contains("at most 2 are offered"));
+    let says = |rig: &Rig<XenFixture>| {
+        rig.port.details().iter().any(|(_, says)| says.text().contains("at most 2 are offered"))
+    };
     rig.until("it is refused", |rig| says(rig));
     assert!(rig.faults.is_empty(), "{:?}", rig.faults);
 }
@@ -354,7 +356,9 @@ fn in_a_driver_domain_the_vif_is_found_by_its_mac() {
     rig.peer.frontend.make(1);
     rig.peer.frontend.write_back("mac", "00:16:3E:00:00:0a");
     rig.peer.frontend.publish();
-    let says = |rig: &Rig<XenFixture>| rig.port.details().iter().find(|(key, _)| *key == "state").unwrap().1.clone();
+    let says = |rig: &Rig<XenFixture>| {
+        rig.port.details().iter().find(|(key, _)| *key == "state").unwrap().1.text().to_string()
+    };
     rig.until("it says what it needs", |rig| says(rig).contains("the port needs the `mac`"));
     for (last, expected) in [(0x0b, Link::Down), (0x0a, Link::Up)] {
         let registration = rig.port_registration();
@@ -459,7 +463,7 @@ fn a_guest_that_flips_its_state_for_ever_is_looked_at_once_a_second() {
 fn several_queues_and_one_event_channel_for_both_rings() {
     for (queues, split) in [(4, true), (2, false), (1, false)] {
         let mut rig = rig(queues, split);
-        assert!(rig.port.details().contains(&("queues", queues.to_string())), "{:?}", rig.port.details());
+        assert!(rig.port.details().contains(&("queues", queues.into())), "{:?}", rig.port.details());
         for queue in 0..queues as usize {
             let frames = plain(queue as u32, [60]);
             assert!(rig.peer.frontend.send(queue, &frames[0].bytes, Offload::NONE, true));
@@ -496,7 +500,7 @@ fn frontends_that_cannot_be_served_are_told_to_close_and_may_try_again() {
         rig.peer.frontend.make(1);
         rig.peer.frontend.publish_with(&[(name, value)]);
         rig.until(why, |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
-        let says = |(name, state): (&str, String)| name == "state" && state.contains(why);
+        let says = |(name, state): (&str, Detail)| name == "state" && state.text().contains(why);
         rig.until("the port says why", |rig| rig.port.details().into_iter().any(says));
         assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound()), (0, 0), "{why}");
         closes_and_comes_again(&mut rig);

@@ -71,6 +71,7 @@ pub use names::{MAX_MEMBERS, Member, Name6, is_reserved};
 pub use port::{GatewayHandle, GatewayPort, Wake};
 
 use crate::Nanos;
+use crate::detail::Details;
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
 use crate::wait::Token;
@@ -947,12 +948,13 @@ impl Gateway {
     }
 
     /// Facts for status.
-    pub fn details(&self) -> Vec<(&'static str, String)> {
+    pub fn details(&self) -> Details {
         let (used, size) = self.leases.as_ref().map_or((0, 0), Leases::usage);
         let mut all = vec![
-            ("address", format!("{}/{}", self.config.address, self.config.prefix)),
-            ("dynamic_leases", format!("{used} of {size}")),
-            ("queries_outstanding", self.forwarder.outstanding().to_string()),
+            ("address", format!("{}/{}", self.config.address, self.config.prefix).into()),
+            ("dynamic_leases", used.into()),
+            ("dynamic_leases_max", size.into()),
+            ("queries_outstanding", self.forwarder.outstanding().into()),
         ];
         all.extend(self.six.iter().flat_map(six::Six::details));
         all

@@ -24,6 +24,7 @@ use super::{
     LeaseStore, Member, Name6, Start, UpstreamQuery, check_member, packet, six,
 };
 use crate::Nanos;
+use crate::detail::Details;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Mac, Offload};
 use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
@@ -498,7 +499,7 @@ impl Port for GatewayPort {
         while self.gateway.output().is_some() {}
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Details {
         self.gateway.details()
     }
 }

@@ -347,9 +347,9 @@ impl Port for TestPort {
         }
     }
 
-    fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> tombolo_switch::detail::Details {
         let state = self.step(At::Details).unwrap();
-        vec![("room", state.room.to_string())]
+        vec![("room", state.room.into())]
     }
 }
 

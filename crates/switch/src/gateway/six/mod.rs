@@ -30,6 +30,7 @@ use super::rate::Rates;
 use super::tcp;
 use super::{Gateway, Source};
 use crate::Nanos;
+use crate::detail::Details;
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
 use crate::guard::{link_local, options_tell};
@@ -150,12 +151,14 @@ impl Six {
         [Some(self.next_advert), leases, self.learned.deadline()].into_iter().flatten().min()
     }
 
-    pub(super) fn details(&self) -> Vec<(&'static str, String)> {
-        let mut all =
-            vec![("address6", format!("{}/64", self.address)), ("learned_addresses6", self.learned.len().to_string())];
+    pub(super) fn details(&self) -> Details {
+        let mut all: Details = vec![
+            ("address6", format!("{}/64", self.address).into()),
+            ("learned_addresses6", self.learned.len().into()),
+        ];
         if let Some(leases) = &self.leases {
             let (used, size) = leases.usage();
-            all.push(("dynamic_leases6", format!("{used} of {size}")));
+            all.extend([("dynamic_leases6", used.into()), ("dynamic_leases6_max", size.into())]);
         }
         all
     }
