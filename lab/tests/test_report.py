@@ -103,6 +103,8 @@ class Case(unittest.TestCase):
                     points.append({**point, "failed": found})
                     continue
                 measures = {m: found if m != "loss" else 0.0 for m in experiment.measures}
+                if isinstance(found, dict):
+                    measures = {m: found[m] for m in experiment.measures}
                 point |= {"measures": measures, "disturbed": None}
                 if samples:
                     point["samples"] = {
@@ -425,6 +427,54 @@ class Comparison(Case):
         value, path = self.pair(2.0, times=1)
         self.page(path)
         self.assertEqual(value["verdicts"]["unknown"], 8)
+
+    def losses(self, *functions, times=6):
+        """Two runs whose losses are what the functions give for a source of randomness."""
+        text = TWO_LEVELS.replace('measures = ["mbit_s"]', 'measures = ["mbit_s", "loss"]')
+        runs = [
+            self.run_of(
+                text,
+                lambda c, s, f=function: {"mbit_s": 100 + s.random(), "loss": f(s)},
+                times,
+                name=f"loss{number}",
+            )
+            for number, function in enumerate(functions)
+        ]
+        value, path = report.compare(*runs, self.folder / "out")
+        text, _ = self.page(path)
+        return [row for row in value["rows"] if row["measure"] == "loss"], text
+
+    def test_a_measure_with_zeros_has_a_verdict_by_its_difference(self):
+        rows, text = self.losses(lambda s: 0.0, lambda s: 0.2 + 0.01 * s.random())
+        for row in rows:
+            self.assertEqual((row["ratio"], row["verdict"]), (None, "worse"))
+            apart = row["difference"]
+            self.assertTrue(0.19 < apart["low"] < apart["mean"] < apart["high"] < 0.22)
+        self.holds(text, "B − A")
+
+    def test_constant_samples_that_differ_have_a_verdict(self):
+        rows, _ = self.losses(lambda s: 1.0, lambda s: 0.0, times=3)
+        self.assertEqual({row["verdict"] for row in rows}, {"better"})
+
+    def test_two_constant_values_on_a_side_are_too_few(self):
+        rows, _ = self.losses(lambda s: 1.0, lambda s: 0.0, times=2)
+        self.assertEqual({row["verdict"] for row in rows}, {"unknown"})
+
+    def test_what_differs_in_the_method_is_listed(self):
+        text = TWO_LEVELS + '[repeat]\ntimes = 3\n[order]\nkind = "given"\n[disturbed]\ncount = true\n'
+        a = self.run_of(TWO_LEVELS, plausible, name="a")
+        b = self.run_of(text, plausible, 3, name="b")
+        value, _ = report.compare(a, b, self.folder / "out")
+        found = {d["name"]: (d["a"], d["b"]) for d in value["differences"]}
+        self.assertEqual(found["repeat times"][1], "3")
+        self.assertEqual(found["order"], ("randomised", "given"))
+        self.assertEqual(found["disturbed count"], ("False", "True"))
+
+    def test_a_run_without_points_is_not_compared(self):
+        a = self.run_of(TWO_LEVELS, plausible, name="a")
+        b = self.run_of(TWO_LEVELS, lambda *_: "broke", name="b")
+        with self.assertRaisesRegex(LabError, "b: no point counts"):
+            report.compare(a, b, self.folder / "out")
 
     def test_runs_that_do_not_fit_are_refused(self):
         a = self.run_of(TWO_LEVELS, lambda *_: 1.0, name="a")

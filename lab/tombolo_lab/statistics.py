@@ -25,6 +25,8 @@ LEVEL = 0.95
 # A spread above this part of the mean is reported as a warning.
 CV_LIMIT = 0.1
 RESAMPLES = 2000
+# With fewer values on a side, two constant samples that differ are not told apart.
+LEAST_CONSTANT = 3
 PERCENTILES = (50.0, 90.0, 99.0, 99.9, 99.99)
 
 
@@ -226,18 +228,40 @@ def _two(a: Sequence[float], b: Sequence[float]) -> str:
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
-    """Welch's t test: unequal variances, two-sided."""
+    """Welch's t test: unequal variances, two-sided. Of two constant samples that differ, p is 0 when
+    each has LEAST_CONSTANT values, and unknown below that."""
     name = "Welch"
     if why := _two(a, b):
         return Comparison(name, None, None, why)
     if min(a) == max(a) and min(b) == max(b):
         if a[0] == b[0]:
             return Comparison(name, 0.0, 1.0)
-        return Comparison(name, None, None, "both samples are constant")
+        if min(len(a), len(b)) < LEAST_CONSTANT:
+            return Comparison(name, None, None, "both samples are constant")
+        # The limit of the test for a vanishing spread.
+        return Comparison(name, None, 0.0, "both samples are constant")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = stats.ttest_ind(a, b, equal_var=False)
     return Comparison(name, float(found.statistic), float(found.pvalue))
+
+
+def difference(a: Sequence[float], b: Sequence[float], level: float = LEVEL) -> Interval:
+    """The difference of the means of two independent samples, b - a, with Welch's interval: the
+    degrees of freedom are those of Welch and Satterthwaite (NIST e-Handbook, 1.3.5.3)."""
+    _level(level)
+    if not a or not b:
+        return Interval(None, None, None, level, "one side has no values")
+    centre = mean(b) - mean(a)
+    if why := _two(a, b):
+        return Interval(centre, None, None, level, why)
+    parts = [deviation(values) ** 2 / len(values) for values in (a, b)]
+    total = sum(parts)
+    if total == 0:
+        return Interval(centre, centre, centre, level)
+    freedom = total**2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (a, b), strict=True))
+    half = float(stats.t.ppf((1 + level) / 2, freedom)) * math.sqrt(total)
+    return Interval(centre, centre - half, centre + half, level)
 
 
 def mann_whitney(a: Sequence[float], b: Sequence[float]) -> Comparison:

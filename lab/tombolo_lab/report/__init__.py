@@ -7,6 +7,7 @@ styles, drawings, no scripts, nothing from a network. Texts of experiments and r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import jinja2
 
 from tombolo_lab import LabError, __version__, statistics, summary
 from tombolo_lab.design import Cell
+from tombolo_lab.model import Experiment
 from tombolo_lab.report import flamegraphs, plots
 from tombolo_lab.results import Run, cell_key, write_whole
 from tombolo_lab.tomltext import value_text
@@ -218,7 +220,25 @@ def differences(a: Run, b: Run) -> list[dict]:
         one, other = (str(r.experiment.fixed.get(name, "default")) for r in (a, b))
         if one != other:
             rows.append({"name": name, "a": one, "b": other})
+    methods = method(a.experiment), method(b.experiment)
+    rows += [
+        {"name": name, "a": readable(one), "b": readable(methods[1][name])}
+        for name, one in methods[0].items()
+        if one != methods[1][name]
+    ]
     return rows
+
+
+def method(experiment: Experiment) -> dict[str, object]:
+    """How an experiment measures, beyond its factors and fixed conditions: name → value."""
+    return {
+        "seed": experiment.seed,
+        "order": experiment.order,
+        "order together": list(experiment.together),
+        "design": " ".join([experiment.design.kind, *experiment.design.generators]),
+        **{f"repeat {k}": v for k, v in dataclasses.asdict(experiment.repeat).items()},
+        **{f"disturbed {k}": v for k, v in dataclasses.asdict(experiment.disturbed).items()},
+    }
 
 
 def mean_ratio(a: list[float], b: list[float]) -> statistics.Interval:
@@ -232,18 +252,9 @@ def mean_ratio(a: list[float], b: list[float]) -> statistics.Interval:
     if min(*a, *b) <= 0:
         return statistics.Interval(None, None, None, why="a value is not positive")
     logs = [[math.log(value) for value in values] for values in (a, b)]
-    centre = statistics.mean(logs[1]) - statistics.mean(logs[0])
-    if len(a) < 2 or len(b) < 2:
-        return statistics.Interval(math.exp(centre), None, None, why="one value has no interval")
-    parts = [statistics.deviation(values) ** 2 / len(values) for values in logs]
-    total = sum(parts)
-    if total == 0:
-        return statistics.Interval(math.exp(centre), math.exp(centre), math.exp(centre))
-    freedom = total**2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, logs, strict=True))
-    from scipy import stats
-
-    half = float(stats.t.ppf((1 + statistics.LEVEL) / 2, freedom)) * math.sqrt(total)
-    return statistics.Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half))
+    found = statistics.difference(*logs)
+    parts = [None if v is None else math.exp(v) for v in (found.estimate, found.low, found.high)]
+    return statistics.Interval(*parts, why=found.why)
 
 
 def comparison_rows(a: Run, b: Run) -> list[dict]:
@@ -262,6 +273,7 @@ def comparison_rows(a: Run, b: Run) -> list[dict]:
             if not one and not other:
                 continue
             found = mean_ratio(one, other)
+            apart = statistics.difference(one, other)
             test = statistics.welch(one, other)
             noise = [statistics.aa_noise(values) for values in (one, other)]
             rows.append(
@@ -276,6 +288,11 @@ def comparison_rows(a: Run, b: Run) -> list[dict]:
                     "ratio": found.estimate,
                     "low": found.low,
                     "high": found.high,
+                    "difference": {
+                        "mean": apart.estimate,
+                        "low": apart.low,
+                        "high": apart.high,
+                    },
                     "why": found.why or test.why,
                     "p": test.p,
                     "aa": [{"ratio": n.estimate, "low": n.low, "high": n.high} for n in noise],
@@ -292,20 +309,25 @@ def comparison_rows(a: Run, b: Run) -> list[dict]:
 
 
 def verdict(row: dict) -> str:
-    """better, worse, different or same: what B is beside A."""
-    if not row["significant"] or row["ratio"] is None:
+    """better, worse, different or same: what B is beside A. The direction is that of the means, which
+    also a measure with zeros has; same: the test does not tell them apart."""
+    if not row["significant"]:
         return "same" if row["holm"] is not None else "unknown"
     if not row["better"]:
         return "different"
-    return "better" if (row["ratio"] > 1) == (row["better"] == "higher") else "worse"
+    grown = row["difference"]["mean"] > 0
+    return "better" if grown == (row["better"] == "higher") else "worse"
 
 
 def compare(a: Run, b: Run, folder: Path) -> tuple[dict, Path]:
     """Compares two runs of one workload; gives the object of compare.json and the page's path.
 
     Significance is Welch's test of each cell and measure at 5 %, corrected by Holm over all of
-    them. LabError when the runs have nothing in common.
+    them. LabError when the runs have nothing in common, or no point of one counts.
     """
+    for run in (a, b):
+        if not run.counted():
+            raise LabError(f"{run.folder}: no point counts, so there is nothing to compare")
     rows = comparison_rows(a, b)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
