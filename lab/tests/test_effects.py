@@ -2,6 +2,8 @@
 
 import importlib.util
 import itertools
+import math
+import random
 import sys
 import unittest
 import warnings
@@ -137,6 +139,67 @@ class TwoLevels(Case):
         self.assertEqual(max(len(e.name) for e in found.effects), effects.MOST_FACTORS)
         self.assertAlmostEqual(found.of("C").q, 0.5)
 
+    def split_plots(self, seed, spread, change=0.0):
+        """Rows of five blocks of a factor of the set-up and three others, each set-up with an error
+        of its own; `change` is added at the high level of the set-up's factor."""
+        source, rows = random.Random(seed), []
+        for block, setup in itertools.product(range(5), (0, 1)):
+            moved = 10 + source.gauss(0, spread) + change * setup
+            for levels in itertools.product((0, 1), repeat=3):
+                row = {"a": setup, **dict(zip("bcd", levels, strict=True))}
+                row |= {"y": moved + source.gauss(0, 0.3), "plot": f"{block} {setup}"}
+                rows.append(row)
+        return pandas.DataFrame(rows)
+
+    def test_a_factor_of_the_set_up_is_judged_by_set_ups(self):
+        factors = dict.fromkeys("abcd", (0, 1))
+        found = {"plots": 0, "rows": 0}
+        variance = dict(found)
+        for seed in range(60):
+            frame = self.split_plots(seed, 1.0)
+            for name, plots in (("plots", "plot"), ("rows", None)):
+                effects_of = effects.two_level(frame, factors, "y", plots=plots)
+                found[name] += not effects_of.of("A").low <= 0 <= effects_of.of("A").high
+                [row] = [r for r in effects.anova(frame, factors, "y", plots).rows if r.name == "a"]
+                variance[name] += row.p < 0.05
+        # Nothing differs: 5 % are expected, and independent rows find more than half of the runs.
+        for counts in (found, variance):
+            self.assertLessEqual(counts["plots"], 8)
+            self.assertGreater(counts["rows"], 25)
+
+    def test_effects_of_and_within_set_ups_are_found(self):
+        factors = dict.fromkeys("abcd", (0, 1))
+        frame = self.split_plots(1, 0.2, change=2.0)
+        frame["y"] += 0.6 * frame["b"]
+        found = effects.two_level(frame, factors, "y", plots="plot")
+        self.assertEqual([e.name for e in found.effects if e.is_significant], ["I", "A", "B"])
+        # A t test of ten set-ups' means has the same interval: half of that of the difference.
+        from tombolo_lab import statistics
+
+        means = frame.groupby(["a", "plot"])["y"].mean()
+        low, high = means[0].tolist(), means[1].tolist()
+        pooled = math.sqrt((statistics.deviation(low) ** 2 + statistics.deviation(high) ** 2) / 2)
+        half = 2.306004 * pooled / math.sqrt(10)
+        self.assertAlmostEqual(found.of("A").high - found.of("A").q, half, 5)
+        rows = {row.name: row for row in effects.anova(frame, factors, "y", "plot").rows}
+        self.assertEqual((rows[effects.SET_UPS].freedom, rows["Residual"].freedom), (8, 61))
+        self.assertLess(rows["b"].p, 0.001)
+
+    def test_effects_are_corrected_for_their_number(self):
+        factors = dict.fromkeys("abcde", (0, 1))
+        any_found = 0
+        for seed in range(40):
+            source = random.Random(seed)
+            rows = [
+                {**dict(zip("abcde", levels, strict=True)), "y": source.gauss(10, 1)}
+                for levels in itertools.product((0, 1), repeat=5)
+                for _ in range(3)
+            ]
+            found = effects.two_level(pandas.DataFrame(rows), factors, "y")
+            any_found += any(e.is_significant for e in found.effects[1:])
+        # Without a correction nearly half of such runs have an effect.
+        self.assertLessEqual(any_found, 6)
+
     def test_which_designs_have_effects(self):
         self.assertTrue(effects.is_two_level(MEMORY_CACHE))
         self.assertFalse(effects.is_two_level({"a": (1, 2, 3)}))
@@ -162,6 +225,47 @@ class Variance(Case):
             self.assertLess(rows[name].p, 0.01)
         self.assertAlmostEqual(rows["Residual"].squares, 102, 6)
         self.assertAlmostEqual(sum(row.share for row in found.rows), 1)
+
+    def test_a_measure_of_one_level_only_is_analysed_without_the_factor(self):
+        rows = [
+            {"p": p, "s": s, "y": s + 0.1 * block if p == "udp" else float("nan")}
+            for block, p, s in itertools.product(range(5), ("tcp", "udp"), (1, 2))
+        ]
+        frame = pandas.DataFrame(rows)
+        found = effects.anova(frame, {"p": ("tcp", "udp"), "s": (1, 2)}, "y")
+        self.assertEqual([row.name for row in found.rows], ["s", "Residual"])
+        self.assertIn("needs a factor", effects.anova(frame, {"p": ("tcp", "udp")}, "y").why)
+
+    def test_a_fraction_keeps_one_term_of_those_it_cannot_tell_apart(self):
+        factors = dict.fromkeys("abcd", (0, 1))
+        plan = design.fraction(factors, ["D=ABC"])
+        source = random.Random(1)
+        rows = [
+            {**cell, "y": 5 * cell["a"] * cell["b"] + source.gauss(0, 0.1)}
+            for cell in design.fractional_cells(factors, plan)
+            for _ in range(4)
+        ]
+        found = effects.anova(pandas.DataFrame(rows), factors, "y")
+        self.assertEqual(
+            [(row.name, row.freedom) for row in found.rows],
+            [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("a × b", 1), ("a × c", 1), ("a × d", 1),
+             ("Residual", 24)],
+        )  # fmt: skip
+        self.assertEqual(found.left_out, ("b × c", "b × d", "c × d"))
+        self.assertAlmostEqual(sum(row.share for row in found.rows), 1)
+
+    def test_a_main_effect_is_not_shared_with_its_alias(self):
+        factors = dict.fromkeys("abc", (0, 1))
+        plan = design.fraction(factors, ["C=AB"])
+        source = random.Random(1)
+        rows = [
+            {**cell, "y": 5 * cell["c"] + source.gauss(0, 0.1)}
+            for cell in design.fractional_cells(factors, plan)
+            for _ in range(4)
+        ]
+        found = {row.name: row for row in effects.anova(pandas.DataFrame(rows), factors, "y").rows}
+        self.assertEqual(list(found), ["a", "b", "c", "Residual"])
+        self.assertLess(found["c"].p, 1e-6)
 
     def test_what_has_no_analysis_says_why(self):
         frame = frame_of(REPEATED, MEMORY_CACHE)
@@ -195,8 +299,6 @@ class Residuals(Case):
     def test_a_drift_is_found(self):
         drift = [float(i) for i in range(40)]
         self.assertTrue(effects.check_order(drift).is_doubtful)
-        import random
-
         mixed = drift[:]
         random.Random(1).shuffle(mixed)
         self.assertFalse(effects.check_order(mixed).is_doubtful)

@@ -117,6 +117,18 @@ class Summary(Case):
         self.assertAlmostEqual(effects[1]["q"], -2.5, 1)
         self.assertIsNone(summary.summarise(run)["effects"])
 
+    def test_points_of_one_set_up_are_told(self):
+        """A factor of the set-up, which only moves whole set-ups, has no significant effect."""
+        run = self.run_of(lambda block, cell: 10.0 + ((block * 7 + (cell["kind"] == "red")) * 5 % 3)
+                          + 0.01 * ((block + cell["size"]) % 2), times=5)  # fmt: skip
+        frame = summary.with_set_ups(run.frame(), run.experiment)
+        self.assertEqual(frame[summary.SET_UP].nunique(), 10)
+        for _, rows in frame.groupby(summary.SET_UP):
+            self.assertEqual((len(rows), rows["kind"].nunique(), rows["block"].nunique()), (3, 1, 1))
+        found = summary.summarise(run)["anova"]["rows"]
+        self.assertEqual([r["name"] for r in found][-2:], ["between set-ups", "Residual"])
+        self.assertEqual(found[-2]["freedom"], 8)
+
     def test_warnings_of_spread_and_of_the_run(self):
         wild = summary.summarise(self.run_of(lambda block, cell: 1.0 + 9 * (block % 2)))
         self.assertTrue(any("spreads by" in text for text in wild["warnings"]))

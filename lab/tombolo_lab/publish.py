@@ -44,18 +44,19 @@ def cells_table(found: dict) -> list[str]:
 
 
 def effects_table(found: dict) -> list[str]:
-    """The effects on the primary measure, those that are significant."""
+    """The effects on the primary measure, those that are significant after Holm's correction."""
     part = (found["effects"] or {"measures": {}})["measures"].get(found["primary"])
     if not part or not part["effects"]:
         return []
-    lines = ["", "| effect | q | 95 % interval | share |", "| --- | --- | --- | --- |"]
+    lines = ["", "| effect | q | 95 % interval | p (Holm) | share |"]
+    lines.append("| --- | --- | --- | --- | --- |")
     for effect in part["effects"]:
         if effect["name"] == "I" or effect["significant"]:
             name = " × ".join(effect["factors"]) or "mean"
             lines.append(
                 f"| {name} | {report.number(effect['q'])} | "
                 f"{report.between(effect['low'], effect['high'])} | "
-                f"{report.percent(effect['share'])} |"
+                f"{report.p_value(effect['holm'])} | {report.percent(effect['share'])} |"
             )
     return lines
 

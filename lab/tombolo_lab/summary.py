@@ -12,7 +12,8 @@ summary.json is one object:
                   not for numbers.
     effects       null, or {letters, measures: {measure: {effects: [EFFECT], error_share,
                   repetitions, why}}}, for designs of two levels
-    anova         {rows: [SOURCE], why} of the primary measure
+    anova         {rows: [SOURCE], why, left_out} of the primary measure; left_out: interactions
+                  that cannot be told from others
     checks        [{name, p, doubtful, why}]: what the analysis assumes
     correlations  [{x, y, kind, coefficient, p, low, high, n, why}] of the pairs that the file names
     growth        [{x, y, where, exponent, low, high, factor, r2, n, why}] for curves whose plot has
@@ -152,6 +153,29 @@ def ratios(frame: pandas.DataFrame, experiment: Experiment) -> list[dict]:
     return found
 
 
+# The column that tells which set-up a row was measured in.
+SET_UP = "set-up of the point"
+
+
+def with_set_ups(frame: pandas.DataFrame, experiment: Experiment) -> pandas.DataFrame:
+    """The frame with a column that numbers the set-ups: cells that follow each other in a block and
+    agree in the factors of the set-up share one."""
+    setup, number = experiment.setup_factors(), 0
+    found: dict[tuple[int, str], int] = {}
+    for block in sorted(set(frame["block"])):
+        before = None
+        for cell in experiment.block(int(block)):
+            levels = [cell[name] for name in setup]
+            number += levels != before
+            before = levels
+            found[block, cell_key(cell)] = number
+        number += 1
+    names = list(experiment.factors)
+    cells = zip(frame["block"], *(frame[name] for name in names), strict=True)
+    keys = [(block, cell_key(dict(zip(names, levels, strict=True)))) for block, *levels in cells]
+    return frame.assign(**{SET_UP: [found[key] for key in keys]})
+
+
 def effects_of(frame: pandas.DataFrame, experiment: Experiment) -> dict | None:
     """The effects on every measure, for designs of two levels."""
     # A factor that a short run holds at one level has no effect, and hides none.
@@ -162,7 +186,9 @@ def effects_of(frame: pandas.DataFrame, experiment: Experiment) -> dict | None:
     for measure in experiment.measures:
         if frame[measure].notna().sum() == 0:
             continue
-        found = effects.two_level(frame, factors, measure, experiment.fraction)
+        found = effects.two_level(
+            frame, factors, measure, experiment.fraction, plots=SET_UP
+        )
         letters = found.letters
         measures[measure] = {
             "effects": [
@@ -178,7 +204,7 @@ def effects_of(frame: pandas.DataFrame, experiment: Experiment) -> dict | None:
 
 def analysis(frame: pandas.DataFrame, experiment: Experiment) -> tuple[dict, list[dict]]:
     """The analysis of variance of the primary measure, and the checks of its residuals."""
-    found = effects.anova(frame, experiment.factors, experiment.primary)
+    found = effects.anova(frame, experiment.factors, experiment.primary, SET_UP)
     rows = [dataclasses.asdict(row) for row in found.rows]
     samples = [
         statistics.clean(rows_of(frame, cell)[experiment.primary]) for cell in experiment.cells()
@@ -188,7 +214,7 @@ def analysis(frame: pandas.DataFrame, experiment: Experiment) -> tuple[dict, lis
         effects.check_spread(samples),
         effects.check_order(found.residuals),
     ]
-    return {"rows": rows, "why": found.why}, [
+    return {"rows": rows, "why": found.why, "left_out": list(found.left_out)}, [
         {"name": check.name, "p": check.p, "doubtful": check.is_doubtful, "why": check.why}
         for check in checks
     ]
@@ -304,7 +330,8 @@ def summarise(run: Run) -> dict:
             for measure in experiment.measures
         }
         cells.append({"cell": cell, "n": len(rows), "measures": parts})
-    anova, checks = analysis(frame, experiment)
+    grouped = with_set_ups(frame, experiment)
+    anova, checks = analysis(grouped, experiment)
     summary = {
         "experiment": experiment.name,
         "title": experiment.title,
@@ -314,7 +341,7 @@ def summarise(run: Run) -> dict:
         "counts": run.counts(),
         "cells": cells,
         "ratios": ratios(frame, experiment),
-        "effects": effects_of(frame, experiment),
+        "effects": effects_of(grouped, experiment),
         "anova": anova,
         "checks": checks,
         "correlations": correlations(frame, experiment),
