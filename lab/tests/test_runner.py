@@ -571,6 +571,19 @@ class StopRules(RunnerTest):
         self.assertEqual(run.counts()["disturbed"], 1)
         self.assertEqual(len({point["block"] for point in run.points}), 3)
 
+    def test_a_cell_whose_points_were_all_disturbed_is_not_narrow(self):
+        first = []
+
+        def measure(cell):
+            first.append(cell) if not first else None
+            if cell == first[0]:
+                return {"value": 1.0, "share": 0.5, "disturbed": "the client was late"}
+
+        hooks["measure"] = measure
+        run = self.run_it(self.until(0.05, at_most=4))
+        self.assertEqual(len({point["block"] for point in run.points}), 4)
+        self.assertIn("limit of 4 repetitions", run.conditions["sessions"][0]["stopped"])
+
     def test_no_block_begins_after_the_minutes(self):
         experiment = self.experiment("times = 4", "times = 4\nminutes = 0.000001")
         run = self.run_it(experiment)

@@ -238,12 +238,28 @@ class Runner:
         elif block >= repeat.times:
             if repeat.until is None:
                 reason = "all repetitions were measured"
-            elif all_narrow((self.primary_values(cell, block) for cell in cells), repeat.until):
+            elif self.are_narrow(cells, block, repeat.until):
                 reason = f"the interval of {self.experiment.primary} is narrow enough in each cell"
             elif block >= repeat.at_most:
                 reason = f"the limit of {repeat.at_most} repetitions was reached"
         self.stopped = reason or self.stopped
         return bool(reason)
+
+    def are_narrow(self, cells: list[Cell], before: int, until: float) -> bool:
+        """Whether the interval of each cell is narrow enough, by the blocks before `before`. A cell
+        whose points were all disturbed has none yet; one that failed or has no such measure never
+        will."""
+        for cell in cells:
+            values, key = self.primary_values(cell, before), cell_key(cell)
+            if not values and any(
+                point.get("disturbed")
+                for (block, other), point in self.last.items()
+                if other == key and block < before
+            ):
+                return False
+            if not all_narrow([values], until):
+                return False
+        return True
 
     def elapsed_s(self) -> float:
         """The time of this session, and what points took in those before."""
