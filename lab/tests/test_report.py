@@ -394,6 +394,16 @@ class Published(Case):
             [(target / file).is_file() for file in ("old.svg", "a.svg")], [False, True]
         )
 
+    def test_warnings_stand_before_the_figures(self):
+        run = self.run_of(
+            TWO_LEVELS, plausible, conditions={"warnings": ["other work | took\n## a CPU"]}
+        )
+        target = self.folder / "pages"
+        self.assertEqual(publish.main([str(target), str(run.folder)]), 0)
+        text = (target / "README.md").read_text()
+        self.holds(text, "Read this first:", "- other work \\| took ## a CPU\n")
+        self.assertLess(text.index("Read this first"), text.index("| cell |"))
+
     def test_what_is_no_run_is_said(self):
         self.assertEqual(publish.main([str(self.folder / "pages"), str(self.folder)]), 1)
 

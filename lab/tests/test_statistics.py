@@ -91,6 +91,14 @@ class OneSample(Case):
         with self.assertRaisesRegex(ValueError, "between 0 and 1"):
             s.interval_t([1, 2], 1.0)
 
+    def test_few_values_have_no_bootstrap_interval(self):
+        self.assertEqual(s.least_for_bootstrap(), 6)
+        for count in range(2, 6):
+            found = s.interval_bootstrap(list(range(count)))
+            self.assertEqual((found.low, found.high, found.why), (None, None, "fewer than 6 values"))
+        self.assertIsNotNone(s.interval_bootstrap(range(6)).low)
+        self.assertEqual((s.least_for_bootstrap(0.9), s.least_for_bootstrap(0.5)), (5, 2))
+
     def test_the_bootstrap_repeats_itself_and_takes_any_statistic(self):
         first = s.interval_bootstrap(CPU_TIMES, seed=7)
         self.assertEqual(first, s.interval_bootstrap(CPU_TIMES, seed=7))
@@ -139,7 +147,15 @@ class TwoSamples(Case):
         self.assertAlmostEqual(found.p, 0.07939, 5)
         self.assertEqual(s.welch([1, 1], [1, 1]).p, 1.0)
         self.assertIsNone(s.welch([1, 1], [2, 2]).p)
+        self.assertEqual(s.welch([1] * 3, [2] * 3).p, 0.0)
+        self.assertIsNone(s.welch([1] * 3, [2] * 2).p)
         self.assertIsNone(s.welch([1], [2, 3]).p)
+        # t.test(extra ~ group, data = sleep)$conf.int: -3.3654832 to 0.2054832.
+        apart = s.difference(*SLEEP[::-1])
+        self.assertAlmostEqual(apart.estimate, -1.58)
+        self.assertAlmostEqual(apart.low, -3.3654832, 6)
+        self.assertAlmostEqual(apart.high, 0.2054832, 6)
+        self.assertIsNone(s.difference([1], [2, 3]).low)
 
     def test_mann_whitney_exactly(self):
         # 2 of the 20 orders are as extreme.

@@ -58,15 +58,15 @@ def plain(block, cell):
 
 class Summary(Case):
     def test_figures_of_each_cell(self):
-        found = summary.summarise(self.run_of(plain))
+        found = summary.summarise(self.run_of(plain, times=6))
         self.assertEqual(len(found["cells"]), 6)
-        self.assertEqual(found["counts"]["points"], 24)
+        self.assertEqual(found["counts"]["points"], 36)
         for part in found["cells"]:
             numbers = part["measures"]["value"]
-            self.assertEqual(numbers["n"], 4)
+            self.assertEqual(numbers["n"], 6)
             self.assertTrue(numbers["low"] <= numbers["mean"] <= numbers["high"])
             self.assertTrue(numbers["boot_low"] <= numbers["median"] <= numbers["boot_high"])
-            self.assertAlmostEqual(numbers["mean"], plain(0, part["cell"]) * 1.0075)
+            self.assertAlmostEqual(numbers["mean"], plain(0, part["cell"]) * 1.01)
 
     def test_ratios_to_the_first_level_of_alternatives_only(self):
         found = summary.summarise(self.run_of(plain))["ratios"]
@@ -90,6 +90,40 @@ class Summary(Case):
         self.assertAlmostEqual(numbers["percentiles"]["50"], 249.5)
         self.assertIsNone(numbers["percentiles"]["99.99"])
         self.assertIsNotNone(numbers["percentiles"]["99.9"])
+
+    def test_thinned_samples_have_no_percentile_beyond_their_ranks(self):
+        run = self.run_of(plain, samples=lambda block, cell: list(range(1500)), times=8)
+        for point in run.points:
+            point["notes"] = {"samples_of": {"value": 30_000}}
+        parts = summary.summarise(run)["cells"][0]["measures"]["value"]["percentiles"]
+        self.assertEqual((parts["99.99"], parts["99.9"] is None), (None, False))
+        for point in run.points:
+            point["notes"] = {"samples_of": {"value": 1500}}
+        parts = summary.summarise(run)["cells"][0]["measures"]["value"]["percentiles"]
+        self.assertIsNotNone(parts["99.99"])
+        # A run of before the notes: the program kept 2,000 of more.
+        run = self.run_of(plain, samples=lambda block, cell: list(range(2000)), times=8)
+        parts = summary.summarise(run)["cells"][0]["measures"]["value"]["percentiles"]
+        self.assertIsNone(parts["99.99"])
+
+    def test_a_figure_over_several_cells_has_no_interval(self):
+        extra = (
+            '[[published]]\nlabel="them"\nsource="a paper"\nmatch={kind="red"}\n'
+            'measure="value"\nvalue=5\ndiffers="all else"\n'
+        )
+        [found] = summary.summarise(self.run_of(plain, extra))["published"]
+        self.assertAlmostEqual(found["ours"]["mean"], 20 * 1.0075)
+        self.assertEqual((found["ours"]["low"], found["ours"]["cells"]), (None, 3))
+        self.assertIn("3 cells", found["ours"]["why"])
+
+    def test_the_bootstrap_is_advised_where_it_is_known(self):
+        def wild(block, cell):
+            return 1.0 + (100.0 if block == cell["size"] and cell["kind"] == "red" else 0.1 * block)
+
+        for times, text in ((4, "are rough"), (8, "see the bootstrap")):
+            found = summary.summarise(self.run_of(wild, times=times))["warnings"]
+            [doubt] = [w for w in found if w.startswith("doubtful: residuals are normal")]
+            self.assertIn(text, doubt)
 
     def test_growth_of_curves_on_logarithmic_axes(self):
         plots = '[[plots]]\nkind="curve"\nx="size"\ncurves="kind"\nlog="xy"\n'

@@ -26,6 +26,15 @@ from tombolo_lab.results import Run
 MOST_ROWS = 40
 
 
+def warnings(found: dict) -> list[str]:
+    """What a reader must know before the figures, as the report has it."""
+    if not found["warnings"]:
+        return []
+    # No warning begins another block or table of the page.
+    texts = [" ".join(text.split()).replace("|", "\\|") for text in found["warnings"]]
+    return ["Read this first:", "", *[f"- {text}" for text in texts], ""]
+
+
 def cells_table(found: dict) -> list[str]:
     """The primary measure of each cell as a Markdown table."""
     primary = found["primary"]
@@ -69,6 +78,7 @@ def published_table(found: dict) -> list[str]:
     for item in found["published"]:
         ours = item["ours"]
         interval = report.between(ours["low"], ours["high"])
+        interval = ours["why"] if ours["low"] is None and ours["why"] else interval
         lines.append(
             f"| {item['label']}, {item['measure']} | {report.number(item['value'])} | "
             f"{report.number(ours['mean'])} ({interval}) | {item['differs']} |"
@@ -192,6 +202,7 @@ def section(run: Run, folder: Path) -> str:
         f"disturbed and measured again, {counts['failed']} failed, {counts['skipped_cells']} cells "
         f"were skipped. [All figures]({name}.csv).",
         "",
+        *warnings(found),
         *cells_table(found),
         *effects_table(found),
         *published_table(found),

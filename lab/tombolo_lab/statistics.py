@@ -140,6 +140,12 @@ def interval_t(values: Sequence[float], level: float = LEVEL) -> Interval:
     return Interval(centre, centre - half, centre + half, level)
 
 
+def least_for_bootstrap(level: float = LEVEL) -> int:
+    """How many values a bootstrap interval needs: resamples lie between the least and the greatest
+    value, and the median does so with a chance of 1 - 2^(1-n) only. 6 for 95 %."""
+    return math.ceil(1 - math.log2(1 - level))
+
+
 def interval_bootstrap(
     values: Sequence[float],
     statistic: Callable[[Sequence[float]], float] = numpy.median,
@@ -148,7 +154,8 @@ def interval_bootstrap(
     resamples: int = RESAMPLES,
 ) -> Interval:
     """The interval of any statistic by bootstrap with the percentile method (Efron and Tibshirani
-    1993, chapter 13). The same seed gives the same interval.
+    1993, chapter 13). The same seed gives the same interval. Unknown for fewer values than
+    `least_for_bootstrap`, unless all are equal.
 
     `statistic` may take an axis argument, as NumPy's functions do, which makes it fast.
     """
@@ -159,6 +166,8 @@ def interval_bootstrap(
     estimate = float(statistic(data))
     if len(data) < 2:
         return Interval(estimate, None, None, level, "one value has no interval")
+    if len(data) < (least := least_for_bootstrap(level)) and data.min() < data.max():
+        return Interval(estimate, None, None, level, f"fewer than {least} values")
     draws = data[numpy.random.default_rng(seed).integers(0, len(data), (resamples, len(data)))]
     try:
         found = statistic(draws, axis=1)

@@ -23,7 +23,8 @@ summary.json is one object:
 
 FIGURES: n, mean, median, deviation, cv, low, high (Student's t of the mean), boot_low, boot_high
 (bootstrap of the median), aa: {ratio, low, high} (odd repetitions by even ones), and, where raw
-samples were kept, samples and percentiles: {"50": …}. What cannot be computed is null.
+samples were kept, samples and percentiles: {"50": …}. Where points kept evenly spaced ranks of more values, percentiles
+beyond the last but one of them are null. What cannot be computed is null.
 
 summary.csv has one row for each cell and measure.
 """
@@ -43,6 +44,7 @@ from tombolo_lab import effects, statistics
 from tombolo_lab.design import Cell
 from tombolo_lab.model import Experiment, workload_class
 from tombolo_lab.results import Run, cell_key, write_whole
+from tombolo_lab.workloads import MOST_VALUES, SAMPLES_OF
 
 if TYPE_CHECKING:
     import pandas
@@ -75,8 +77,11 @@ def rows_of(frame: pandas.DataFrame, cell: Cell) -> pandas.DataFrame:
     return (frame if mask is None else frame[mask]).sort_values("block", kind="stable")
 
 
-def figures(values: list[float], samples: list[float], seed: int) -> dict:
-    """The numbers of one measure in one cell; see FIGURES in the module's text."""
+def figures(
+    values: list[float], samples: list[float], seed: int, least_kept: int | None = None
+) -> dict:
+    """The numbers of one measure in one cell; see FIGURES in the module's text. `least_kept`: how
+    many samples the point of the fewest kept, where a point kept a part of its values only."""
     exact = statistics.interval_t(values)
     boot = statistics.interval_bootstrap(values, seed=seed)
     noise = statistics.aa_noise(values)
@@ -94,6 +99,10 @@ def figures(values: list[float], samples: list[float], seed: int) -> dict:
     }
     if samples:
         parts = statistics.percentiles(samples)
+        if least_kept is not None:
+            # Evenly spaced ranks of a point tell nothing beyond the last but one.
+            each = statistics.percentiles(range(least_kept))
+            parts = {p: None if each[p] is None else value for p, value in parts.items()}
         found["samples"] = len(samples)
         found["percentiles"] = {f"{p:g}": value for p, value in parts.items()}
     return found
@@ -106,6 +115,20 @@ def pooled_samples(run: Run) -> dict[tuple[str, str], list[float]]:
         for measure, values in point.get("samples", {}).items():
             pooled.setdefault((cell_key(point["cell"]), measure), []).extend(values)
     return pooled
+
+
+def thinned_samples(run: Run) -> dict[tuple[str, str], int]:
+    """(cell key, measure) → the fewest samples of a point that kept a part of its values only, as
+    its notes say; runs before those notes kept `paced.MOST_VALUES` of more."""
+    found: dict[tuple[str, str], int] = {}
+    for point in run.counted():
+        of = (point.get("notes") or {}).get(SAMPLES_OF, {})
+        for measure, values in point.get("samples", {}).items():
+            is_part = len(values) < of[measure] if measure in of else len(values) == MOST_VALUES
+            if is_part:
+                key = (cell_key(point["cell"]), measure)
+                found[key] = min(found.get(key, len(values)), len(values))
+    return found
 
 
 def alternatives(experiment: Experiment) -> list[str]:
@@ -252,8 +275,21 @@ def published(frame: pandas.DataFrame, experiment: Experiment) -> list[dict]:
     """Figures of others beside the mean of the cells that they are comparable with."""
     found = []
     for figure in experiment.published:
-        values = statistics.clean(rows_of(frame, figure.match)[figure.measure])
-        ours = statistics.interval_t(values)
+        matching = [
+            cell
+            for cell in experiment.cells()
+            if all(cell.get(name) == level for name, level in figure.match.items())
+        ]
+        parts = [statistics.clean(rows_of(frame, cell)[figure.measure]) for cell in matching]
+        parts = [part for part in parts if part]
+        values = [value for part in parts for value in part]
+        if len(parts) > 1:
+            # Cells differ by their factors, so their spread is no error of a mean.
+            why = f"mean of {len(parts)} cells, so no interval"
+            centre = statistics.mean([statistics.mean(part) for part in parts])
+            ours = statistics.Interval(centre, None, None, why=why)
+        else:
+            ours = statistics.interval_t(values)
         known = ours.estimate is not None and figure.value != 0
         found.append(
             {
@@ -263,6 +299,8 @@ def published(frame: pandas.DataFrame, experiment: Experiment) -> list[dict]:
                     "low": ours.low,
                     "high": ours.high,
                     "n": len(values),
+                    "cells": len(parts),
+                    "why": ours.why,
                 },
                 "ratio": ours.estimate / figure.value if known else None,
             }
@@ -301,8 +339,13 @@ def warning_texts(run: Run, summary: dict) -> list[str]:
         and not aa["low"] <= 1 <= aa["high"]
     ]
     texts += listed_warnings(noisy, "A/A ratios are away from 1")
+    least = min((part["measures"][primary]["n"] for part in summary["cells"]), default=0)
+    # The bootstrap needs values, too.
+    advice = "intervals and p values are rough"
+    if least >= statistics.least_for_bootstrap():
+        advice = "see the bootstrap intervals of the report"
     texts += [
-        f"doubtful: {check['name']} (p = {check['p']:.2g}); trust the bootstrap intervals more"
+        f"doubtful: {check['name']} (p = {check['p']:.2g}); {advice}"
         for check in summary["checks"]
         if check["doubtful"]
     ]
@@ -314,7 +357,7 @@ def summarise(run: Run) -> dict:
     """The object of summary.json."""
     experiment = run.experiment
     frame = run.frame()
-    pooled = pooled_samples(run)
+    pooled, thinned = pooled_samples(run), thinned_samples(run)
     declared = workload_class(experiment.workload).measures
     cells = []
     for cell in experiment.cells():
@@ -326,6 +369,7 @@ def summarise(run: Run) -> dict:
                 statistics.clean(rows[measure]),
                 pooled.get((cell_key(cell), measure), []),
                 experiment.seed,
+                thinned.get((cell_key(cell), measure)),
             )
             for measure in experiment.measures
         }

@@ -30,7 +30,7 @@ def spread(ratios: Sequence[float]) -> dict:
     logs = [math.log(value) for value in ratios]
     found = statistics.interval_bootstrap(logs, statistics.midmean, seed=SEED, resamples=RESAMPLES)
     parts = {"ratio": found.estimate, "low": found.low, "high": found.high}
-    # One ratio has no interval.
+    # Few ratios have no interval.
     return {k: None if v is None else round(math.exp(v), 3) for k, v in parts.items()}
 
 

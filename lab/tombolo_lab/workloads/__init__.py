@@ -72,6 +72,10 @@ REGISTRY: dict[str, str] = {
 }
 # What `measure` may return beside measures.
 EXTRAS = ("samples", "tools", "disturbed", "notes")
+# The key of the notes that says of how many values the samples are a part: measure -> number.
+SAMPLES_OF = "samples_of"
+# What paced.c gives of more values; runs of before these notes are known by it.
+MOST_VALUES = 2000
 
 
 class Skip(Exception):

@@ -18,7 +18,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from tombolo_lab import LabError, harness, machine
-from tombolo_lab.workloads import Measure, Parameter, Workload, network, nics, paced, tools
+from tombolo_lab.workloads import (
+    SAMPLES_OF,
+    Measure,
+    Parameter,
+    Workload,
+    network,
+    nics,
+    paced,
+    tools,
+)
 
 SIZES = {"udp": 1470, "tcp": 16384}
 PING_S = 0.002
@@ -261,7 +270,8 @@ class Nics(Workload):
             samples["rtt_us"] = times
         if protocol == "udp":
             found |= losses(done, seen)
-        return found | {"samples": samples}
+        notes = {SAMPLES_OF: {"packets_per_poll": sum(polls.values())}} if polls else {}
+        return found | {"samples": samples, "notes": notes}
 
     def loss_free(self, nic: nics.Nic, cell: dict, vcpu: int) -> float:
         """The highest offered rate of datagrams without loss, in Mbit/s."""

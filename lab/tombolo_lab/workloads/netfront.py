@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from tombolo_lab import harness
 from tombolo_lab.workloads import (
+    SAMPLES_OF,
     Measure,
     Parameter,
     Skip,
@@ -209,6 +210,7 @@ def loaded(bed: Bed, nic: nics.Nic, cell: dict, port: int) -> dict:
         if seen.packets
         else None,
         "samples": {"packets_per_poll": cards.thinned(polls)} if polls else {},
+        "notes": {SAMPLES_OF: {"packets_per_poll": sum(polls.values())}} if polls else {},
     }
 
 

@@ -16,7 +16,16 @@ import time
 from collections.abc import Callable, Iterator
 
 from tombolo_lab import harness, machine
-from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, endpoints, paced, tools
+from tombolo_lab.workloads import (
+    SAMPLES_OF,
+    Measure,
+    Parameter,
+    Skip,
+    Workload,
+    endpoints,
+    paced,
+    tools,
+)
 
 TRAFFIC = {
     "tool": Parameter(
@@ -340,6 +349,7 @@ def row_of(done: dict, protocol: str, seconds: float) -> dict:
         row |= trips(done["rtt_us"])
         row["jitter_ms"] = done["jitter_us"] / 1000
         row["samples"] = {"rtt_us": done["rtt_us_values"]}
+        row["notes"] = {SAMPLES_OF: {"rtt_us": done["rtt_us"]["count"]}}
     return row
 
 
