@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -195,6 +196,23 @@ class Showing(CommandCase):
         self.assertIn("  mbit_s (Mbit/s): Bandwidth at the sink; higher is better", comments)
         self.assertLessEqual(max(map(len, out.splitlines())), 100)
 
+    def test_where_no_cell_can_run_the_time_is_that_of_elsewhere(self):
+        out = self.command("show", "capacity", "--set", "attachment=user")[1]
+        self.assertIn("# No cell can run here. Expected time elsewhere: ", out)
+        self.assertNotIn("0 s", out)
+
+    def test_what_is_shown_steers_no_terminal(self):
+        code, out, _ = self.command(
+            "run", "capacity", "--dry-run", "--set", "comment=\x1b[31mred\u202e"
+        )
+        self.assertEqual(code, Exit.GOOD)
+        self.assertNotIn("\x1b", out)
+        code, out, _ = self.command(
+            "run", "capacity", "--dry-run", "--set", "comment=\x1b[31mred,\u202e"
+        )
+        self.assertIn("comment=\\x1b[31mred", out)
+        self.assertIn("comment=\\u202e", out)
+
     def test_nothing_skipped(self):
         _, out, _ = self.command("show", "capacity", "--set", "attachment=ivshmem")
         self.assertIn("# Nothing is skipped here.\n", out)
@@ -282,6 +300,24 @@ class Copying(CommandCase):
         self.assertIn("did you mean capacity?", self.usage_error("copy", "capacit", "a.toml"))
 
 
+    def test_a_copy_onto_a_full_disk_leaves_nothing(self):
+        with full_disk():
+            err = self.usage_error("copy", "capacity", "mine.toml")
+        self.assertIn("mine.toml: File too large", err)
+        self.assertFalse(Path("mine.toml").exists())
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Within the `with` no file can hold a byte, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 class Running(CommandCase):
     def setUp(self):
         super().setUp()
@@ -360,6 +396,31 @@ class Running(CommandCase):
         self.assertEqual(code, Exit.GOOD)
         self.assertIn("apt-get install python3-pandas; then: tombolo lab report r", err)
         self.assertTrue(out.endswith("0 cells skipped: r\n"), out)
+
+    def test_a_report_that_fails_loses_no_points(self):
+        for error, text in (
+            (ValueError("negative dimension"), "the report failed: ValueError: negative dimension"),
+            (OSError(28, "No space left", "r/report.html"), "r/report.html: No space left"),
+        ):
+            self.module("report", write=mock.Mock(side_effect=error))
+            code, out, err = self.command("run", "capacity", "--into", "r")
+            self.assertEqual(code, Exit.FAILED)
+            self.assertTrue(out.startswith("2 points"), out)
+            self.assertIn(text, err)
+            self.assertIn("kept in r; make the report again: tombolo lab report r", err)
+
+    def test_two_runs_of_one_second_have_two_folders(self):
+        with mock.patch("time.strftime", lambda _: "20261125-100000"):
+            for _ in range(2):
+                self.command("run", "capacity")
+        folders = [str(folder) for _, folder, _ in self.runs]
+        self.assertEqual(folders[1], folders[0] + "-2")
+
+    def test_a_dry_run_and_a_run_that_does_not_begin_leave_no_folder(self):
+        self.assertEqual(self.command("run", "capacity", "--dry-run")[0], Exit.GOOD)
+        self.module("runner", run=mock.Mock(side_effect=LabError("no root")))
+        self.assertEqual(self.command("run", "capacity")[0], Exit.FAILED)
+        self.assertEqual(list(Path("build/lab").glob("*")), [])
 
     def test_an_import_error_of_ours_is_not_hidden(self):
         def write(run, folder):
@@ -475,6 +536,19 @@ class Reporting(CommandCase):
         self.assertEqual((code, json.loads(out)), (Exit.GOOD, {"ratios": [1.5]}))
         self.assertRegex(str(self.calls[1][2]), r"^build/lab/\d{8}-\d{6}-compare$")
         self.assertIn("none: not the folder", self.usage_error("compare", "a", "none"))
+
+    def test_a_report_that_cannot_be_written_says_which_file_and_why(self):
+        error = OSError(30, "Read-only file system", "a/.summary.json.new")
+        self.module(
+            "report", write=mock.Mock(side_effect=error), compare=mock.Mock(side_effect=error)
+        )
+        code, out, err = self.command("report", "a")
+        self.assertEqual((code, out), (Exit.FAILED, ""))
+        self.assertIn("tombolo lab: a/.summary.json.new: Read-only file system\n", err)
+        self.assertIn("tombolo lab report a", err)
+        code, out, err = self.command("compare", "a", "b", "--into", "c")
+        self.assertEqual((code, out), (Exit.FAILED, ""))
+        self.assertEqual(err, "tombolo lab: a/.summary.json.new: Read-only file system\n")
 
     def test_runs_that_cannot_be_compared_fail(self):
         self.module("report", compare=mock.Mock(side_effect=LabError("no cell in common")))

@@ -10,13 +10,16 @@ and the measuring part of `run` work without them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import json
 import os
+import re
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,16 +195,25 @@ def rounded(seconds: tuple[float, float]) -> list[float]:
     return [round(each, 1) for each in seconds]
 
 
+# Control characters but tab and newline, and those that turn the direction of a text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """A text in which nothing steers a terminal: such characters are shown as \\x1b or \\u202e."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def say(text: str = "") -> None:
-    print(text)
+    print(printable(text))
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def say_json(value: object) -> None:
-    say(json.dumps(value, ensure_ascii=False))
+    print(json.dumps(value, ensure_ascii=False))
 
 
 # ---- ls, show, copy ------------------------------------------------------------------------------
@@ -266,8 +278,7 @@ def show(args: argparse.Namespace) -> Exit:
         f"{experiment.name}: {experiment.title}",
         cells_sentence(experiment, len(found.cells)),
         f"{repeat_sentence(experiment)}; {experiment.order} order, seed {experiment.seed}.",
-        f"Expected time here: {span(experiment.expected_seconds(found.runnable()))}"
-        f" (quick: {span(survey_seconds(quick))}).",
+        time_sentence(experiment, quick, found),
         f"Workload {experiment.workload}: {first_sentence(workload.doc)}",
         f"Needs: {', '.join(needs(workload)) or 'nothing beyond this program'}.",
         *skip_lines(found),
@@ -292,6 +303,15 @@ def show(args: argparse.Namespace) -> Exit:
     say()
     say(experiment.resolved().rstrip("\n"))
     return Exit.GOOD
+
+
+def time_sentence(experiment: Experiment, quick: Experiment, found: Survey) -> str:
+    """How long the experiment takes here, or elsewhere when no cell can run here."""
+    if runnable := found.runnable():
+        here = span(experiment.expected_seconds(runnable))
+        return f"Expected time here: {here} (quick: {span(survey_seconds(quick))})."
+    times = span(experiment.expected_seconds()), span(quick.expected_seconds())
+    return "No cell can run here. Expected time elsewhere: {} (quick: {}).".format(*times)
 
 
 def first_sentence(doc: str) -> str:
@@ -364,12 +384,16 @@ def copy(args: argparse.Namespace) -> Exit:
         target /= source.name
     if target.suffix != ".toml":
         raise UsageError(f"{target}: expected a file name that ends in .toml")
+    text, is_ours = source.read_bytes(), False
     try:
         with target.open("xb") as file:
-            file.write(source.read_bytes())
+            is_ours = True
+            file.write(text)
     except FileExistsError:
         raise UsageError(f"{target}: exists already; choose another name") from None
     except OSError as error:
+        if is_ours:
+            target.unlink(missing_ok=True)
         raise UsageError(f"{target}: {error.strerror}") from None
     path = str(target) if "/" in str(target) else f"./{target}"
     say(f"{path}: change it, then `tombolo lab run {path}`")
@@ -387,13 +411,27 @@ def new_folder(name: str) -> Path:
     return folder
 
 
+def made_folder(name: str) -> Path:
+    """As `new_folder`, and makes it, so that a command in the same second takes another one."""
+    while True:
+        folder = new_folder(name)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"{folder}: not a folder to write into: {error.strerror}") from None
+        return folder
+
+
 def asked_for(args: argparse.Namespace) -> tuple[Experiment, Path]:
     """The experiment of `run` and its folder; UsageError when arguments do not fit together."""
     if args.resume is None:
         if args.name is None:
             raise UsageError("run: name an experiment, or a folder with --resume")
         experiment = chosen(args)
-        folder = Path(args.into) if args.into else new_folder(experiment.name)
+        made = new_folder if args.dry_run else made_folder
+        folder = Path(args.into) if args.into else made(experiment.name)
         if (folder / "points.jsonl").exists() or (folder / "experiment.toml").exists():
             raise UsageError(f"{folder}: holds a run already; go on with --resume {folder}")
         return experiment, folder
@@ -425,8 +463,12 @@ def run(args: argparse.Namespace) -> Exit:
         result = runner.run(experiment, folder, args.resume is not None, sys.stderr)
     except LabError as error:
         note(f"tombolo lab: {error}")
+        with contextlib.suppress(OSError):
+            # Ours, when nothing was measured.
+            folder.rmdir()
         return Exit.FAILED
     counts = {"folder": str(folder), **result.counts()}
+    is_reported = True
     if counts["points"] == 0:
         note(f"tombolo lab: {folder}: no point counts, so there is no report")
     else:
@@ -434,6 +476,11 @@ def run(args: argparse.Namespace) -> Exit:
             counts["report"] = str(written(result, folder))
         except MissingLibrary as error:
             note(f"tombolo lab: {error}; then: tombolo lab report {folder}")
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:
+            no_report(folder, error)
+            is_reported = False
     if args.json:
         say_json(counts)
     else:
@@ -442,7 +489,25 @@ def run(args: argparse.Namespace) -> Exit:
             f"{counts['failed']} failed, {counted(counts['skipped_cells'], 'cell')} skipped: "
             f"{counts.get('report', folder)}"
         )
-    return Exit.FAILED if counts["failed"] or not counts["points"] else Exit.GOOD
+    is_good = counts["points"] and not counts["failed"] and is_reported
+    return Exit.GOOD if is_good else Exit.FAILED
+
+
+def no_report(folder: Path, error: Exception) -> None:
+    """Says why a report could not be written, and that nothing measured is lost."""
+    note(f"tombolo lab: {failure_text(error)}")
+    note(f"the points are kept in {folder}; make the report again: tombolo lab report {folder}")
+
+
+def failure_text(error: Exception) -> str:
+    """An error in one line: the file and the reason, or for one of ours where it happened."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'}: {error.strerror}"
+    if isinstance(error, LabError):
+        return str(error)
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
+    return f"the report failed: {type(error).__name__}: {error}{where}"
 
 
 def plan(experiment: Experiment, folder: Path, as_json: bool) -> Exit:
@@ -511,10 +576,16 @@ def report(args: argparse.Namespace) -> Exit:
     folder = Path(args.folder)
     result = Run.load(folder)
     try:
-        say(str(written(result, folder)))
+        page = written(result, folder)
     except MissingLibrary as error:
         note(f"tombolo lab: {error}")
         return Exit.FAILED
+    except (LabError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        no_report(folder, error)
+        return Exit.FAILED
+    say(str(page))
     return Exit.GOOD
 
 
@@ -523,7 +594,7 @@ def compare(args: argparse.Namespace) -> Exit:
     from tombolo_lab.results import Run
 
     runs = [Run.load(Path(folder)) for folder in (args.a, args.b)]
-    folder = Path(args.into) if args.into else new_folder("compare")
+    folder = Path(args.into) if args.into else made_folder("compare")
 
     def action() -> tuple[dict, Path]:
         from tombolo_lab import report as reports
@@ -534,6 +605,8 @@ def compare(args: argparse.Namespace) -> Exit:
         value, page = with_libraries(action)
     except LabError as error:
         note(f"tombolo lab: {error}")
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         return Exit.FAILED
     if args.json:
         say_json(value)
@@ -657,6 +730,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LabError as error:
         note(f"tombolo lab: {error}")
         return Exit.USAGE
+    except OSError as error:
+        note(f"tombolo lab: {failure_text(error)}")
+        return Exit.FAILED
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     return code

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
-from tombolo_lab.cli import cell_text, span
+from tombolo_lab.cli import cell_text, printable, span
 from tombolo_lab.design import Cell
 from tombolo_lab.model import Experiment
 from tombolo_lab.results import cell_key
@@ -91,7 +91,7 @@ class Progress:
     def note(self, text: str) -> None:
         """A line of its own."""
         self._end_line()
-        print(f"{self._name}: {text}", file=self._out, flush=True)
+        print(printable(f"{self._name}: {text}"), file=self._out, flush=True)
 
     def point(
         self, block: int, number: int, of: int, cell: Cell, value: str, left: tuple[float, float]
@@ -107,7 +107,7 @@ class Progress:
             value,
             cell_text(cell),
         ]
-        text = " · ".join(part for part in parts if part)
+        text = printable(" · ".join(part for part in parts if part).replace("\n", " "))
         if not self._is_terminal:
             print(text, file=self._out, flush=True)
             return
