@@ -309,6 +309,35 @@ class Report(Case):
         self.holds(text, "Flame graph: forwarding")
         self.lacks(text, "onload")
 
+    def test_a_foreign_drawing_loads_and_runs_nothing(self):
+        run = self.run_of(TWO_LEVELS, lambda cell, source: source.random())
+        (run.folder / "plots").mkdir()
+        evil = (
+            '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+            "onload='alert(1)' viewBox=\"0 0 9 9\"><script>a</script ><script href='http://e/x'/>"
+            '<style>@import "http://e/y";</style>'
+            '<a href="javascript:alert(3)"><text x="1" onclick="x()">k&lt;sys</text></a>'
+            '<image xlink:href="http://evil/x.png"/><rect fill="url(http://evil/z)" width="3"/>'
+            '<foreignObject><iframe src="http://evil"></iframe></foreignObject></svg>'
+        )
+        (run.folder / "plots/a.flame.svg").write_text(evil)
+        (run.folder / "plots/b.flame.svg").write_text("<svg><g></svg>")
+        bomb = '<!DOCTYPE svg [<!ENTITY a "aaaa">]><svg>&a;</svg>'
+        (run.folder / "plots/c.flame.svg").write_text(bomb)
+        text, _ = self.page(report.write(run, run.folder))
+        self.holds(text, '<svg viewBox="0 0 9 9"><text x="1">k&lt;sys</text><rect width="3"></rect>')
+        self.lacks(text, "http://e", "evil", "onload", "alert(1", "alert(3", "onclick", "iframe")
+        self.lacks(text, "@import")
+        self.lacks(text, "Flame graph: b", "Flame graph: c")
+        self.holds(text, "default-src 'none'")
+
+    def test_a_dollar_is_a_dollar(self):
+        bars = '[[plots]]\nkind = "bars"\nx = "on"\ncurves = "kind"\n'
+        for number, plots in enumerate(("", bars)):
+            text = TWO_LEVELS.partition("[[plots]]")[0].replace('"one"', '"$_{$"') + plots
+            run = self.run_of(text, plausible, name=f"dollar{number}")
+            self.page(report.write(run, run.folder))
+
     def test_numbers_for_readers(self):
         for value, text in (
             (0, "0"), (None, "–"), (12345.678, "12 346"), (0.001234, "0.001234"), (1.5, "1.5"),
@@ -471,7 +500,8 @@ class Comparison(Case):
         self.assertEqual({row["verdict"] for row in rows}, {"unknown"})
 
     def test_what_differs_in_the_method_is_listed(self):
-        text = TWO_LEVELS + '[repeat]\ntimes = 3\n[order]\nkind = "given"\n[disturbed]\ncount = true\n'
+        text = TWO_LEVELS + '[repeat]\ntimes = 3\n[order]\nkind = "given"\n'
+        text += "[disturbed]\ncount = true\n"
         a = self.run_of(TWO_LEVELS, plausible, name="a")
         b = self.run_of(text, plausible, 3, name="b")
         value, _ = report.compare(a, b, self.folder / "out")

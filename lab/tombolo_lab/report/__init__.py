@@ -2,17 +2,20 @@
 
 `write` makes summary.json, summary.csv, plots/*.svg, plots/*.png and report.html in a folder.
 `compare` makes compare.json, plots and compare.html. Both pages hold everything within themselves:
-styles, drawings, no scripts, nothing from a network. Texts of experiments and runs are escaped.
+styles, drawings, no scripts, nothing from a network. Texts of experiments and runs are escaped, and
+the pages' policy lets a browser load and run nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jinja2
 
@@ -91,17 +94,59 @@ def environment() -> jinja2.Environment:
 
 # ---- the report of a run -------------------------------------------------------------------------
 def flames(folder: Path) -> list[dict]:
-    """Flame graphs that a run left in plots/*.flame.svg, without their scripts."""
+    """Flame graphs that are in plots/*.flame.svg, as what `harmless` leaves of them."""
     found = []
     for path in sorted((folder / "plots").glob("*.flame.svg")):
-        text = path.read_text(errors="replace")
-        start = text.find("<svg")
-        if start < 0:
-            continue
-        text = re.sub(r"<script.*?</script>", "", text[start:], flags=re.DOTALL | re.IGNORECASE)
-        text = re.sub(r'\son\w+="[^"]*"', "", text)
-        found.append({"name": path.name.removesuffix(".flame.svg"), "svg": text})
+        text = harmless(path.read_text(errors="replace"))
+        if text:
+            found.append({"name": path.name.removesuffix(".flame.svg"), "svg": text})
     return found
+
+
+# What a drawing of others may consist of. Links keep their content only.
+_ELEMENTS = ("svg", "g", "title", "rect", "text")
+_ATTRIBUTES = (
+    "x", "y", "width", "height", "rx", "ry", "fill", "viewBox", "font-size", "font-family",
+    "font-weight", "text-anchor",
+)  # fmt: skip
+_VALUE = re.compile(r"[\w\s.,%#+'-]*|rgba?\([\d\s.,%]*\)")
+
+
+def harmless(text: str) -> str:
+    """An SVG drawing rebuilt of a few elements and attributes, which load and run nothing; "" where
+    the text is none."""
+    if "<!ENTITY" in text:
+        return ""
+    try:
+        root = ElementTree.fromstring(text[max(text.find("<svg"), 0) :])
+    except ElementTree.ParseError:
+        return ""
+    return _rebuilt(root) if _name(root) == "svg" else ""
+
+
+def _name(element: ElementTree.Element) -> str:
+    """The name of an SVG element; "" for comments and elements of other kinds."""
+    if not isinstance(element.tag, str):
+        return ""
+    space, _, name = element.tag.rpartition("}")
+    return name if space in ("", "{http://www.w3.org/2000/svg") else ""
+
+
+def _rebuilt(element: ElementTree.Element) -> str:
+    name = _name(element)
+    if name not in (*_ELEMENTS, "a"):
+        return ""
+    inner = html.escape(element.text or "")
+    for child in element:
+        inner += _rebuilt(child) + html.escape(child.tail or "")
+    if name == "a":
+        return inner
+    attributes = "".join(
+        f' {key}="{html.escape(value)}"'
+        for key, value in element.attrib.items()
+        if key in _ATTRIBUTES and _VALUE.fullmatch(value)
+    )
+    return f"<{name}{attributes}>{inner}</{name}>"
 
 
 def reasons(items: Iterable[tuple[str, Cell]]) -> list[dict]:
@@ -309,8 +354,8 @@ def comparison_rows(a: Run, b: Run) -> list[dict]:
 
 
 def verdict(row: dict) -> str:
-    """better, worse, different or same: what B is beside A. The direction is that of the means, which
-    also a measure with zeros has; same: the test does not tell them apart."""
+    """better, worse, different or same: what B is beside A. The direction is that of the means,
+    which also a measure with zeros has; same: the test does not tell them apart."""
     if not row["significant"]:
         return "same" if row["holm"] is not None else "unknown"
     if not row["better"]:

@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 from tombolo_lab import statistics
 from tombolo_lab.design import Cell
-from tombolo_lab.model import Experiment, Plot
+from tombolo_lab.model import Experiment, Plot, workload_class
 from tombolo_lab.results import Run, cell_key
 from tombolo_lab.summary import level_text, rows_of
 
@@ -49,6 +49,8 @@ WIDTH_IN, PANEL_HEIGHT_IN = 7.0, 2.9
 STYLE = {
     "svg.hashsalt": "tombolo-lab",
     "svg.fonttype": "path",
+    # A dollar in a title or level is a dollar.
+    "text.parse_math": False,
     "font.size": 9,
     "font.family": "DejaVu Sans",
     "axes.spines.top": False,
@@ -102,8 +104,6 @@ def wrapped(text: str, width: int = 18) -> str:
 
 def label_of(experiment: Experiment, units: dict[str, str], name: str) -> str:
     """An axis label: the name with its unit."""
-    from tombolo_lab.model import workload_class
-
     workload = workload_class(experiment.workload)
     unit = units.get(name)
     if unit is None and name in workload.parameters:
@@ -169,6 +169,11 @@ class Painter:
     def values(self, where: Cell, measure: str) -> list[float]:
         return statistics.clean(rows_of(self.frame, where)[measure])
 
+    def interval(self, values: Sequence[float], measure: str) -> statistics.Interval:
+        """The interval of a mean, between what the measure can be."""
+        declared = workload_class(self.experiment.workload).measures[measure]
+        return statistics.interval_t(values).clipped(declared.low, declared.high)
+
     def label(self, name: str) -> str:
         return label_of(self.experiment, self.summary["units"], name)
 
@@ -180,7 +185,7 @@ class Painter:
             for place, level in enumerate(levels):
                 values = self.values({**panel.where, **part, plot.x: level}, plot.y)
                 if values:
-                    points.append((level if numeric else place, statistics.interval_t(values)))
+                    points.append((level if numeric else place, self.interval(values, plot.y)))
             if not points:
                 continue
             x = [point[0] for point in points]
@@ -236,7 +241,7 @@ class Painter:
                 values = self.values({**panel.where, **part, plot.x: level}, plot.y)
                 if not values:
                     continue
-                found = statistics.interval_t(values)
+                found = self.interval(values, plot.y)
                 at = place + (index - (len(panel.curves) - 1) / 2) * width
                 error = None
                 if found.low is not None:
