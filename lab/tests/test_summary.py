@@ -125,6 +125,14 @@ class Summary(Case):
             [doubt] = [w for w in found if w.startswith("doubtful: residuals are normal")]
             self.assertIn(text, doubt)
 
+    def test_an_interval_of_a_share_stays_a_share(self):
+        run = self.run_of(plain)
+        for point in run.points:
+            point["measures"]["share"] = 0.9 if point["block"] else 0.0
+        for part in summary.summarise(run)["cells"]:
+            numbers = part["measures"]["share"]
+            self.assertTrue(0 <= numbers["low"] < numbers["high"] <= 1)
+
     def test_growth_of_curves_on_logarithmic_axes(self):
         plots = '[[plots]]\nkind="curve"\nx="size"\ncurves="kind"\nlog="xy"\n'
         found = summary.summarise(self.run_of(plain, plots))["growth"]
@@ -158,7 +166,8 @@ class Summary(Case):
         frame = summary.with_set_ups(run.frame(), run.experiment)
         self.assertEqual(frame[summary.SET_UP].nunique(), 10)
         for _, rows in frame.groupby(summary.SET_UP):
-            self.assertEqual((len(rows), rows["kind"].nunique(), rows["block"].nunique()), (3, 1, 1))
+            kinds, blocks = rows["kind"].nunique(), rows["block"].nunique()
+            self.assertEqual((len(rows), kinds, blocks), (3, 1, 1))
         found = summary.summarise(run)["anova"]["rows"]
         self.assertEqual([r["name"] for r in found][-2:], ["between set-ups", "Residual"])
         self.assertEqual(found[-2]["freedom"], 8)

@@ -13,6 +13,7 @@ of the Royal Statistical Society B 57 (1995) 289.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,14 @@ class Interval:
     def half_width(self) -> float | None:
         """Half the width of the interval, in the unit of the values."""
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    def clipped(self, least: float | None, most: float | None) -> Interval:
+        """The part of the interval between two limits, such as 0 and 1 for a share."""
+        if self.low is None or self.high is None:
+            return self
+        low = self.low if least is None else max(self.low, least)
+        high = self.high if most is None else min(self.high, most)
+        return dataclasses.replace(self, low=low, high=high)
 
     def contains(self, value: float) -> bool:
         """Whether the interval is known and `value` lies in it."""
@@ -237,8 +246,8 @@ def _two(a: Sequence[float], b: Sequence[float]) -> str:
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
-    """Welch's t test: unequal variances, two-sided. Of two constant samples that differ, p is 0 when
-    each has LEAST_CONSTANT values, and unknown below that."""
+    """Welch's t test: unequal variances, two-sided. Of two constant samples that differ, p is 0
+    when each has LEAST_CONSTANT values, and unknown below that."""
     name = "Welch"
     if why := _two(a, b):
         return Comparison(name, None, None, why)

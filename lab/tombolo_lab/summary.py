@@ -23,8 +23,8 @@ summary.json is one object:
 
 FIGURES: n, mean, median, deviation, cv, low, high (Student's t of the mean), boot_low, boot_high
 (bootstrap of the median), aa: {ratio, low, high} (odd repetitions by even ones), and, where raw
-samples were kept, samples and percentiles: {"50": …}. Where points kept evenly spaced ranks of more values, percentiles
-beyond the last but one of them are null. What cannot be computed is null.
+samples were kept, samples and percentiles: {"50": …}. Where points kept evenly spaced ranks of more values,
+percentiles beyond the last but one of them are null. What cannot be computed is null.
 
 summary.csv has one row for each cell and measure.
 """
@@ -78,11 +78,16 @@ def rows_of(frame: pandas.DataFrame, cell: Cell) -> pandas.DataFrame:
 
 
 def figures(
-    values: list[float], samples: list[float], seed: int, least_kept: int | None = None
+    values: list[float],
+    samples: list[float],
+    seed: int,
+    least_kept: int | None = None,
+    limits: tuple[float | None, float | None] = (None, None),
 ) -> dict:
     """The numbers of one measure in one cell; see FIGURES in the module's text. `least_kept`: how
-    many samples the point of the fewest kept, where a point kept a part of its values only."""
-    exact = statistics.interval_t(values)
+    many samples the point of the fewest kept, where a point kept a part of its values only.
+    `limits`: between which the measure is by its nature, and so its mean."""
+    exact = statistics.interval_t(values).clipped(*limits)
     boot = statistics.interval_bootstrap(values, seed=seed)
     noise = statistics.aa_noise(values)
     found = {
@@ -370,6 +375,7 @@ def summarise(run: Run) -> dict:
                 pooled.get((cell_key(cell), measure), []),
                 experiment.seed,
                 thinned.get((cell_key(cell), measure)),
+                (declared[measure].low, declared[measure].high),
             )
             for measure in experiment.measures
         }
