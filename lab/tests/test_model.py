@@ -369,6 +369,10 @@ class Changing(FileCase):
             ("offered=5,5", "expected each level once, found 5 again", None),
             ("load=0,0.0", "expected each level once, found 0.0 again", None),
             ("protocol=tcp,", "expected one of tcp, udp", None),
+            ("comment=default,", 'expected a text, found ""', None),
+            ("offered=1_000", "expected a whole number from 1", None),
+            ("offered=\u0663", "expected a whole number from 1", None),
+            ("load=0_1", "expected a number from 0 to 1", None),
         ]
         for setting, message, close in cases:
             with self.subTest(setting=setting[:30]):
@@ -716,6 +720,23 @@ class Wrong(FileCase):
             "one of randomised, interleaved, given",
             '"randomized"',
             "randomised",
+        )
+        expected = "a factor: attachment, protocol, load"
+        for names, index, found, close in (
+            ('["attachement"]', 0, '"attachement"', "attachment"),
+            ('["load", ["load"]]', 1, "an array", None),
+            ("[1]", 0, "1", None),
+        ):
+            together = f"[order]\ntogether = {names}"
+            key = f"order.together[{index}]"
+            self.check("[order]", together, "together", key, expected, found, close)
+        self.check(
+            "[order]",
+            '[order]\ntogether = ["load", "load"]',
+            "together",
+            "order.together[1]",
+            "each factor once",
+            '"load" again',
         )
         self.check(
             '[order]\nkind = "interleaved"',

@@ -107,6 +107,25 @@ class Folder(InFolder):
                 with self.assertRaisesRegex(LabError, r"points\.jsonl:2: expected a point"):
                     Run.load(self.folder)
 
+    def test_a_line_without_its_verdict_or_of_another_cell_is_named(self):
+        without = point(1)
+        del without["disturbed"]
+        foreign, short = point(1), point(1)
+        foreign["cell"] = {**foreign["cell"], "size": 99}
+        short["cell"] = {"kind": "red"}
+        for line, text in (
+            (without, "expected a point"), (foreign, "expected a cell"), (short, "expected a cell"),
+        ):  # fmt: skip
+            self.folder = self.folder.with_name(f"{text[-4:]}-{len(str(line))}")
+            self.store([point(0)])
+            with (self.folder / "points.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            with self.assertRaisesRegex(LabError, rf"points\.jsonl:2: {text}"):
+                Run.load(self.folder)
+            with Store(self.folder, self.experiment) as store:
+                with self.assertRaisesRegex(LabError, rf"points\.jsonl:2: {text}"):
+                    store.resume()
+
     def test_a_run_that_was_killed_before_its_first_point(self):
         self.store()
         (self.folder / "points.jsonl").unlink()

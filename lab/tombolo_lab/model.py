@@ -338,11 +338,17 @@ def _checked(parameter: Parameter, value: object) -> object:
     return value
 
 
+_NUMBER = re.compile(r"[0-9.eE+-]+")
+
+
 def _from_text(parameter: Parameter, text: str) -> object:
     """The value that a text of `--set` means; _Bad when it means none."""
     try:
         if parameter.kind is bool:
             value = {"true": True, "false": False}[text.lower()]
+        elif not text or parameter.kind in (int, float) and not _NUMBER.fullmatch(text):
+            # Python takes 1_000 and digits of other scripts, too; a file does not.
+            raise ValueError(text)
         else:
             value = parameter.kind(text)
     except (KeyError, ValueError):
@@ -674,9 +680,14 @@ class _Reader:
         """The factors whose combinations stand together."""
         table = self.top.table("order")
         names = table.array("together", "an array of factors")
-        for name in names:
-            if name not in factors:
-                table.fail("together", f"factors ({listed(factors)})", name)
+        for index, name in enumerate(names):
+            path = (*table.path, "together", index)
+            if not isinstance(name, str) or name not in factors:
+                expected, found = f"a factor: {listed(factors)}", found_text(name)
+                close = near(name, factors) if isinstance(name, str) else None
+                self.source.fail(path, expected, found, close)
+            if name in names[:index]:
+                self.source.fail(path, "each factor once", f"{found_text(name)} again")
         return tuple(names)
 
     def disturbed(self) -> Disturbed:

@@ -78,9 +78,11 @@ class Run:
         if not (folder / EXPERIMENT).is_file():
             raise LabError(f"{folder}: expected the folder of a run, found no {EXPERIMENT} in it")
         points, _ = read_points(folder / POINTS)
+        experiment = model.load(str(folder / EXPERIMENT))
+        check_cells(folder / POINTS, points, experiment)
         return cls(
             folder,
-            model.load(str(folder / EXPERIMENT)),
+            experiment,
             read_json(folder / CONDITIONS, dict),
             points,
             read_json(folder / SKIPPED, list),
@@ -155,13 +157,25 @@ def read_points(path: Path) -> tuple[list[dict], int]:
         try:
             point = json.loads(line)
             good = isinstance(point["block"], int) and isinstance(point["cell"], dict)
-            good = good and ("failed" in point or isinstance(point["measures"], dict))
+            good = good and isinstance(point["attempt"], int)
+            if good and "failed" not in point:
+                good = isinstance(point["measures"], dict)
+                good = good and isinstance(point["disturbed"], str | None)
         except (ValueError, KeyError, TypeError):
             good = False
         if not good:
             raise LabError(f"{path}:{number}: expected a point, found {line[:60]!r}")
         points.append(point)
     return points, whole
+
+
+def check_cells(path: Path, points: list[dict], experiment: model.Experiment) -> None:
+    """LabError with its line for a point of a cell that the experiment does not have, such as one
+    of another run."""
+    known = {cell_key(cell) for cell in experiment.cells()}
+    for number, point in enumerate(points, 1):
+        if (key := cell_key(point["cell"])) not in known:
+            raise LabError(f"{path}:{number}: expected a cell of {EXPERIMENT}, found {key}")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -238,6 +252,9 @@ class Store:
     def resume(self) -> None:
         """Reads what is there, and cuts off a line without its end."""
         self.points, length = read_points(self.folder / POINTS)
+        # The folder's own: whether ours is the same is told later.
+        there = model.load(str(self.folder / EXPERIMENT))
+        check_cells(self.folder / POINTS, self.points, there)
         self.conditions = read_json(self.folder / CONDITIONS, dict)
         self.skipped = read_json(self.folder / SKIPPED, list)
         try:
