@@ -52,6 +52,13 @@ class Points(unittest.TestCase):
             faults = quick.faults_of_points(self.run_of(change))
             self.assertTrue(any(text in fault for fault in faults), (text, faults))
 
+    def test_a_value_that_the_tool_could_not_tell_is_no_fault(self):
+        def tells(points):
+            points[0]["measures"] = {**points[0]["measures"], "mbit_s": None}
+            points[0]["notes"] = {"unmeasured": "no time passed"}
+
+        self.assertEqual(quick.faults_of_points(self.run_of(tells)), [])
+
     def test_an_interval_without_its_mean_is_a_fault(self):
         numbers = {"low": 1.0, "mean": 5.0, "high": 2.0, "boot_low": None, "median": 5.0,
                    "boot_high": None}  # fmt: skip

@@ -138,6 +138,9 @@ class Reports(unittest.TestCase):
         self.assertEqual((found.replies, found.errors, found.replies_s), (8, 4, 400))
         self.assertAlmostEqual(found.mbit_s, 0.76 * (1 << 20) * 8e-6 / 0.02)
         self.assertAlmostEqual(found.reply_ms, 10)
+        fast = tools.siege_report(SIEGE.replace("0.02 secs", "0.00 secs"))
+        self.assertEqual((fast.replies_s, fast.mbit_s, fast.replies), (None, None, 8))
+        self.assertAlmostEqual(fast.moved, 0.76 * (1 << 20))
         with self.assertRaisesRegex(tools.ToolError, "no 'Elapsed time'"):
             tools.siege_report("siege: cannot resolve")
 
@@ -183,6 +186,10 @@ class Reports(unittest.TestCase):
         guests.check_content("wrk", http(118_000), 100_000)
         # Of a reply on each of its connections it may have a part.
         guests.check_content("wrk", http(199_000), 100_000, unfinished=10)
+        fast = tools.siege_report(SIEGE.replace("0.02 secs", "0.00 secs"))
+        guests.check_content("siege", fast, 100_000)
+        with self.assertRaisesRegex(tools.ToolError, "expected 8 replies of 5000000 bytes"):
+            guests.check_content("siege", fast, 5_000_000)
         # siege says 0.00 MB of eight replies of 600 bytes.
         guests.check_content("siege", http(0, 8), 600)
         for wrong in (124, 90_000, 200_000):

@@ -90,7 +90,7 @@ def _descendants(tasks: Mapping[int, _Task], root: int) -> set[int]:
 
 @dataclass(frozen=True)
 class _Counters:
-    """Monotonic counters at one moment. CPU times are in ticks."""
+    """Monotonic counters at one moment. CPU times are in ticks where nothing else is said."""
 
     at: float
     ours: int
@@ -103,7 +103,7 @@ class _Counters:
     interrupts: int
     context_switches: int
     softirqs: dict[str, int]
-    processes: dict[str, tuple[int, int]]  # ticks, wake-ups
+    processes: dict[str, tuple[int, int]]  # CPU time in ns, wake-ups
 
     @classmethod
     def now(cls, pids: Mapping[str, int]) -> _Counters:
@@ -129,7 +129,7 @@ class _Counters:
             interrupts=int(stat["intr"].split(" ", 1)[0]),
             context_switches=int(stat["ctxt"]),
             softirqs=_softirqs(),
-            processes={name: (process_ticks(pid), wakeups(pid)) for name, pid in pids.items()},
+            processes={name: (process_cpu_ns(pid), wakeups(pid)) for name, pid in pids.items()},
         )
 
 
@@ -163,13 +163,13 @@ def _softirqs() -> dict[str, int]:
     return found
 
 
-def process_ticks(pid: int) -> int:
-    """User and system time of a process and its threads, in ticks of 1/HERTZ s. 0 once it ended."""
+def process_cpu_ns(pid: int) -> int:
+    """CPU time of a process and its threads, also of those that have ended, in ns by the
+    scheduler's own clock (clock_getcpuclockid(3)). 0 once the process ended."""
     try:
-        words = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        return time.clock_gettime_ns((~pid << 3) | 2)
     except OSError:
         return 0
-    return int(words[11]) + int(words[12])
 
 
 def process_age_s(pid: int) -> float:
@@ -272,10 +272,10 @@ class Meter:
             return max(getattr(now, name) - getattr(then, name), 0) / HERTZ / seconds
 
         processes = {}
-        for name, (ticks, wakes) in now.processes.items():
-            ticks_before, wakes_before = then.processes[name]
+        for name, (spent, wakes) in now.processes.items():
+            spent_before, wakes_before = then.processes[name]
             processes[name] = ProcessUsage(
-                max(ticks - ticks_before, 0) / HERTZ / seconds,
+                max(spent - spent_before, 0) / 1e9 / seconds,
                 max(wakes - wakes_before, 0) / seconds,
             )
         return Usage(

@@ -52,7 +52,10 @@ TRAFFIC = {
     "pings": Parameter("Whether the guest is pinged meanwhile", bool, default=False),
 }  # fmt: skip
 MEASURES = {
-    "mbit_s": Measure("Payload that arrived", "Mbit/s", "higher"),
+    "mbit_s": Measure(
+        "Payload that arrived; of a stream of iperf 2 what its sender handed over", "Mbit/s",
+        "higher",
+    ),
     "loss": Measure("Datagrams lost, as a part of those sent", "", "lower", 0, 1),
     "sent_s": Measure("Datagrams sent", "1/s", ""),
     "arrived_s": Measure("Datagrams that arrived", "1/s", "higher"),
