@@ -246,7 +246,7 @@ const EXAMPLES: &[Examples] = &[
         "lab",
         &[
             ("tombolo lab ls", "the experiments that there are"),
-            ("tombolo lab run budget --help", "what an experiment takes"),
+            ("tombolo lab show budget", "what an experiment takes"),
         ],
     ),
     ("span", &[("tombolo span status", "which other machines are heard, and what they have")]),
