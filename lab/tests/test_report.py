@@ -241,6 +241,23 @@ class Report(Case):
                 self.assertLessEqual(low, axes.dataLim.y0)
                 self.assertGreaterEqual(high, axes.dataLim.y1)
 
+    def test_percentiles_of_thinned_samples_end_at_their_ranks(self):
+        from tombolo_lab.report import plots
+
+        ends = []
+        for number, of in enumerate((300, 5000)):
+            run = self.run_of(ALL, plausible, samples=300, name=f"run{number}")
+            for point in run.points:
+                point["notes"] = {"samples_of": {"rtt_us": of}}
+            report.write(run, run.folder)
+            found = json.loads((run.folder / "summary.json").read_text())
+            [(_, _, figure)] = plots.Painter(run, found).figures(5, run.experiment.plots[4])
+            self.addCleanup(plots.pyplot.close, figure)
+            ends.append(max(line.get_xdata()[-1] for line in figure.axes[0].lines))
+        # 12,000 values of a curve, and 300 ranks of each point: -log10 of what lies beyond.
+        self.assertGreater(ends[0], 4)
+        self.assertLessEqual(ends[1], 2.4772)
+
     def test_effects(self):
         def value(cell, source):
             base = 10.0 + 3 * cell["on"] + 2 * (cell["kind"] == "two")

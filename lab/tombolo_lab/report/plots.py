@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import math
 import re
 import textwrap
@@ -32,7 +33,7 @@ from tombolo_lab import statistics
 from tombolo_lab.design import Cell
 from tombolo_lab.model import Experiment, Plot, workload_class
 from tombolo_lab.results import Run, cell_key
-from tombolo_lab.summary import level_text, rows_of
+from tombolo_lab.summary import level_text, rows_of, thinned_samples
 
 # Okabe and Ito 2008, "Color universal design"; black first, yellow left out, since it is too light
 # for lines on white.
@@ -160,6 +161,7 @@ class Painter:
         self.experiment = run.experiment
         self.summary = summary
         self.frame = run.frame()
+        self.thinned = thinned_samples(run)
         self.samples: dict[tuple[str, str], list[float]] = {}
         for point in run.counted():
             for measure, values in point.get("samples", {}).items():
@@ -173,6 +175,15 @@ class Painter:
         """The interval of a mean, between what the measure can be."""
         declared = workload_class(self.experiment.workload).measures[measure]
         return statistics.interval_t(values).clipped(declared.low, declared.high)
+
+    def least_kept(self, where: Cell, measure: str) -> int | None:
+        """The fewest samples of a point of these cells that kept a part of its values only."""
+        found = [
+            count
+            for (key, name), count in self.thinned.items()
+            if name == measure and where.items() <= json.loads(key).items()
+        ]
+        return min(found, default=None)
 
     def label(self, name: str) -> str:
         return label_of(self.experiment, self.summary["units"], name)
@@ -347,6 +358,9 @@ class Painter:
                 keep.append(len(values) - 1)
             else:
                 keep = list(range(len(values)))
+            if least := self.least_kept({**panel.where, **part}, plot.y):
+                # Evenly spaced ranks of points tell nothing beyond the last but one.
+                keep = [i for i in keep if 1 - ranks[i] >= 1 / least] or keep[:1]
             x = [-math.log10(1 - ranks[i]) for i in keep]
             deepest = max(deepest, x[-1])
             axes.plot(
