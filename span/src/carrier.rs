@@ -13,6 +13,11 @@
 //! if that is full, it is dropped. A lost change is repaired by the next question. Answers are sent by
 //! a second thread, since zenoh lets the one that asks decide whether they wait for room.
 //!
+//! zenoh-link-tls 1.10.2 keeps the state of a TLS connection in a cell that one task reads with and
+//! another one writes with, each behind a lock of its own. On two threads that is a data race, which
+//! cost connections under load. So all of zenoh's reading and writing is on one thread
+//! ([`RUNTIMES`]).
+//!
 //! # Loss
 //! Changes are sent with `CongestionControl::Drop`, so that a machine that takes nothing does not
 //! hold up the others.
@@ -44,6 +49,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const LEASE_MS: u32 = 4000;
 /// Orders that were not carried out yet. Those beyond are dropped, as what is lost on the way.
 const ORDERS: usize = 1024;
+
+/// The variable in which zenoh expects how its threads are shared.
+pub const RUNTIMES_VARIABLE: &str = "ZENOH_RUNTIME";
+/// What is read is read by the only thread that writes.
+pub const RUNTIMES: &str = "(tx: (worker_threads: 1), rx: (handover: tx))";
 
 /// Another machine.
 #[derive(Clone, Debug, PartialEq, Eq)]

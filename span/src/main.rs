@@ -17,6 +17,7 @@ mod run;
 mod teller;
 
 use std::io::Write;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -25,7 +26,7 @@ use clap::{CommandFactory, Parser};
 use tokio::signal::unix::{SignalKind, signal};
 use tombolo_span::Settings;
 
-use carrier::Carrier;
+use carrier::{Carrier, RUNTIMES, RUNTIMES_VARIABLE};
 use daemon::Daemon;
 use notify::Manager;
 use options::{Args, Options};
@@ -94,6 +95,17 @@ fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "tombolo-span: {text}");
 }
 
+/// Begins again with what zenoh reads from the environment, where that is not as it must be. Returns only if that fails.
+fn with_runtimes() -> Result<(), String> {
+    if std::env::var(RUNTIMES_VARIABLE).is_ok_and(|value| value == RUNTIMES) {
+        return Ok(());
+    }
+    let program = std::env::current_exe().map_err(|error| format!("finding the own program: {error}"))?;
+    let mut again = std::process::Command::new(program);
+    let error = again.args(std::env::args_os().skip(1)).env(RUNTIMES_VARIABLE, RUNTIMES).exec();
+    Err(format!("starting again with {RUNTIMES_VARIABLE}={RUNTIMES}: {error}"))
+}
+
 fn main() -> ExitCode {
     let args = Args::parse();
     if let Some(shell) = args.completions {
@@ -101,6 +113,11 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let is_check = args.check;
+    // Before settings are read, which may come from a pipe.
+    if let Err(error) = if is_check { Ok(()) } else { with_runtimes() } {
+        say(&error);
+        return ExitCode::FAILURE;
+    }
     let options = match args.options() {
         Ok(options) => options,
         Err(error) => {
