@@ -13,10 +13,12 @@ import threading
 from daytwo_ipv6 import addresses, automatic, local, packet, send
 from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
 from lib.frames import mac_bytes
-from lib.tap import Inside
+from lib.tap import UDP, Inside, ipv6, transport
 
 PREFIX, OTHER = "fd12:3456:789a:6::", "2001:db8:5:6::"
 HOME, WORLD, FAR = "2001:db8:ff::1", "2001:db8:ff::2", "2001:db8:77::1"
+# A port to which somebody sends who claims to be another.
+CLAIMED = 7999
 ROUTER, FIXED = f"{PREFIX}2", f"{PREFIX}66"
 AUTO_MAC, SIX_MAC = "02:54:00:00:67:01", "02:54:00:00:67:02"
 PORT = 7007
@@ -211,6 +213,18 @@ def test_members_reach_the_world_by_each_way_and_all_is_undone():
             assert ask(auto, proto, WORLD, PORT) == own
             assert ask(far, proto, own, PORT) == WORLD
         assert far.answers(own)
+        # Nobody outside is taken for a member, or for the gateway.
+        with Inside(auto):
+            heard = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+        heard.bind(("::", CLAIMED))
+        with Inside(far):
+            raw = socket.socket(socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_RAW)
+        for source in (FIXED, PREFIX + "1", WORLD):
+            raw.sendto(ipv6(source, own, UDP, transport(UDP, source, own, 5555, CLAIMED, source.encode())), (own, 0))
+        heard.settimeout(20)
+        assert heard.recv(100) == WORLD.encode()
+        raw.close()
+        heard.close()
         # Which the rules of the network limit.
         apply(fabric, text('uplink6 = "routed"', '[[rule]]\naction = "deny"\nfrom = "outside"\nto = "auto"\n'))
         assert refused(far, "tcp", own)

@@ -86,6 +86,8 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
     for uplink in uplinks {
         let (device, subnet) = (&uplink.device, uplink.network.subnet);
         let _ = writeln!(early, "    iifname \"{device}\" ip daddr 127.0.0.0/8 counter drop");
+        // Nobody outside has an address of the network: who says so means to be taken for a member or for the gateway.
+        let _ = writeln!(inwards, "    iifname != \"{device}\" oifname \"{device}\" ip saddr {subnet} counter drop");
         let _ = writeln!(source, "    ip saddr {subnet} oifname != \"{device}\" counter masquerade");
         let _ = writeln!(source, "    ip saddr 127.0.0.0/8 oifname \"{device}\" counter masquerade");
         if uplink.network.router6().is_some()
@@ -143,6 +145,7 @@ fn six(uplink: &KernelUplink, base: Ipv6Addr, [inwards, outwards, dnat, source]:
         Uplink6::Routed | Uplink6::Prefix(_) => "",
         Uplink6::Masquerade | Uplink6::Off => " ct state established,related",
     };
+    let _ = writeln!(inwards, "    iifname != \"{device}\" oifname \"{device}\" ip6 saddr {own} counter drop");
     let _ = writeln!(inwards, "    oifname \"{device}\" ip6 daddr {own}{known} accept");
     let _ = writeln!(inwards, "    oifname \"{device}\" ip6 daddr {own} ct status dnat accept");
     let _ = writeln!(outwards, "    iifname \"{device}\" ip6 saddr {own} accept");
