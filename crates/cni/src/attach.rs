@@ -571,10 +571,11 @@ fn gc(config: &Config) -> Result<(), CniError> {
         failed = dan::sweep(folder).err().or(failed);
     }
     // Also those whose port the daemon has removed already.
-    for (container, interface) in config.dan.iter().flat_map(|folder| dan::all_in(folder, fabric.folder())) {
+    for (container, interface, entry) in config.dan.iter().flat_map(|folder| dan::all_in(folder, fabric.folder())) {
         let identity = config.identity(&container, &interface);
         let socket = fabric.socket(mac_of(config, &identity));
-        if !stay.contains(&identity) {
+        // Another network of this fabric may have the folder too; the socket's name tells whose entry it is.
+        if entry == socket && !stay.contains(&identity) {
             failed = forget_vm(config, &socket, &container, &interface).err().or(failed);
         }
     }

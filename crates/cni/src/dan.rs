@@ -199,8 +199,8 @@ pub(crate) fn sweep(folder: &Path) -> Result<(), CniError> {
     failed.map_or(Ok(()), Err)
 }
 
-/// Container and interface of all entries whose socket is in `sockets`.
-pub(crate) fn all_in(folder: &Path, sockets: &Path) -> Vec<(String, String)> {
+/// Container, interface and socket of all entries whose socket is in the folder `sockets`.
+pub(crate) fn all_in(folder: &Path, sockets: &Path) -> Vec<(String, String, PathBuf)> {
     let mut out = Vec::new();
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -210,11 +210,9 @@ pub(crate) fn all_in(folder: &Path, sockets: &Path) -> Vec<(String, String)> {
         }
         let Ok(Some(mut value)) = read(&path) else { continue };
         for device in devices(&mut value).into_iter().flatten() {
-            let is_there = |path: &str| Path::new(path).parent() == Some(sockets);
-            if let (true, Some(name)) =
-                (socket_of(device).is_some_and(is_there), device.get("name").and_then(Value::as_str))
-            {
-                out.push((container.to_string(), name.to_string()));
+            let socket = socket_of(device).map(PathBuf::from).filter(|path| path.parent() == Some(sockets));
+            if let (Some(socket), Some(name)) = (socket, device.get("name").and_then(Value::as_str)) {
+                out.push((container.to_string(), name.to_string(), socket));
             }
         }
     }
@@ -278,7 +276,9 @@ mod tests {
         assert_eq!(find(&folder, "c2", "eth0").unwrap(), Some(entry("eth0")));
         let mut all = all_in(&folder, Path::new("/run/tombolo/demo"));
         all.sort();
-        assert_eq!(all, [("c1".into(), "eth0".into()), ("c2".into(), "eth0".into())]);
+        let names: Vec<_> = all.iter().map(|(container, interface, _)| (&container[..], &interface[..])).collect();
+        assert_eq!(names, [("c1", "eth0"), ("c2", "eth0")]);
+        assert!(all.iter().all(|(_, _, socket)| socket.starts_with("/run/tombolo/demo")));
         assert!(all_in(&folder, Path::new("/run/tombolo/other")).is_empty());
         for _ in 0..2 {
             take(&folder, "c2", "eth0").unwrap();
