@@ -837,6 +837,9 @@ impl Running {
                 let Some(port) = self.ports.get_mut(&plan.name) else { continue };
                 let handle = self.workers[port.worker].thread.handle();
                 handle.set_limits(port.token, plan.traffic.storm, rates)?;
+                if let Some(directory) = &port.directory {
+                    directory.set_storm(plan.traffic.storm);
+                }
                 if port.plan.labels() != plan.labels() {
                     handle.set_labels(port.token, plan.labels())?;
                 }

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tombolo_switch::frame::Mac;
+use tombolo_switch::limit::Storm;
 
 use crate::reactor::Registration;
 
@@ -74,6 +75,8 @@ struct Mailbox {
     /// Set after a table was left, Release; partner of the Acquire swap of the port.
     is_fresh: AtomicBool,
     places: Mutex<(Arc<Places>, Arc<Places>)>,
+    /// What the remotes may send to groups, once that was changed.
+    storm: Mutex<Option<Storm>>,
     port: Mutex<Option<Registration>>,
 }
 
@@ -95,6 +98,17 @@ impl Directory {
             std::mem::replace(before, last)
         };
         drop(gone);
+        self.tell();
+    }
+
+    /// Replaces the limits of [`super::VxlanConfig::storm`], from the port's next turn on, also for one that is opened again;
+    /// for any thread, never waits for a worker.
+    pub fn set_storm(&self, storm: Storm) {
+        *lock(&self.0.storm) = Some(storm);
+        self.tell();
+    }
+
+    fn tell(&self) {
         self.0.is_fresh.store(true, Ordering::Release);
         let port = lock(&self.0.port).clone();
         if let Some(port) = port {
@@ -120,19 +134,21 @@ pub(super) struct Known {
     places: Arc<Places>,
     /// By an end's number, that of the port's remote.
     remotes: Vec<Option<u16>>,
+    storm: Option<Storm>,
 }
 
 impl Known {
     /// The port that `registration` wakes takes its tables from `directory` from now on.
     pub(super) fn new(directory: Directory, registration: Registration) -> Known {
         directory.serve(registration);
-        Known { directory, places: Arc::default(), remotes: Vec::new() }
+        Known { directory, places: Arc::default(), remotes: Vec::new(), storm: None }
     }
 
     /// Takes the table that was left, if one was. `number` gives the number of a remote of the port.
     pub(super) fn look(&mut self, number: impl Fn(IpAddr) -> Option<u16>) {
         if self.directory.0.is_fresh.swap(false, Ordering::Acquire) {
             self.places = self.directory.places();
+            self.storm = *lock(&self.directory.0.storm);
             self.remotes.clear();
             self.remotes.extend(self.places.ends.iter().map(|end| number(*end)));
         }
@@ -146,6 +162,11 @@ impl Known {
     /// The MAC address with which questions for `address` are answered.
     pub(super) fn holder(&self, address: IpAddr) -> Option<Mac> {
         self.places.holders.get(&address).copied()
+    }
+
+    /// What the remotes may send to groups, if that was changed.
+    pub(super) fn storm(&self) -> Option<Storm> {
+        self.storm
     }
 
     pub(super) fn answers_any(&self) -> bool {

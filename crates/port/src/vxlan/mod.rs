@@ -311,6 +311,9 @@ impl VxlanPort {
         let remotes = &self.config.remotes;
         self.known.look(|end| remotes.iter().position(|remote| remote.ip() == end).map(|at| at as u16));
         self.table.leave_room_for(self.known.len().0);
+        if let Some(storm) = self.known.storm() {
+            self.shares.set_storm(storm);
+        }
     }
 
     /// Whether `frame`, which would go to all remotes, was a question that has its answer now.

@@ -48,6 +48,15 @@ impl Shares {
         }
     }
 
+    /// Replaces the limits of all remotes together. Where they differ, every remote begins anew.
+    pub(super) fn set_storm(&mut self, storm: Storm) {
+        if self.storm != storm {
+            self.storm = storm;
+            self.own.fill(Default::default());
+            self.pool = Default::default();
+        }
+    }
+
     /// Whether a frame from `remote` to `destination` may go on to the switch.
     pub(super) fn admit(&mut self, remote: u16, destination: Mac, now: Nanos) -> bool {
         if destination[0] & 1 == 0 {

@@ -299,6 +299,10 @@ fn a_hostile_remote_takes_no_room_from_the_others_and_is_named() {
     assert_eq!((drops.of(Reason::RemoteAddresses), drops.of(Reason::RemoteStorm)), (500, 1250), "{drops:?}");
     let named = port.details().into_iter().find(|(key, _)| *key == "limited_remotes").unwrap().1;
     assert_eq!(named, Detail::Texts(vec!["127.83.1.1 (1250 frames to groups, 500 from further addresses)".into()]));
+    // Another limit holds from the next turn on.
+    config.directory.set_storm(Storm::OFF);
+    port.service(Nanos(2)).unwrap();
+    assert_eq!(through(&mut port, 0, &mut (0..2000).map(|_| made([0xff; 6], 1))), 2000);
 }
 
 #[test]
