@@ -13,9 +13,6 @@ use tombolo_switch::Nanos;
 use tombolo_switch::frame::Mac;
 use tombolo_switch::limit::{Bucket, Limit, Storm};
 
-/// Frames per second, and at once, that every remote may send to groups however many remotes there are.
-const LEAST_FRAMES: u64 = 4;
-const LEAST_BURST: u64 = 16;
 /// Remotes that are named in the port's details.
 const MAX_NAMED: usize = 8;
 
@@ -68,8 +65,9 @@ impl Shares {
         };
         let Some(limit) = limit else { return true };
         let at = usize::from(remote);
-        let part = |all: u64, least: u64| (all / 2 / self.own.len().max(1) as u64).max(least);
-        let share = Limit { per_second: part(limit.per_second, LEAST_FRAMES), burst: part(limit.burst, LEAST_BURST) };
+        // All shares together stay below half of the limit, unless that is less than one frame for each.
+        let part = |all: u64| (all / 2 / self.own.len().max(1) as u64).max(1);
+        let share = Limit { per_second: part(limit.per_second), burst: part(limit.burst) };
         let pool = Limit { per_second: (limit.per_second / 2).max(1), burst: (limit.burst / 2).max(1) };
         let passes = self.own[at][kind].take(now, 1, share) || self.pool[kind].take(now, 1, pool);
         self.refused[at].frames += u64::from(!passes);
@@ -116,8 +114,17 @@ mod tests {
         // Its share and the pool, 125 and 500 a second, and what both hold at once.
         assert!((6200..=7000).contains(&flood), "{flood}");
         // Of very many remotes each has a little.
-        let (quiet, _) = beside_a_flood(128, Storm::default(), 4, 10);
-        assert_eq!(quiet, 40);
+        let (quiet, _) = beside_a_flood(128, Storm::default(), 3, 10);
+        assert_eq!(quiet, 31);
+    }
+
+    #[test]
+    fn all_remotes_together_stay_below_a_small_limit() {
+        let limit = Limit { per_second: 20, burst: 40 };
+        let mut shares = Shares::new(10, Storm { broadcast: Some(limit), ..Storm::default() });
+        let mut all = |now| (0..1000).filter(|n| shares.admit(n % 10, ALL, now)).count();
+        assert_eq!(all(Nanos(0)), 40, "the burst");
+        assert_eq!(all(Nanos(1_000_000_000)), 20);
     }
 
     #[test]
