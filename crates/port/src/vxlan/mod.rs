@@ -21,9 +21,10 @@
 //!
 //! # A hostile remote
 //! It can send what it likes as any member whose port is not guarded, since nothing of a frame proves where it comes from.
-//! But it takes nothing from other remotes: addresses and frames to groups are shared fairly ([`table`], [`share`]), and the
-//! details of the port name a remote that wants more. What it sends at once is bounded by the kernel's receive buffer, which all
-//! remotes share; only a firewall below divides that.
+//! But it takes none of their addresses and of what they may send to groups: both are shared fairly (`table`, `share`), and
+//! the details of the port name a remote that wants more. Not divided is what the switch allows the port as a whole: frames to
+//! unknown addresses, and copies of all flooded frames. What it sends at once is bounded by the kernel's receive buffer, which
+//! all remotes share; only a firewall below divides that.
 //!
 //! # MTU
 //! The headers of the tunnel take 50 bytes of the path's MTU, with IPv6 70. Outer packets are never sent in fragments (RFC 7348
@@ -527,17 +528,17 @@ impl Port for VxlanPort {
                 drops.count(Reason::Runt, 1);
                 continue;
             };
+            let destination = frame.first_chunk().copied().unwrap_or_default();
+            if !self.shares.admit(remote, destination, self.now) {
+                drops.count(Reason::RemoteStorm, 1);
+                continue;
+            }
             // The control plane's members need no place. Other addresses have one also where nothing is learned from them: a
             // machine that sends from ever new ones would push those of the others out of the switch's table.
             let is_placed = self.known.remote(source) == Some(remote);
             if !is_placed && !self.table.learn(source, remote, self.now) {
                 self.shares.refused[usize::from(remote)].addresses += 1;
                 drops.count(Reason::RemoteAddresses, 1);
-                continue;
-            }
-            let destination = frame.first_chunk().copied().unwrap_or_default();
-            if !self.shares.admit(remote, destination, self.now) {
-                drops.count(Reason::RemoteStorm, 1);
                 continue;
             }
             batch.push(Foreign::from(frame), Offload::NONE);
@@ -671,7 +672,7 @@ impl Port for VxlanPort {
             ("mtu", (*mtu).into()),
             ("learning", (*learning).into()),
             ("addresses", self.table.len().into()),
-            ("addresses_max", MAX_ENTRIES.into()),
+            ("addresses_max", self.table.most().into()),
             ("addresses_refused", self.table.refused.into()),
             ("limited_remotes", Detail::Texts(self.shares.named(&self.config.remotes))),
             ("cut_by_kernel", self.cuts.into()),

@@ -3,6 +3,9 @@
 //! The table is shared fairly. While there is room, a remote may have any number of addresses. In a full table a remote that
 //! has less than its share (all places, divided by the remotes) takes a place from the one that has most; one that has its share
 //! or more gets none. So a machine that sends from ever new addresses takes none from another machine.
+//!
+//! Frames from an address without a place are dropped, since the switch, which sees one port, would forget an address of another
+//! machine for it. Where there is no other one with addresses, they pass, and nothing is learned from them.
 
 use std::collections::HashMap;
 
@@ -35,6 +38,8 @@ pub(super) struct Table {
     of: Vec<Vec<Mac>>,
     /// How many it may have now.
     most: usize,
+    /// The control plane has placed addresses.
+    has_placed: bool,
     swept: Nanos,
     /// Frames from addresses that were not learned since the table was full.
     pub(super) refused: u64,
@@ -47,15 +52,29 @@ fn is_group(mac: Mac) -> bool {
 impl Table {
     /// Of a tunnel with so many remotes.
     pub(super) fn new(remotes: usize) -> Table {
-        Table { entries: HashMap::new(), of: vec![Vec::new(); remotes], most: MAX_ENTRIES, swept: Nanos(0), refused: 0 }
+        Table {
+            entries: HashMap::new(),
+            of: vec![Vec::new(); remotes],
+            most: MAX_ENTRIES,
+            has_placed: false,
+            swept: Nanos(0),
+            refused: 0,
+        }
     }
 
     /// Takes less room where the control plane has placed `placed` addresses.
     pub(super) fn leave_room_for(&mut self, placed: usize) {
         self.most = MAX_ENTRIES.saturating_sub(placed).max(LEAST_ENTRIES);
+        self.has_placed = placed > 0;
     }
 
-    /// `mac` sends from `remote`. A later place replaces an earlier one. `false`: the remote has its share of a full table.
+    /// How many addresses may be kept now.
+    pub(super) fn most(&self) -> usize {
+        self.most
+    }
+
+    /// `mac` sends from `remote`. A later place replaces an earlier one. `false`: the remote has its share of a full table, and
+    /// others have addresses too, so that the frame is to be dropped.
     /// O(1), and O(remotes) where a place is taken from another remote.
     pub(super) fn learn(&mut self, mac: Mac, remote: u16, now: Nanos) -> bool {
         if is_group(mac) || mac == [0; 6] {
@@ -70,7 +89,8 @@ impl Table {
             self.remove(mac);
         } else if self.entries.len() >= self.most && !self.make_room(remote, now) {
             self.refused += 1;
-            return false;
+            let is_alone = !self.has_placed && self.of[usize::from(remote)].len() == self.entries.len();
+            return is_alone || self.of.len() == 1;
         }
         let list = &mut self.of[usize::from(remote)];
         self.entries.insert(mac, Entry { remote, at: list.len() as u32, seen: now });
@@ -150,14 +170,27 @@ mod tests {
     fn a_flood_of_addresses_fills_the_table_and_displaces_none_until_it_ages() {
         let mut table = Table::new(2);
         for n in 0..3 * MAX_ENTRIES as u32 {
-            table.learn(mac(n), 0, Nanos(u64::from(n)));
+            assert!(table.learn(mac(n), 0, Nanos(u64::from(n))), "no other one has addresses");
         }
         assert_eq!((table.len(), table.refused), (MAX_ENTRIES, 2 * MAX_ENTRIES as u64));
         assert_eq!(table.find(mac(0), Nanos(1)), Some(0), "those that were there stay");
+        assert!(table.learn(mac(u32::MAX - 2), 1, Nanos(1)), "another one has a share");
+        assert!(!table.learn(mac(u32::MAX - 1), 0, Nanos(1)), "which is protected from now on");
         let later = Nanos(AGE.0 + MAX_ENTRIES as u64);
         assert!(table.learn(mac(1), 1, later) && table.learn(mac(u32::MAX), 1, later));
         assert_eq!(table.find(mac(u32::MAX), later), Some(1));
         assert_eq!(table.len(), 2, "the silent ones made room");
+    }
+
+    #[test]
+    fn of_one_remote_alone_every_address_passes_and_addresses_that_are_placed_are_protected() {
+        for (remotes, placed, passes) in [(1, 0, true), (1, 5, true), (2, 0, true), (2, 5, false)] {
+            let mut table = Table::new(remotes);
+            table.leave_room_for(placed);
+            assert!((0..table.most() as u32).all(|n| table.learn(mac(n), 0, Nanos(1))));
+            assert_eq!(table.learn(mac(u32::MAX), 0, Nanos(1)), passes, "{remotes} {placed}");
+            assert_eq!((table.find(mac(u32::MAX), Nanos(1)), table.refused), (None, 1));
+        }
     }
 
     #[test]
