@@ -71,11 +71,21 @@ struct Member {
 struct Machine {
     /// Its end of the tunnel.
     address: IpAddr,
+    /// All that it was told to have.
     members: Vec<Member>,
+    /// How many of them, from the first, have a place ([`Remotes::share_places`]).
+    used: usize,
     /// Grows with each change of any machine.
     order: u64,
     /// When it was told last.
     told: Instant,
+}
+
+impl Machine {
+    /// The members that have a place.
+    fn placed(&self) -> &[Member] {
+        &self.members[..self.used.min(self.members.len())]
+    }
 }
 
 /// A part of an entry that is in use here.
@@ -122,12 +132,15 @@ pub(crate) struct Span {
     pub(crate) news: Arc<Notify>,
     is_watched: bool,
     ration: Ration,
+    /// Of events about members without a place, so that these take none from conflicts.
+    cut_ration: Ration,
 }
 
 impl Default for Span {
     fn default() -> Self {
         let (networks, news, ration) = (BTreeMap::new(), Arc::default(), Ration::port());
-        Span { networks, report: None, refused: 0, order: 0, news, is_watched: false, ration }
+        let cut_ration = Ration::port();
+        Span { networks, report: None, refused: 0, order: 0, news, is_watched: false, ration, cut_ration }
     }
 }
 
@@ -250,11 +263,12 @@ impl Remotes {
         machines.sort_by_key(|(_, machine)| std::cmp::Reverse(machine.order));
         machines
             .into_iter()
-            .flat_map(|(name, machine)| machine.members.iter().map(move |m| (name.as_str(), machine, m)))
+            .flat_map(|(name, machine)| machine.placed().iter().map(move |m| (name.as_str(), machine, m)))
     }
 
     /// Leaves out members of the machines that have most, until all fit in [`MAX_PLACES`]: no machine has more than another
-    /// one that lacks places. Returns the machines that were cut, and by how many members.
+    /// one that lacks places. Returns the machines that have another number of places than before and lack some, and how many
+    /// members are left out.
     fn share_places(&mut self) -> Vec<(String, usize)> {
         let mut counts: Vec<usize> = self.machines.values().map(|machine| machine.members.len()).collect();
         counts.sort_unstable();
@@ -267,24 +281,24 @@ impl Remotes {
             }
             room -= count;
         }
-        let full = self.machines.iter_mut().filter(|(_, machine)| machine.members.len() > most);
-        full.map(|(name, machine)| {
-            let left_out = machine.members.len() - most;
-            machine.members.truncate(most);
-            (name.clone(), left_out)
-        })
-        .collect()
+        let share = |(name, machine): (&String, &mut Machine)| {
+            let used = machine.members.len().min(most);
+            let left_out = machine.members.len() - used;
+            let is_new = std::mem::replace(&mut machine.used, used) != used;
+            (is_new && left_out > 0).then(|| (name.clone(), left_out))
+        };
+        self.machines.iter_mut().filter_map(share).collect()
     }
 
     fn count(&self) -> usize {
-        self.machines.values().map(|machine| machine.members.len()).sum()
+        self.machines.values().map(|machine| machine.placed().len()).sum()
     }
 
     /// What of the entries is in use here.
     fn conflicts(&self, local: &Local) -> Vec<Conflict> {
         let mut out = Vec::new();
         for (name, machine) in &self.machines {
-            for member in &machine.members {
+            for member in machine.placed() {
                 let conflict = |ip, with: &Use| Conflict {
                     machine: name.clone(),
                     member: member.name.clone(),
@@ -346,7 +360,7 @@ impl Remotes {
                 machine: name.clone(),
                 address: machine.address,
                 age_s: machine.told.elapsed().as_secs_f64(),
-                members: machine.members.iter().map(member).collect(),
+                members: machine.placed().iter().map(member).collect(),
             }
         };
         RemotesReport {
@@ -415,10 +429,21 @@ impl Running {
             )));
         }
         self.span.order = order;
-        remotes.machines.insert(machine.into(), Machine { address, members, order, told: Instant::now() });
-        let cut = remotes.share_places();
-        for (name, left_out) in cut {
-            if self.span.ration.take(Instant::now()) {
+        // A number of places that stays is not told again.
+        let known = remotes.machines.get(machine).filter(|known| known.used < known.members.len());
+        let used = known.map_or(members.len(), |known| known.used);
+        remotes.machines.insert(machine.into(), Machine { address, members, used, order, told: Instant::now() });
+        self.share_places(network);
+        self.settle_remotes(network)?;
+        let none = RemoteConflicts { schema: SCHEMA, conflicts: vec![] };
+        Ok(self.span.networks.get(network).map_or(none, |remotes| remotes.conflicts_of(machine)))
+    }
+
+    /// Divides the places of `network` anew, and tells which machines lack some.
+    fn share_places(&mut self, network: &str) {
+        let Some(remotes) = self.span.networks.get_mut(network) else { return };
+        for (name, left_out) in remotes.share_places() {
+            if self.span.cut_ration.take(Instant::now()) {
                 let facts = Facts::of(network).network(network).cause(&name);
                 let text = format!(
                     "{name} has more members than its share of the {MAX_PLACES} places of {network}: {left_out} are left out"
@@ -426,9 +451,6 @@ impl Running {
                 self.events.add(Kind::Span, facts, &text);
             }
         }
-        self.settle_remotes(network)?;
-        let none = RemoteConflicts { schema: SCHEMA, conflicts: vec![] };
-        Ok(self.span.networks.get(network).map_or(none, |remotes| remotes.conflicts_of(machine)))
     }
 
     /// Forgets what `machine` has in `network`, if anything is known of it.
@@ -438,7 +460,10 @@ impl Running {
     pub(crate) fn delete_remotes(&mut self, network: &str, machine: &str) -> Result<(), FabricError> {
         self.spec.network(network).ok_or_else(|| self.unknown("network", network))?;
         match self.span.networks.get_mut(network).and_then(|remotes| remotes.machines.remove(machine)) {
-            Some(_) => self.settle_remotes(network),
+            Some(_) => {
+                self.share_places(network);
+                self.settle_remotes(network)
+            }
             None => Ok(()),
         }
     }
@@ -735,7 +760,7 @@ mod tests {
     /// A machine at `end(n)` that was told as the `order`-th.
     fn machine(n: u8, order: u64, told: &[(&str, &str, &[&str])]) -> Machine {
         let members = members(&request(told), &network()).unwrap();
-        Machine { address: end(n), members, order, told: Instant::now() }
+        Machine { address: end(n), used: members.len(), members, order, told: Instant::now() }
     }
 
     #[test]
@@ -795,12 +820,12 @@ mod tests {
         let with = |counts: &[usize]| {
             let one = |(n, count): (usize, &usize)| {
                 let member = Member { name: None, mac: mac(1), ips: vec![] };
-                let machine = Machine { members: vec![member; *count], ..machine(2, n as u64, &[]) };
+                let machine = Machine { members: vec![member; *count], used: *count, ..machine(2, n as u64, &[]) };
                 (format!("node-{n}"), machine)
             };
             Remotes { machines: counts.iter().enumerate().map(one).collect(), ..Remotes::default() }
         };
-        let counts = |remotes: &Remotes| remotes.machines.values().map(|m| m.members.len()).collect::<Vec<_>>();
+        let counts = |remotes: &Remotes| remotes.machines.values().map(|m| m.placed().len()).collect::<Vec<_>>();
         let mut fits = with(&[MAX_MEMBERS, MAX_MEMBERS, MAX_MEMBERS, MAX_PLACES - 3 * MAX_MEMBERS]);
         assert_eq!((fits.share_places(), fits.count()), (vec![], MAX_PLACES));
         // Four that take all they may, and a small one that comes last.
@@ -809,6 +834,10 @@ mod tests {
         assert_eq!(counts(&full), [4086, 4086, 4086, 4086, 40]);
         assert_eq!((cut.len(), &cut[0]), (4, &("node-0".to_string(), 10)));
         assert!(full.count() <= MAX_PLACES);
+        // Nothing has changed: what was told is there, and nothing is told again.
+        assert_eq!((full.share_places(), full.machines["node-0"].members.len()), (vec![], MAX_MEMBERS));
+        full.machines.remove("node-4");
+        assert_eq!((full.share_places(), counts(&full)), (vec![], vec![MAX_MEMBERS; 4]), "they have their places back");
         let mut all = with(&[MAX_MEMBERS; 128]);
         all.share_places();
         assert_eq!(counts(&all), [MAX_PLACES / 128; 128]);
