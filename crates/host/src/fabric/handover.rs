@@ -296,8 +296,6 @@ impl Running {
                 "another command or request changes the fabric, and its end is waited for".into(),
             );
         }
-        self.events.add(Kind::Down, Told::of(&self.spec.name), "the daemon leaves the guests to the next one");
-        self.events.flush();
         self.dir().record(|o| o.left = true);
         let result = self.stand_still(false).and_then(|(standstill, store, names)| match store.linger(LINGER) {
             Ok(()) => {
@@ -311,6 +309,8 @@ impl Running {
         });
         match result {
             Ok(()) => {
+                self.events.add(Kind::Down, Told::of(&self.spec.name), "the daemon leaves the guests to the next one");
+                self.events.flush();
                 say(
                     "leaving the guests to the next daemon; without a running guest the fd store waits a minute for it",
                 );
