@@ -153,7 +153,19 @@ fn change(shared: &Shared, prepared: Result<apply::Prepared, FabricError>, reply
     match prepared {
         Ok(prepared) => {
             let shared = shared.clone();
-            tokio::spawn(async move { answer(reply, apply::carry_out(&shared, prepared).await) });
+            let me = shared.clone();
+            let done = tokio::spawn(async move { apply::carry_out(&me, prepared).await });
+            tokio::spawn(async move {
+                let result = match done.await {
+                    Ok(result) => result,
+                    Err(error) => {
+                        // A panic: others may change the fabric again.
+                        shared.running.lock().await.applying = false;
+                        Err(FabricError::State(format!("the apply ended halfway, which is a bug: {error}")))
+                    }
+                };
+                answer(reply, result);
+            });
         }
         Err(error) => answer(reply, Err(error)),
     }
