@@ -82,7 +82,7 @@ pub struct Elsewhere {
     /// What other machines lease: network, first and last address, machine.
     pub(super) leased: Vec<(String, Ipv4Addr, Ipv4Addr, String)>,
     /// Members: name, path of the section, and the machine.
-    pub(super) members: Vec<(String, String, String)>,
+    pub(crate) members: Vec<(String, String, String)>,
 }
 
 /// A cell, VM, tap or port, wherever it runs.
@@ -386,12 +386,21 @@ impl Hosts {
         Here { host, others, span: self.span.clone(), is_chosen }
     }
 
-    /// What the others have in the networks that span machines. One of two sections that contradict each other is told of
-    /// the other, so that there is one complaint.
+    /// What the machines before the `index`-th have in the networks that span machines. One of two sections that contradict
+    /// each other is told of the other, so that there is one complaint.
     pub(super) fn elsewhere(&self, index: usize, spans: impl Fn(&str) -> bool) -> Elsewhere {
+        self.on_others(index, |home| home < index, spans)
+    }
+
+    /// What the machines after the `index`-th have, which additions are checked against besides.
+    pub(super) fn later(&self, index: usize, spans: impl Fn(&str) -> bool) -> Elsewhere {
+        self.on_others(index, |home| home > index, spans)
+    }
+
+    fn on_others(&self, index: usize, is_meant: impl Fn(usize) -> bool, spans: impl Fn(&str) -> bool) -> Elsewhere {
         let mut out = Elsewhere::default();
         for member in &self.members {
-            for &home in member.homes.iter().filter(|home| **home < index) {
+            for &home in member.homes.iter().filter(|home| is_meant(**home)) {
                 let machine = &self.list[home].name;
                 let is_here = member.homes.contains(&index);
                 for name in member.names.iter().filter(|_| !is_here) {
@@ -643,6 +652,24 @@ mod tests {
         let found = faults(&(FILE.to_string() + "[[rule]]\naction = \"deny\"\nfrom = \"t\"\nto = \"u\"\n"));
         assert_eq!(found.len(), 1, "{found:?}");
         assert!(found[0].contains("expected members of one machine, found \"t\" on a, \"u\" on b"), "{found:?}");
+    }
+
+    #[test]
+    fn an_addition_takes_nothing_from_any_other_machine_of_the_file() {
+        let text =
+            FILE.replace("[tap.t]", "[tap.t]\nip = \"10.87.0.9\"").replace("[tap.u]", "[tap.u]\nip = \"10.87.0.8\"");
+        // `b` is the first, so `t` is on a later machine than it, and `u` on an earlier one than `a`.
+        for (machine, name, ip) in [("b", "t", "10.87.0.9"), ("a", "u", "10.87.0.8")] {
+            let fabric = on(&text, machine);
+            let add = |section: &str| super::super::add(section, Path::new("added"), &fabric).map(drop);
+            let error = add(&format!("[port.{name}]\nkind = \"stream\"\nnetwork = \"own\"\n")).unwrap_err().to_string();
+            assert!(error.contains(&format!("as in [tap.{name}] on machine")), "{error}");
+            let mac = "mac = \"02:00:00:00:00:09\"";
+            let error = add(&format!("[port.x]\nkind = \"stream\"\nnetwork = \"lan\"\nip = \"{ip}\"\n{mac}\n"));
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains(&format!("that of [tap.{name}] on machine")), "{error}");
+            add("[port.x]\nkind = \"stream\"\nnetwork = \"own\"\n").unwrap();
+        }
     }
 
     #[test]

@@ -147,6 +147,11 @@ fn read(text: &str, path: &Path, start: Fabric, part: Part, which: Which<'_>) ->
             let (mut out, mut own) = (fresh(), spots.clone());
             let fabric = one(&mut out, &mut own, Some((&hosts, index, is_result && chosen.is_some())));
             if is_result {
+                let mut fabric = fabric;
+                let spans = |name: &str| network_spans(root, name);
+                let later = hosts.later(index, spans);
+                fabric.elsewhere.members.extend(later.members);
+                fabric.elsewhere.taken.extend(later.taken);
                 result = Some(fabric);
                 spots = own;
             }
@@ -158,6 +163,13 @@ fn read(text: &str, path: &Path, start: Fabric, part: Part, which: Which<'_>) ->
         Some(fabric) => Ok((fabric, spots)),
         None => Err(FileError::Faulty { path: path.into(), problems, part }),
     }
+}
+
+/// Whether a network of the file spans its machines.
+fn network_spans(root: &DeTable<'_>, name: &str) -> bool {
+    let networks = root.get("network").and_then(|value| value.get_ref().as_table());
+    let network = networks.and_then(|all| all.get(name)).and_then(|value| value.get_ref().as_table());
+    network.is_some_and(|table| table.contains_key("span"))
 }
 
 /// Faults that several machines of one file have, each once: the number of a forward or rule may differ between them.
