@@ -61,7 +61,8 @@ impl Document {
 
     fn sections(&self, word: &str, sections: &Map<String, Value>, out: &mut String) {
         let is_section = |value: &Value| value.is_object();
-        if !sections.values().all(is_section) {
+        // An empty one may mean something by being there, like [span].
+        if sections.is_empty() || !sections.values().all(is_section) {
             out.push_str(&format!("\n[{}]\n", key(word)));
         }
         let all = self.sorted_map(word, sections);
@@ -298,6 +299,8 @@ to = \"web:80\"
         assert_eq!(Document::read(&changed.text()).unwrap().root, root, "{}", changed.text());
         assert!(changed.text().find("[network.a]") > changed.text().find("[network.lan]"), "what is new comes last");
         assert_eq!(Document::read("name = "), None);
+        let empty = document.with(json!({"name": "d", "span": {}}));
+        assert_eq!(empty.text(), "name = \"d\"\n\n[span]\n", "a section may mean something by being there");
         // What is no section is written too, so that it is complained about.
         let odd =
             document.with(json!({"network": {"mtu": 9000, "lan": {"odd key": true}}, "forward": [], "rule": [1]}));
