@@ -61,10 +61,19 @@ impl How {
     }
 }
 
-/// A value as in the file; what is no TOML is a text.
+/// A value as in the file; what is no TOML is a text. So is what JSON has no number for, such as `nan` and `inf`.
 fn value(text: &str) -> Value {
+    fn has_null(value: &Value) -> bool {
+        match value {
+            Value::Null => true,
+            Value::Array(list) => list.iter().any(has_null),
+            Value::Object(map) => map.values().any(has_null),
+            _ => false,
+        }
+    }
     let read = config::Document::read(&format!("value = {text}\n"));
-    read.and_then(|document| document.root.get("value").cloned()).unwrap_or_else(|| text.into())
+    let read = read.and_then(|document| document.root.get("value").cloned());
+    read.filter(|value| !has_null(value)).unwrap_or_else(|| text.into())
 }
 
 /// Puts `value` at a dotted path of a patch; `None` if the path has an empty part, or runs through another setting.
@@ -197,6 +206,9 @@ mod tests {
             "rule": [{"action": "deny", "to": "db"}],
         });
         assert_eq!(patch.unwrap(), expected);
+        // JSON has no number for these, and null would remove the key.
+        let patch = set(&["cell.x.args=nan", "cell.y.args=[1, inf]"]).unwrap();
+        assert_eq!(patch, json!({"cell": {"x": {"args": "nan"}, "y": {"args": "[1, inf]"}}}));
         for wrong in [
             &["network.lan.uplink"][..],
             &["=x"],
