@@ -167,7 +167,12 @@ impl Running {
             match &source {
                 Source::File => refuse_faults(faults, &path, which)?,
                 // Lines of the file say nothing of what is not in it.
-                Source::Change(_) => refuse_faults(faults, Path::new("change"), which)?,
+                Source::Change(_) if !faults.is_empty() => {
+                    let places = file::Places::none(Path::new("change"));
+                    let problems = faults.into_iter().map(|fault| fault.placed(&places)).collect();
+                    return Err(FabricError::Machine(places.error(problems)));
+                }
+                Source::Change(_) => {}
             }
         }
         let of_new = new.parts();
