@@ -242,12 +242,12 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     let mut steps = Steps { changes, failed: BTreeMap::new() };
     let say = {
         let mut running = shared.running.lock().await;
-        if let Err(error) = running.note_file(&file, &own, facts, &new) {
+        let noted = running.note_file(&file, &own, facts, &new, changes_of_file);
+        if let Err(error) = noted {
             running.applying = false;
             return Err(error);
         }
         running.base = base;
-        running.dir().record(|o| o.changes = changes_of_file);
         running.say.clone()
     };
     let mut ended = Vec::new();
@@ -349,21 +349,31 @@ const GOES: [Action; 2] = [Action::Remove, Action::Restart];
 const COMES: [Action; 2] = [Action::Add, Action::Restart];
 
 impl Running {
-    /// Notes from which file the fabric is now, and starts what the changes need first.
-    fn note_file(&mut self, file: &Path, own: &[String], facts: Facts, new: &Model) -> Result<(), FabricError> {
+    /// Starts what the changes need first, and notes from which file the fabric is now. What is noted is one record: a
+    /// daemon that follows a kill never sees the changes of one file with another, nor a member that is in neither.
+    fn note_file(
+        &mut self,
+        file: &Path,
+        own: &[String],
+        facts: Facts,
+        new: &Model,
+        changes: Map<String, Value>,
+    ) -> Result<(), FabricError> {
+        self.facts = facts;
+        self.start_store(&new.plan);
+        self.start_links(&new.plan)?;
         self.file = file.to_path_buf();
         let path = self.file.clone();
         self.dir().record(|o| {
             o.file = path;
+            o.changes = changes;
             // Those that the file has now are no additions any more.
             for addition in &mut o.additions {
                 addition.names.retain(|name| !own.contains(name));
             }
             o.additions.retain(|a| !a.names.is_empty());
         });
-        self.facts = facts;
-        self.start_store(&new.plan);
-        self.start_links(&new.plan)
+        Ok(())
     }
 
     /// Begins to end the machines that go or start again, and keeps them from being started until [`Running::unmark_ends`]:
