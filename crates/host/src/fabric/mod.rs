@@ -433,8 +433,11 @@ impl Running {
                 (dir, None)
             }
         };
+        // What the file says, if something was changed since that this machine may refuse by now.
+        let mut unchanged = None;
         let spec = match dir.leftover.clone() {
             Some(left) if left.file == absolute => {
+                unchanged = (!left.changes.is_empty()).then(|| spec.clone());
                 let spec = config::restore(spec, base.as_ref(), &left.changes, &mut dir, &say);
                 restore_additions(spec, &left.additions, &mut dir, &say)?
             }
@@ -467,7 +470,17 @@ impl Running {
         running.base = base;
         running.me = Arc::downgrade(&shared.running);
         running.taking_over = running.take_state("handover".into()).is_some();
-        let plan = match running.prepare().await {
+        let mut planned = running.prepare().await;
+        if let (Err(error), Some(spec)) = (&planned, unchanged.filter(|_| !running.taking_over))
+            && !running.dir().owner().changes.is_empty()
+        {
+            let why = error.to_string();
+            match running.prepare_unchanged(spec, &why).await {
+                Ok(plan) => planned = Ok(plan),
+                Err(also) => (running.say)(&format!("neither can what the file says be started: {also}")),
+            }
+        }
+        let plan = match planned {
             Ok(plan) => plan,
             Err(error) => {
                 // Nothing was made. What a killed daemon left, guests that run among it, waits for a better file.
@@ -528,6 +541,21 @@ impl Running {
                 }
             };
         }
+    }
+
+    /// As [`Running::prepare`], with what the file says in place of what was changed since, which this machine refuses: `why`.
+    async fn prepare_unchanged(&mut self, spec: Fabric, why: &str) -> Result<Plan, FabricError> {
+        let (say, additions) = (self.say.clone(), self.dir().owner().additions.clone());
+        self.spec = restore_additions(spec, &additions, self.dir(), &say)?;
+        self.facts = facts(&self.spec, self.facts.runtime.clone());
+        let plan = self.prepare().await?;
+        let changes = serde_json::Value::Object(self.dir().owner().changes.clone());
+        let keys = crate::config::paths(&changes).join(", ");
+        (self.say)(&format!(
+            "{keys} was changed before and this machine refuses it now; what the file says holds: {why}"
+        ));
+        self.dir().record(|o| o.changes.clear());
+        Ok(plan)
     }
 
     /// Notes the networks whose subnet takes a part of a wider route of the host.
