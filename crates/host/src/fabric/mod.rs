@@ -1145,6 +1145,16 @@ impl Running {
             );
             return Err(FabricError::State(text));
         }
+        if let Some(network) = name
+            .strip_prefix("span-")
+            .filter(|network| self.spec.here.is_some() && self.networks.contains_key(*network))
+            .filter(|_| self.spec.ports.iter().any(|p| p.name == name && matches!(p.kind, file::PortKind::Vxlan(_))))
+        {
+            let text = format!(
+                "port \"{name}\" is the tunnel to the other machines, which network \"{network}\" has as long as it has `span`"
+            );
+            return Err(FabricError::State(text));
+        }
         let own = self.spec.taps.iter().any(|t| t.name == name) || self.spec.ports.iter().any(|p| p.name == name);
         if !own {
             return Err(FabricError::State(format!(
