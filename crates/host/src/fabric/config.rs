@@ -74,12 +74,16 @@ fn parse(document: &Document, file: &Path, which: Which<'_>) -> Result<Fabric, F
 fn sections(addition: &Addition) -> Value {
     let mut root = Document::read(&addition.text).map_or(Value::Null, |document| document.root);
     // A section with `count` is there as long as one of its members is.
-    let of_section = |name: &str, member: &String| {
-        member == name || member.strip_prefix(name).is_some_and(|rest| rest.starts_with('-'))
+    let of_section = |name: &str, section: &Value, member: &String| match section.get("count") {
+        None => member == name,
+        Some(_) => member
+            .strip_prefix(name)
+            .and_then(|rest| rest.strip_prefix('-'))
+            .is_some_and(|number| number.bytes().all(|b| b.is_ascii_digit())),
     };
     for word in MEMBERS {
         if let Some(Value::Object(all)) = root.get_mut(word) {
-            all.retain(|name, _| addition.names.iter().any(|member| of_section(name, member)));
+            all.retain(|name, section| addition.names.iter().any(|member| of_section(name, section, member)));
         }
     }
     if let Some(Value::Array(forwards)) = root.get_mut("forward") {
@@ -134,6 +138,102 @@ fn without_sections(root: &Value, addition: &Value) -> Option<Value> {
     Some(out)
 }
 
+/// The sections of an addition with `on`, for a file of several machines. A member that one machine alone has gets another MAC
+/// address from its name than one of an addition, so its address is said too.
+fn on_this_machine(mut root: Value, spec: &Fabric) -> Value {
+    let Some(here) = &spec.here else { return root };
+    let macs = |word: &str, name: &String| -> Option<Value> {
+        match word {
+            "tap" => spec.taps.iter().find(|tap| tap.name == *name).map(|tap| tap.mac.to_string().into()),
+            "port" => None,
+            _ => {
+                let machine = spec.machines.iter().find(|machine| machine.name == *name)?;
+                Some(machine.nics.iter().map(|nic| Value::from(nic.mac.to_string())).collect())
+            }
+        }
+    };
+    for word in MEMBERS {
+        for (name, section) in root.get_mut(word).and_then(Value::as_object_mut).into_iter().flatten() {
+            let Some(section) = section.as_object_mut() else { continue };
+            section.entry("on").or_insert_with(|| here.host.name.clone().into());
+            if let Some(mac) = macs(word, name).filter(|_| !section.contains_key("count")) {
+                section.insert("mac".into(), mac);
+            }
+        }
+    }
+    root
+}
+
+/// Whether a forward, rule or mirror of `root` names this member.
+fn names(root: &Value, member: &str) -> bool {
+    fn has(value: &Value, member: &str) -> bool {
+        match value {
+            Value::String(text) => {
+                text.strip_prefix(member).is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
+            }
+            Value::Array(list) => list.iter().any(|value| has(value, member)),
+            Value::Object(map) => map.values().any(|value| has(value, member)),
+            _ => false,
+        }
+    }
+    ["forward", "rule", "mirror"].iter().any(|word| root.get(*word).is_some_and(|list| has(list, member)))
+}
+
+/// `root` without the additions that are in it as they were added, but for those to `keep`. Returns the members of the others
+/// too.
+fn without_additions(
+    mut root: Value,
+    additions: &[(&Addition, Value)],
+    base: &Document,
+    keep: impl Fn(&Addition) -> bool,
+) -> (Vec<String>, Document) {
+    let mut own = Vec::new();
+    for (addition, sections) in additions {
+        match without_sections(&root, sections).filter(|_| !keep(addition)) {
+            Some(rest) => root = rest,
+            None => own.extend(addition.names.iter().cloned()),
+        }
+    }
+    if let Value::Object(words) = &mut root {
+        // Of a word whose last section is gone nothing is left, unless the file has it.
+        words.retain(|word, all| all.as_object().is_none_or(|all| !all.is_empty()) || base.root.get(word).is_some());
+    }
+    (own, base.with(root))
+}
+
+/// `root` without a tap or port; with `forwards`, also without the forwards to it.
+fn without_member(root: &Value, name: &str, forwards: bool) -> Value {
+    let mut root = root.clone();
+    for word in ["tap", "port"] {
+        if let Some(Value::Object(all)) = root.get_mut(word) {
+            all.remove(name);
+        }
+    }
+    let leads_to = |forward: &Value| {
+        let to = forward.get("to").and_then(Value::as_str).and_then(|to| to.rsplit_once(':'));
+        to.is_some_and(|(to, _)| to == name)
+    };
+    if let (true, Some(Value::Array(all))) = (forwards, root.get_mut("forward")) {
+        all.retain(|forward| !leads_to(forward));
+    }
+    root
+}
+
+/// `changes` of `base` once these members are removed from it, with the forwards to them.
+pub(super) fn changes_without(
+    base: Option<&Document>,
+    changes: &Map<String, Value>,
+    gone: impl Iterator<Item = impl AsRef<str>>,
+) -> Map<String, Value> {
+    let Some(base) = base else { return changes.clone() };
+    let now = config::merge(base.root.clone(), &Value::Object(changes.clone()));
+    let left = gone.fold(now, |root, name| without_member(&root, name.as_ref(), true));
+    match config::difference(&base.root, &left) {
+        Value::Object(changes) => changes,
+        _ => changes.clone(),
+    }
+}
+
 impl Running {
     /// What commands and the API have changed since the file was read.
     pub(super) fn changes(&self) -> Value {
@@ -155,9 +255,15 @@ impl Running {
         let base = self.base()?;
         let mut root = config::merge(base.root.clone(), &self.changes());
         for addition in self.additions() {
-            root = with_sections(root, &sections(addition));
+            root = with_sections(root, &self.sections(addition));
         }
         Ok(base.with(root))
+    }
+
+    /// The sections that are left of an addition, as a file for this machine has them.
+    fn sections(&self, addition: &Addition) -> Value {
+        let root = sections(addition);
+        if self.spec.here.is_some() { on_this_machine(root, &self.spec) } else { root }
     }
 
     fn additions(&self) -> &[Addition] {
@@ -197,22 +303,25 @@ impl Running {
             let text = "the configuration has changed since it was read; read it again, and change that";
             return Err(FabricError::State(text.into()));
         }
-        let mut root = config::merge(before.root.clone(), patch);
-        let mut own: Vec<String> = Vec::new();
-        for addition in self.additions() {
-            match without_sections(&root, &sections(addition)) {
-                Some(rest) => root = rest,
-                None => own.extend(addition.names.iter().cloned()),
-            }
-        }
+        let root = config::merge(before.root.clone(), patch);
         let base = self.base()?.clone();
-        if let Value::Object(words) = &mut root {
-            // Of a word whose last section is gone nothing is left, unless the file has it.
-            words
-                .retain(|word, all| all.as_object().is_none_or(|all| !all.is_empty()) || base.root.get(word).is_some());
-        }
-        let changed = base.with(root);
-        let spec = parse(&changed, &self.file, self.spec.which())?;
+        let additions: Vec<_> = self.additions().iter().map(|addition| (addition, self.sections(addition))).collect();
+        let full = root.clone();
+        let (own, changed) = without_additions(root, &additions, &base, |_| false);
+        let (mut own, changed, spec) = match parse(&changed, &self.file, self.spec.which()) {
+            Ok(spec) => (own, changed, spec),
+            Err(error) => {
+                // A forward or a rule may name members that were added. These are the configuration's from then on.
+                let named = |addition: &Addition| addition.names.iter().any(|name| names(&changed.root, name));
+                let (more, kept) = without_additions(full, &additions, &base, named);
+                if more.len() == own.len() {
+                    return Err(error.into());
+                }
+                let spec = parse(&kept, &self.file, self.spec.which())?;
+                (more, kept, spec)
+            }
+        };
+        self.is_for_this_machine(&spec, &before.root, &changed.root)?;
         own.extend(spec.members().map(String::from));
         let changes = match config::difference(&base.root, &changed.root) {
             Value::Object(changes) => changes,
@@ -223,15 +332,61 @@ impl Running {
         self.prepare_wanted(Wanted { spec, own, file, base: Some(base), changes, source, dry_run: query.dry_run })
     }
 
-    /// Takes note that a tap or port of the configuration was removed.
-    pub(super) fn note_removed(&mut self, name: &str) {
-        let Some(base) = &self.base else { return };
-        let mut root = config::merge(base.root.clone(), &self.changes());
-        for word in ["tap", "port"] {
-            if let Some(Value::Object(all)) = root.get_mut(word) {
-                all.remove(name);
+    /// Whether a change from `before` to `after`, of which `spec` is read, is about this machine of a file for several.
+    ///
+    /// # Errors
+    /// It is about a member that only another machine has: it would be without effect here.
+    fn is_for_this_machine(&self, spec: &Fabric, before: &Value, after: &Value) -> Result<(), FabricError> {
+        let was_here = |name: &str| self.spec.members().any(|member| member == name);
+        let others = spec.elsewhere.members.iter().filter(|(name, ..)| !was_here(name));
+        let patch = config::difference(before, after);
+        for (name, section, machine) in others {
+            let is_changed = config::at(&patch, section).is_some();
+            let is_named = ["forward", "rule", "mirror"].iter().find(|word| {
+                let list = |root: &Value| root.get(**word).and_then(Value::as_array).cloned().unwrap_or_default();
+                let old = list(before);
+                let more: Vec<Value> = list(after).into_iter().filter(|item| !old.contains(item)).collect();
+                names(&Map::from_iter([(word.to_string(), Value::Array(more))]).into(), name)
+            });
+            if is_changed || is_named.is_some() {
+                return Err(FabricError::State(format!(
+                    "[{section}] runs on machine \"{machine}\", and a change is made where its member runs: use --fabric \
+                     with the name of the fabric there"
+                )));
             }
         }
+        Ok(())
+    }
+
+    /// Whether the configuration fits without a tap or port of it.
+    ///
+    /// # Errors
+    /// What names it, such as a rule. One that does not fit with it either, such as one with an image that was deleted since,
+    /// keeps nothing from going.
+    pub(super) fn can_remove(&self, name: &str) -> Result<(), FabricError> {
+        let Some(base) = &self.base else { return Ok(()) };
+        let now = config::merge(base.root.clone(), &self.changes());
+        let read = |root: Value| parse(&base.with(root), &self.file, self.spec.which());
+        match read(without_member(&now, name, false)) {
+            Ok(_) => Ok(()),
+            Err(_) if read(now).is_err() => Ok(()),
+            Err(FileError::Faulty { problems, .. }) => {
+                let keys: Vec<_> = problems.iter().map(|problem| problem.key.as_str()).collect();
+                let text = format!(
+                    "the configuration names \"{name}\" in {}; it cannot go before that: {}",
+                    keys.join(", "),
+                    "`tombolo rule`, `forward` and `unset` change it"
+                );
+                Err(FabricError::State(text))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Takes note that a tap or port of the configuration was removed; with `forwards`, those to it too.
+    pub(super) fn note_removed(&mut self, name: &str, forwards: bool) {
+        let Some(base) = &self.base else { return };
+        let root = without_member(&config::merge(base.root.clone(), &self.changes()), name, forwards);
         if let Value::Object(changes) = config::difference(&base.root, &root) {
             self.dir().record(|o| o.changes = changes);
         }
@@ -274,6 +429,74 @@ mod tests {
             assert_eq!(without_sections(&config::merge(whole.clone(), &patch), &left), None, "{patch}");
         }
         assert!(without_sections(&config::merge(whole, &json!({"port": {"b": null}})), &left).is_some());
+    }
+
+    #[test]
+    fn a_member_that_was_added_alone_is_not_one_of_another_with_a_longer_name() {
+        let left = |names: &[&str], text: &str| {
+            let names = names.iter().map(|name| name.to_string()).collect();
+            sections(&Addition { names, text: text.into() })["port"].clone()
+        };
+        let text = "[port.web]\nkind = \"stream\"\n[port.web-2]\nkind = \"stream\"\n";
+        assert_eq!(left(&["web-2"], text), json!({"web-2": {"kind": "stream"}}));
+        assert_eq!(left(&["web"], text), json!({"web": {"kind": "stream"}}));
+        let text = "[port.web]\ncount = 2\n[port.web-x]\n";
+        assert_eq!(left(&["web-x"], text), json!({"web-x": {}}));
+        assert_eq!(left(&["web-2"], text), json!({"web": {"count": 2}}));
+    }
+
+    #[test]
+    fn an_addition_that_a_forward_or_rule_names_is_the_configurations() {
+        let base = Document::read("name = \"d\"\n").unwrap();
+        let of =
+            |name: &str| Addition { names: vec![name.into()], text: format!("[port.{name}]\nkind = \"stream\"\n") };
+        let (web, other) = (of("web"), of("other"));
+        let all = [(&web, sections(&web)), (&other, sections(&other))];
+        for patch in [
+            json!({"forward": [{"listen": "127.0.0.1:1", "to": "web:80"}]}),
+            json!({"rule": [{"action": "deny", "from": ["db", "web"]}]}),
+            json!({"mirror": [{"from": "web", "to": "db"}]}),
+        ] {
+            let whole = with_sections(with_sections(config::merge(base.root.clone(), &patch), &all[0].1), &all[1].1);
+            let (own, rest) = without_additions(whole.clone(), &all, &base, |_| false);
+            assert!(own.is_empty() && rest.root.get("port").is_none());
+            let named = |addition: &Addition| addition.names.iter().any(|name| names(&rest.root, name));
+            let (own, kept) = without_additions(whole, &all, &base, named);
+            assert_eq!(
+                (own, &kept.root["port"]),
+                (vec!["web".to_string()], &json!({"web": {"kind": "stream"}})),
+                "{patch}"
+            );
+        }
+        assert!(!names(&json!({"forward": [{"to": "web-2:80"}], "tap": {"web": {}}}), "web"));
+    }
+
+    #[test]
+    fn what_a_container_leaves_in_the_changes_goes_with_it() {
+        let base = Document::read("name = \"d\"\n[tap.a]\n").unwrap();
+        let forward = |to: &str| json!({"listen": "127.0.0.1:1", "to": to});
+        let changes = json!({"port": {"pod": {"kind": "stream"}}, "forward": [forward("pod:80"), forward("a:80")]});
+        let left = changes_without(Some(&base), changes.as_object().unwrap(), ["pod"].iter());
+        assert_eq!(Value::Object(left), json!({"port": {}, "forward": [forward("a:80")]}));
+        let gone = changes_without(Some(&base), &Map::new(), ["a"].iter());
+        assert_eq!(Value::Object(gone), json!({"tap": {"a": null}}));
+    }
+
+    #[test]
+    fn an_addition_keeps_its_machine_and_mac_address_in_a_file_for_several() {
+        let text =
+            "name = \"d\"\n[machine.a]\naddress = \"192.0.2.1\"\n[machine.b]\naddress = \"192.0.2.2\"\n[network.lan]\n";
+        let read = |text: &str, machine| file::parse_on(text, Path::new("/x/t.toml"), Which::Named(machine)).unwrap();
+        let added = "[tap.t]\n[port.p]\nkind = \"stream\"\n[vm.v]\nkernel = \"/etc/passwd\"\n";
+        let spec = file::add(added, Path::new("added"), &read(text, "a")).unwrap();
+        let names = ["t", "p", "v"].map(String::from).to_vec();
+        let own = on_this_machine(sections(&Addition { names, text: added.into() }), &spec);
+        let base = Document::read(text).unwrap();
+        let whole = base.with(with_sections(base.root.clone(), &own)).text();
+        let (a, b) = (read(&whole, "a"), read(&whole, "b"));
+        assert_eq!((&a.taps, &a.ports, &a.machines), (&spec.taps, &spec.ports, &spec.machines), "{whole}");
+        assert_eq!(b.members().count(), 0, "{whole}");
+        assert_eq!(without_sections(&with_sections(base.root.clone(), &own), &own), Some(base.root));
     }
 
     #[test]

@@ -35,6 +35,7 @@ use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_switch::gateway::{LeaseRecord, is_reserved};
 
 use super::{FabricError, Running, Say};
+use crate::config::Document;
 use crate::file::{Contained, Fabric, Mac, Tap, Target};
 use crate::rundir::{ContainerPlace, RunDir};
 
@@ -91,7 +92,7 @@ fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
 }
 
 /// Forgets the ports of containers that ended while no daemon ran.
-pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fabric {
+pub(super) fn without_gone(mut spec: Fabric, base: Option<&Document>, dir: &mut RunDir, say: &Say) -> Fabric {
     let taps = spec.taps.iter().filter(|t| t.container.is_some() && !is_there(t)).map(|t| t.name.clone());
     let recorded = dir.owner().containers.clone();
     let members = spec.contained().filter(|member| has_gone(member, &recorded)).map(|member| member.name.to_string());
@@ -103,6 +104,8 @@ pub(super) fn without_gone(mut spec: Fabric, dir: &mut RunDir, say: &Say) -> Fab
     spec.ports.retain(|p| !gone.contains(&p.name));
     spec.forwards.retain(|f| !matches!(&f.target, Target::Name(name) if gone.contains(name)));
     dir.record(|o| {
+        // A container is in no file: one that is in none of the additions was changed by a command.
+        o.changes = super::config::changes_without(base, &o.changes, gone.iter());
         for addition in &mut o.additions {
             addition.names.retain(|name| !gone.contains(name));
         }

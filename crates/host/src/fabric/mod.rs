@@ -451,7 +451,7 @@ impl Running {
             }
             None => spec,
         };
-        let spec = containers::without_gone(spec, &mut dir, &say);
+        let spec = containers::without_gone(spec, base.as_ref(), &mut dir, &say);
         let running = match known {
             Some((facts, prepared, store, commit)) => {
                 let running = Running::new(spec, absolute, dir, facts, say);
@@ -1164,14 +1164,19 @@ impl Running {
         let target = file::Target::Name(name.into());
         let added = self.dir().owner().additions.iter().any(|a| a.names.iter().any(|n| n == name));
         let forward = self.spec.forwards.iter().find(|f| f.target == target);
-        // Those that were added with it go with it.
-        let forwards = forward.is_some() && added;
-        if let Some(forward) = forward.filter(|_| !added) {
+        // Those that were added with it go with it. So do those of a container, which has ended.
+        let contained = self.spec.contained().any(|member| member.name == name);
+        let forwards = forward.is_some() && (added || contained);
+        if let Some(forward) = forward.filter(|_| !forwards) {
             let text = format!(
                 "port \"{name}\" is the target of the forward from {}; it cannot go before that",
                 forward.listen
             );
             return Err(FabricError::State(text));
+        }
+        // A container has ended, whatever names it.
+        if !added && !contained {
+            self.can_remove(name)?;
         }
         if forwards {
             // First, since it alone can fail: then the port stays as it was, with its forwards.
@@ -1188,7 +1193,7 @@ impl Running {
         self.update_names();
         self.forget_container(name);
         if !self.forget_addition(name)? {
-            self.note_removed(name);
+            self.note_removed(name, contained);
         }
         self.forget_rates(name);
         self.record_standing();
