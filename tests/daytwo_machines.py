@@ -96,9 +96,14 @@ def test_a_vm_has_a_disk_for_cloud_init():
             assert "LABEL=CIDATA" in found and "TYPE=vfat" in found, found
             # QEMU has it open, and for reading alone.
             pid = fabric.machine("v")["pid"]
-            opened = [fd for fd in os.listdir(f"/proc/{pid}/fd") if os.readlink(f"/proc/{pid}/fd/{fd}") == str(seed)]
-            assert opened, "QEMU has not opened it"
-            flags = next(line for line in open(f"/proc/{pid}/fdinfo/{opened[0]}") if line.startswith("flags"))
+
+            def opened():
+                # One that is closed meanwhile is not it.
+                with contextlib.suppress(FileNotFoundError):
+                    return next((fd for fd in os.listdir(f"/proc/{pid}/fd") if os.readlink(f"/proc/{pid}/fd/{fd}") == str(seed)), None)
+
+            fd = until("QEMU to open it", opened)
+            flags = next(line for line in open(f"/proc/{pid}/fdinfo/{fd}") if line.startswith("flags"))
             assert int(flags.split()[1], 8) & 3 == 0, flags
             fabric.down()
 
