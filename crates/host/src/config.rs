@@ -15,6 +15,8 @@ use std::collections::HashMap;
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
+use crate::hash::fnv1a;
+
 /// The content of a fabric file, and the order of its keys.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Document {
@@ -205,10 +207,9 @@ pub fn paths(patch: &Value) -> Vec<String> {
     out
 }
 
-/// A number that differs for configurations that differ: FNV-1a of 64 bits over the text.
+/// A number that differs for configurations that differ: a hash of the text.
 pub fn revision(text: &str) -> String {
-    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-    format!("{:016x}", text.bytes().fold(0xcbf2_9ce4_8422_2325, step))
+    format!("{:016x}", fnv1a(text.bytes()))
 }
 
 #[cfg(test)]

@@ -23,6 +23,7 @@ pub mod difference;
 pub mod doctor;
 pub mod fabric;
 pub mod file;
+mod hash;
 pub mod kernel;
 pub mod log;
 mod members;

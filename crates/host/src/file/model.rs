@@ -14,6 +14,7 @@ use tombolo_switch::vlan::Membership;
 
 use super::across::{Export, Import};
 use super::hosts::{Elsewhere, Here, Which};
+use crate::hash::fnv1a_of_words;
 
 /// An Ethernet address of a member.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -23,12 +24,7 @@ impl Mac {
     /// A locally administered unicast address that depends only on the words given, so that a guest keeps its address
     /// from one start to the next. FNV-1a of 64 bits, folded to 32.
     pub fn derived(words: &[&str]) -> Self {
-        let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
-        for word in words {
-            for byte in word.bytes().chain([0]) {
-                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-            }
-        }
+        let hash = fnv1a_of_words(words);
         let [a, b, c, d] = ((hash ^ (hash >> 32)) as u32).to_be_bytes();
         Self([0x02, 0x54, a, b, c, d])
     }
@@ -186,10 +182,7 @@ impl Ipv6 {
 /// members keep their addresses from one start to the next, and the networks of a fabric share a /48.
 pub(super) fn derived_prefix(fabric: &str, network: &str) -> Ipv6Addr {
     let hash = |words: &[&str]| {
-        let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
-        for byte in words.iter().flat_map(|word| word.bytes().chain([0])) {
-            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        }
+        let mut hash = fnv1a_of_words(words);
         // The finaliser of splitmix64, so that names of a few letters reach all bits.
         hash = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         hash = (hash ^ (hash >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use fatfs::{FileSystem, FormatVolumeOptions, FsOptions, format_volume};
 
 use crate::file::{Attach, Fabric, Machine, Network, Nic, Uplink};
+use crate::hash::fnv1a;
 use crate::rundir::private_file;
 
 /// The volume's label, padded as FAT has it.
@@ -113,7 +114,8 @@ fn volume(machine: &str, user_data: &[u8], network_config: Option<&str>) -> io::
     let mut disk = Cursor::new(vec![0; bytes]);
     // The same content gives the same bytes.
     format_volume(&mut disk, FormatVolumeOptions::new().volume_label(LABEL).volume_id(0x746d_626f))?;
-    let meta_data = format!("instance-id: {machine}-{:016x}\nlocal-hostname: {machine}\n", hash(user_data));
+    let meta_data =
+        format!("instance-id: {machine}-{:016x}\nlocal-hostname: {machine}\n", fnv1a(user_data.iter().copied()));
     {
         let volume = FileSystem::new(&mut disk, FsOptions::new())?;
         let root = volume.root_dir();
@@ -124,11 +126,6 @@ fn volume(machine: &str, user_data: &[u8], network_config: Option<&str>) -> io::
         }
     }
     Ok(disk.into_inner())
-}
-
-/// FNV-1a of 64 bits.
-fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 #[cfg(test)]
