@@ -63,17 +63,9 @@ impl How {
 
 /// A value as in the file; what is no TOML is a text. So is what JSON has no number for, such as `nan` and `inf`.
 fn value(text: &str) -> Value {
-    fn has_null(value: &Value) -> bool {
-        match value {
-            Value::Null => true,
-            Value::Array(list) => list.iter().any(has_null),
-            Value::Object(map) => map.values().any(has_null),
-            _ => false,
-        }
-    }
     let read = config::Document::read(&format!("value = {text}\n"));
     let read = read.and_then(|document| document.root.get("value").cloned());
-    read.filter(|value| !has_null(value)).unwrap_or_else(|| text.into())
+    read.filter(|value| !config::has_null(value)).unwrap_or_else(|| text.into())
 }
 
 /// Puts `value` at a dotted path of a patch; `None` if the path has an empty part, or runs through another setting.

@@ -169,16 +169,18 @@ pub fn difference(old: &Value, new: &Value) -> Value {
     Value::Object(gone.chain(changed).collect())
 }
 
-/// Whether a list in it has a null, which TOML cannot say.
-pub fn has_null_in_list(value: &Value) -> bool {
-    fn has_null(value: &Value) -> bool {
-        match value {
-            Value::Null => true,
-            Value::Array(list) => list.iter().any(has_null),
-            Value::Object(map) => map.values().any(has_null),
-            _ => false,
-        }
+/// Whether there is a null anywhere in it, which TOML cannot say.
+pub fn has_null(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(list) => list.iter().any(has_null),
+        Value::Object(map) => map.values().any(has_null),
+        _ => false,
     }
+}
+
+/// Whether a list in it has a null: elsewhere it removes a key.
+pub fn has_null_in_list(value: &Value) -> bool {
     match value {
         Value::Array(list) => list.iter().any(has_null),
         Value::Object(map) => map.values().any(has_null_in_list),
