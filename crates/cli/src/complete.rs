@@ -216,9 +216,7 @@ fn file_of(words: &[OsString]) -> PathBuf {
 
 /// The machines of a file for several.
 fn hosts(file: &Path) -> Vec<Name> {
-    let mut text = Vec::new();
-    let read = std::fs::File::open(file).and_then(|file| file.take(FILE_LIMIT_BYTES).read_to_end(&mut text));
-    let names = read.map(|_| file::names(&String::from_utf8_lossy(&text))).unwrap_or_default();
+    let names = read(file).map(|text| file::names(&text)).unwrap_or_default();
     names
         .into_iter()
         .filter(|(word, _)| *word == "machine")
@@ -326,9 +324,14 @@ fn written(select: &Select) -> Option<Known> {
             rundir::read_owner(&root.join(select.name(&root).ok()?))?.file
         }
     };
+    Some(Known::of_file(&read(&path)?))
+}
+
+/// The beginning of a fabric file.
+fn read(path: &Path) -> Option<String> {
     let mut text = Vec::new();
     std::fs::File::open(path).ok()?.take(FILE_LIMIT_BYTES).read_to_end(&mut text).ok()?;
-    Some(Known::of_file(&String::from_utf8_lossy(&text)))
+    Some(String::from_utf8_lossy(&text).into_owned())
 }
 
 /// The fabric that the words of the command line select, as clap would.
