@@ -400,7 +400,7 @@ fn restore_modes(place: &Place, maps: &mut Maps, record: &Record, changed: &[u32
     for link in routes.links()?.iter().filter(|link| changed.contains(&link.index)) {
         let Some(interface) = record.interfaces.iter().find(|i| i.index == link.index) else { continue };
         let others = Others::at(&routes, link, interface.past_filters, ours)?;
-        open_port(place, &routes, maps, link, others, interface.wanted)?;
+        open_port(place, &routes, maps, link, others, interface.wanted, first_reason(interface.wanted))?;
     }
     Ok(())
 }
@@ -472,7 +472,7 @@ fn attach_locked(
             });
         }
         let others = Others::at(&routes, link, options.past_filters, ours)?;
-        open_port(place, &routes, &mut maps, link, others, options.wanted)?;
+        open_port(place, &routes, &mut maps, link, others, options.wanted, first_reason(options.wanted))?;
         report.push(attached);
     }
     if !options.netns.is_empty() {
@@ -504,21 +504,13 @@ fn attach_programs(place: &Place, link: &Link, done: &mut Vec<u32>) -> Result<Ve
     Ok(others)
 }
 
-/// Lets frames of an attached interface be taken, in the mode that is wanted from the start.
-fn open_port(
-    place: &Place,
-    routes: &Routes,
-    maps: &mut Maps,
-    link: &Link,
-    others: Others,
-    wanted: Wanted,
-) -> Result<(), AttachError> {
-    let why = if wanted == Wanted::Auto { Why::Start } else { Why::Asked };
-    set_up_port(place, routes, maps, link, others, wanted, why)
+/// The reason that is reported for the mode in which an interface begins.
+fn first_reason(wanted: Wanted) -> Why {
+    if wanted == Wanted::Auto { Why::Start } else { Why::Asked }
 }
 
-/// The same, with the reason that is reported for the mode.
-fn set_up_port(
+/// Lets frames of an attached interface be taken, in the mode that is wanted from the start.
+fn open_port(
     place: &Place,
     routes: &Routes,
     maps: &mut Maps,
@@ -596,7 +588,7 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
         };
         let result = attach_programs(place, link, &mut vec![])
             .and_then(|_| Ok(Others::at(&routes, link, interface.past_filters, ours)?))
-            .and_then(|others| set_up_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
+            .and_then(|others| open_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
         if let Err(error) = result {
             detach_all(place, [link.index]);
             record.awaited.push(awaited);
