@@ -1134,7 +1134,7 @@ impl Check<'_, '_, '_> {
                 }
             });
             self.fault((at, "to"), &leans_on, "a member with a known address", found, hint);
-        } else if !["cell", "vm", "tap", "port"].iter().any(|word| self.out.refused(word, Some(name))) {
+        } else if !super::MEMBERS.iter().any(|word| self.out.refused(word, Some(name))) {
             let hint = near(name, fabric.members());
             self.fault((at, "to"), &leans_on, "the name of a member", format!("{name:?}"), hint);
         }

@@ -17,6 +17,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::model::Dhcp;
+use super::names::MEMBERS;
 use super::parse::{clean_name, named};
 use super::problem::{Complaints, dotted, near};
 use super::read::{Section, Spots, found, integer};
@@ -111,9 +112,6 @@ pub(super) struct Hosts {
 
 /// The beginning of the words for a gateway or router of another machine.
 pub(super) const FIXED: &str = "the network's";
-
-/// Sections that are members of networks.
-const MEMBERS: [&str; 4] = ["cell", "vm", "tap", "port"];
 
 /// The number of parts into which DHCP ranges are divided. Up to four machines it does not depend on their number, so that
 /// one more changes nothing at the others.

@@ -43,6 +43,7 @@ pub use model::{
     Uplink6, Vxlan, Worker,
 };
 pub use model::{Ipv6, Mac, Network};
+pub(crate) use names::MEMBERS;
 pub use names::names;
 pub(crate) use parse::find_app;
 pub use parse::{add, apps, load, load_on, name_of, parse, parse_on};

@@ -6,6 +6,9 @@ use toml::de::{DeTable, DeValue};
 use super::parse::clean_name;
 use super::read::integer;
 
+/// Words of sections that are members of networks.
+pub(crate) const MEMBERS: [&str; 4] = ["cell", "vm", "tap", "port"];
+
 /// Words of sections with a name, as in `[cell.NAME]`.
 const WORDS: [&str; 9] = ["machine", "network", "cell", "vm", "tap", "port", "link", "export", "import"];
 

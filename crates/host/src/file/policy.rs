@@ -221,7 +221,7 @@ pub(super) fn check(check: &mut Check<'_, '_, '_>) {
 }
 
 fn known(check: &mut Check<'_, '_, '_>, spot: (&str, &str), label: &str, names: &[&str]) {
-    let refused = ["cell", "vm", "tap", "port"].iter().any(|word| check.refuses(word, label));
+    let refused = super::MEMBERS.iter().any(|word| check.refuses(word, label));
     if !names.contains(&label) && !refused {
         let expected = "the name of a member or a group, \"outside\", an address or a prefix";
         check.fault(spot, &[], expected, format!("{label:?}"), near(label, names.iter().copied()));
