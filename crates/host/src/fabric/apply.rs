@@ -37,7 +37,7 @@ use super::ending::{Ending, end_all};
 use super::events::{Facts as Told, Kind};
 use super::services;
 use super::standing::Standing;
-use super::{FabricError, NOT_ASKED, Running, Shared, facts, refuse_faults, restore_additions_of};
+use super::{FabricError, NOT_ASKED, Running, Shared, facts, lacking_at, refuse_faults, restore_additions_of};
 use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
 use crate::config::Document;
 use crate::difference::{
@@ -163,14 +163,11 @@ impl Running {
         if !is_refused {
             let standing = Standing::of(&old.fabric, old.plan.ports.iter());
             let faults = preflight::faults(&new.fabric, Some(&standing));
-            let which = new.fabric.which();
             match &source {
-                Source::File => refuse_faults(faults, &path, which)?,
+                Source::File => refuse_faults(faults, &path, new.fabric.which())?,
                 // Lines of the file say nothing of what is not in it.
                 Source::Change(_) if !faults.is_empty() => {
-                    let places = file::Places::none(Path::new("change"));
-                    let problems = faults.into_iter().map(|fault| fault.placed(&places)).collect();
-                    return Err(FabricError::Machine(places.error(problems)));
+                    return Err(lacking_at(faults, &file::Places::none(Path::new(super::config::CHANGE))));
                 }
                 Source::Change(_) => {}
             }

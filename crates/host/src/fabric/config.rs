@@ -20,13 +20,13 @@ use super::{FabricError, Running, Say};
 use crate::api::config::{ConfigQuery, ConfigReport};
 use crate::api::report::SCHEMA;
 use crate::config::{self, Document};
-use crate::file::{self, Fabric, FileError, Part, Which};
+use crate::file::{self, Fabric, FileError, MEMBERS, Part, Which};
 use crate::rundir::{Addition, RunDir};
 
-/// Sections whose members can be added while a fabric runs.
-const MEMBERS: [&str; 4] = ["cell", "vm", "tap", "port"];
 /// What is shown in place of a file's path.
-const CHANGE: &str = "change";
+pub(super) const CHANGE: &str = "change";
+/// Lists of sections that name members.
+const NAMING: [&str; 3] = ["forward", "rule", "mirror"];
 
 /// What the file of `spec` with these `changes` says.
 ///
@@ -39,8 +39,26 @@ pub(super) fn changed(
     file: &Path,
 ) -> Result<Fabric, FileError> {
     let Some(base) = base.filter(|_| !changes.is_empty()) else { return Ok(spec.clone()) };
-    let root = config::merge(base.root.clone(), &Value::Object(changes.clone()));
-    parse(&base.with(root), file, spec.which())
+    parse(&base.with(with_changes(base, changes)), file, spec.which())
+}
+
+/// The file's content with these changes.
+fn with_changes(base: &Document, changes: &Map<String, Value>) -> Value {
+    config::merge(base.root.clone(), &Value::Object(changes.clone()))
+}
+
+/// The changes that make `root` of the file's content.
+fn changes_to(base: &Document, root: &Value) -> Map<String, Value> {
+    match config::difference(&base.root, root) {
+        Value::Object(changes) => changes,
+        // A configuration is an object, and so is what makes one of another.
+        _ => Map::new(),
+    }
+}
+
+/// The keys that are changed, in words.
+pub(super) fn keys_of(changes: &Map<String, Value>) -> String {
+    config::paths(&Value::Object(changes.clone())).join(", ")
 }
 
 /// Changes what a start has read from the file, as the daemon before was asked to. If that no longer fits, the file holds.
@@ -52,7 +70,7 @@ pub(super) fn restore(
     say: &Say,
 ) -> Fabric {
     changed(&spec, base, changes, &dir.owner().file.clone()).unwrap_or_else(|error| {
-        let keys = config::paths(&Value::Object(changes.clone())).join(", ");
+        let keys = keys_of(changes);
         say(&format!("{keys} was changed before and no longer fits; what the file says holds: {error}"));
         dir.record(|o| o.changes.clear());
         spec
@@ -87,10 +105,14 @@ fn sections(addition: &Addition) -> Value {
         }
     }
     if let Some(Value::Array(forwards)) = root.get_mut("forward") {
-        let target = |forward: &Value| Some(forward.get("to")?.as_str()?.rsplit_once(':')?.0.to_string());
-        forwards.retain(|forward| target(forward).is_some_and(|to| addition.names.contains(&to)));
+        forwards.retain(|forward| target(forward).is_some_and(|to| addition.names.iter().any(|name| name == to)));
     }
     root
+}
+
+/// The member, or address, that a forward leads to.
+fn target(forward: &Value) -> Option<&str> {
+    Some(forward.get("to")?.as_str()?.rsplit_once(':')?.0)
 }
 
 /// The sections of members in an addition: word, name and content.
@@ -176,7 +198,7 @@ fn names(root: &Value, member: &str) -> bool {
             _ => false,
         }
     }
-    ["forward", "rule", "mirror"].iter().any(|word| root.get(*word).is_some_and(|list| has(list, member)))
+    NAMING.iter().any(|word| root.get(*word).is_some_and(|list| has(list, member)))
 }
 
 /// `root` without the additions that are in it as they were added, but for those to `keep`. Returns the members of the others
@@ -209,12 +231,8 @@ fn without_member(root: &Value, name: &str, forwards: bool) -> Value {
             all.remove(name);
         }
     }
-    let leads_to = |forward: &Value| {
-        let to = forward.get("to").and_then(Value::as_str).and_then(|to| to.rsplit_once(':'));
-        to.is_some_and(|(to, _)| to == name)
-    };
     if let (true, Some(Value::Array(all))) = (forwards, root.get_mut("forward")) {
-        all.retain(|forward| !leads_to(forward));
+        all.retain(|forward| target(forward) != Some(name));
     }
     root
 }
@@ -226,18 +244,14 @@ pub(super) fn changes_without(
     gone: impl Iterator<Item = impl AsRef<str>>,
 ) -> Map<String, Value> {
     let Some(base) = base else { return changes.clone() };
-    let now = config::merge(base.root.clone(), &Value::Object(changes.clone()));
-    let left = gone.fold(now, |root, name| without_member(&root, name.as_ref(), true));
-    match config::difference(&base.root, &left) {
-        Value::Object(changes) => changes,
-        _ => changes.clone(),
-    }
+    let now = with_changes(base, changes);
+    changes_to(base, &gone.fold(now, |root, name| without_member(&root, name.as_ref(), true)))
 }
 
 impl Running {
     /// What commands and the API have changed since the file was read.
-    pub(super) fn changes(&self) -> Value {
-        Value::Object(self.dir.as_ref().map(|dir| dir.owner().changes.clone()).unwrap_or_default())
+    pub(super) fn changes(&self) -> Map<String, Value> {
+        self.dir.as_ref().map(|dir| dir.owner().changes.clone()).unwrap_or_default()
     }
 
     fn base(&self) -> Result<&Document, FabricError> {
@@ -253,7 +267,7 @@ impl Running {
     /// The configuration that runs, with members that were added.
     fn configuration(&self) -> Result<Document, FabricError> {
         let base = self.base()?;
-        let mut root = config::merge(base.root.clone(), &self.changes());
+        let mut root = with_changes(base, &self.changes());
         for addition in self.additions() {
             root = with_sections(root, &self.sections(addition));
         }
@@ -262,8 +276,7 @@ impl Running {
 
     /// The sections that are left of an addition, as a file for this machine has them.
     fn sections(&self, addition: &Addition) -> Value {
-        let root = sections(addition);
-        if self.spec.here.is_some() { on_this_machine(root, &self.spec) } else { root }
+        on_this_machine(sections(addition), &self.spec)
     }
 
     fn additions(&self) -> &[Addition] {
@@ -284,7 +297,7 @@ impl Running {
             revision: config::revision(&toml),
             config: document.root,
             toml,
-            changes: self.changes(),
+            changes: Value::Object(self.changes()),
         })
     }
 
@@ -323,10 +336,7 @@ impl Running {
         };
         self.is_for_this_machine(&spec, &before.root, &changed.root)?;
         own.extend(spec.members().map(String::from));
-        let changes = match config::difference(&base.root, &changed.root) {
-            Value::Object(changes) => changes,
-            _ => Map::new(),
-        };
+        let changes = changes_to(&base, &changed.root);
         let source = Source::Change(config::paths(patch));
         let file = self.file.clone();
         self.prepare_wanted(Wanted { spec, own, file, base: Some(base), changes, source, dry_run: query.dry_run })
@@ -340,15 +350,15 @@ impl Running {
         let was_here = |name: &str| self.spec.members().any(|member| member == name);
         let others = spec.elsewhere.members.iter().filter(|(name, ..)| !was_here(name));
         let patch = config::difference(before, after);
+        // The forwards, rules and mirrors that are new.
+        let more = |word: &&str| {
+            let list = |root: &Value| root.get(*word).and_then(Value::as_array).cloned().unwrap_or_default();
+            let old = list(before);
+            (word.to_string(), list(after).into_iter().filter(|item| !old.contains(item)).collect::<Value>())
+        };
+        let more: Value = NAMING.iter().map(more).collect();
         for (name, section, machine) in others {
-            let is_changed = config::at(&patch, section).is_some();
-            let is_named = ["forward", "rule", "mirror"].iter().find(|word| {
-                let list = |root: &Value| root.get(**word).and_then(Value::as_array).cloned().unwrap_or_default();
-                let old = list(before);
-                let more: Vec<Value> = list(after).into_iter().filter(|item| !old.contains(item)).collect();
-                names(&Map::from_iter([(word.to_string(), Value::Array(more))]).into(), name)
-            });
-            if is_changed || is_named.is_some() {
+            if config::at(&patch, section).is_some() || names(&more, name) {
                 return Err(FabricError::State(format!(
                     "[{section}] runs on machine \"{machine}\", and a change is made where its member runs: use --fabric \
                      with the name of the fabric there"
@@ -365,7 +375,7 @@ impl Running {
     /// keeps nothing from going.
     pub(super) fn can_remove(&self, name: &str) -> Result<(), FabricError> {
         let Some(base) = &self.base else { return Ok(()) };
-        let now = config::merge(base.root.clone(), &self.changes());
+        let now = with_changes(base, &self.changes());
         let read = |root: Value| parse(&base.with(root), &self.file, self.spec.which());
         match read(without_member(&now, name, false)) {
             Ok(_) => Ok(()),
@@ -386,19 +396,17 @@ impl Running {
     /// Takes note that a tap or port of the configuration was removed; with `forwards`, those to it too.
     pub(super) fn note_removed(&mut self, name: &str, forwards: bool) {
         let Some(base) = &self.base else { return };
-        let root = without_member(&config::merge(base.root.clone(), &self.changes()), name, forwards);
-        if let Value::Object(changes) = config::difference(&base.root, &root) {
-            self.dir().record(|o| o.changes = changes);
-        }
+        let changes = changes_to(base, &without_member(&with_changes(base, &self.changes()), name, forwards));
+        self.dir().record(|o| o.changes = changes);
     }
 
     /// The keys that were changed since the file was read, and that a file of this content says otherwise.
     pub(super) fn reverted(&self, content: Option<&Document>) -> Vec<String> {
         let (Some(base), Some(content)) = (&self.base, content) else { return vec![] };
         let changes = self.changes();
-        let now = config::merge(base.root.clone(), &changes);
+        let now = with_changes(base, &changes);
         let differs = |path: &String| config::at(&now, path) != config::at(&content.root, path);
-        config::paths(&changes).into_iter().filter(differs).collect()
+        config::paths(&Value::Object(changes)).into_iter().filter(differs).collect()
     }
 }
 

@@ -277,7 +277,12 @@ pub(crate) fn refuse_faults(
 
 fn lacking(faults: Vec<preflight::HostFault>, path: &Path, which: Which<'_>) -> FabricError {
     let places = file::load_with_places(path, which).map_or_else(|_| file::Places::none(path), |(_, places)| places);
-    let problems = faults.into_iter().map(|fault| fault.placed(&places)).collect();
+    lacking_at(faults, &places)
+}
+
+/// The same, with these places.
+fn lacking_at(faults: Vec<preflight::HostFault>, places: &file::Places) -> FabricError {
+    let problems = faults.into_iter().map(|fault| fault.placed(places)).collect();
     FabricError::Machine(places.error(problems))
 }
 
@@ -549,8 +554,7 @@ impl Running {
         self.spec = restore_additions(spec, &additions, self.dir(), &say)?;
         self.facts = facts(&self.spec, self.facts.runtime.clone());
         let plan = self.prepare().await?;
-        let changes = serde_json::Value::Object(self.dir().owner().changes.clone());
-        let keys = crate::config::paths(&changes).join(", ");
+        let keys = config::keys_of(&self.dir().owner().changes);
         (self.say)(&format!(
             "{keys} was changed before and this machine refuses it now; what the file says holds: {why}"
         ));
