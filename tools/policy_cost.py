@@ -117,9 +117,9 @@ class Circle:
         return busy / frames, frames / (last[2] - first[2]) / 1e6
 
     def cpu_ns(self):
-        """CPU time of the daemon's threads, in nanoseconds: /proc/PID/stat counts in hundredths of a second."""
-        tasks = Path(f"/proc/{self.fabric.process.pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+        """CPU time of the daemon, in nanoseconds: /proc/PID/stat counts in hundredths of a second."""
+        from tombolo_lab import machine
+        return machine.process_cpu_ns(self.fabric.process.pid)
 
     def lost(self):
         """Frames that were dropped so far, by port, way and reason."""
