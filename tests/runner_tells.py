@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from lib import Process, alone, scratch, timeout, until
+from lib import Process, alone, need_root, scratch, timeout, until
 
 RUNNER = Path(__file__).resolve().parent / "run.py"
 HEAD = """
@@ -125,3 +125,16 @@ def test_a_test_that_hangs_is_ended():
         done, verdicts = runner(sample(folder, text))
         assert verdicts == {"hangs": ["FAIL"]} and "still running after" in done.stdout, done.stdout
         assert time.monotonic() - start < 50
+
+
+@timeout(60)
+def test_stages_are_not_begun_on_a_disk_that_they_would_fill():
+    need_root()
+    with scratch() as folder:
+        script = f"""
+            mount -t tmpfs -o size=64m small {folder} && mkdir {folder}/tests && cp {RUNNER.parent / "stages.py"} {folder}/tests
+            {sys.executable} {folder}/tests/stages.py"""
+        done = subprocess.run(["unshare", "--mount", "--propagation", "private", "bash", "-c", script], capture_output=True, text=True)
+        assert done.returncode == 1, done
+        assert "room for 0.1 GB more, and all stages need about 10 GB there" in done.stderr, done
+        assert not list(Path(folder).iterdir()), "the mount was its own"

@@ -12,9 +12,11 @@ ends all that it has started.
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,6 +28,8 @@ GRACE_S = 30
 SLOWEST = 12
 # Lines shown again of a stage that failed otherwise than by a test of tests/run.py.
 LAST_LINES = 40
+# All stages on a fresh clone write 9 GB below it, and up to 1 GB of scratch at a time.
+NEEDED_GB = {ROOT: 10, Path(tempfile.gettempdir()): 2}
 TEST = re.compile(r"^(ok  |FAIL|skip) (\S+)  ([\d.]+) s")
 COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, (\d+) passed on a second run)?$")
 # Lines of Python's unittest.
@@ -141,11 +145,23 @@ class Tests:
         return shown or cargo or self.lines[-LAST_LINES:]
 
 
+def need_room():
+    """Ends the program where a disk would fill up in the middle of the stages. What was built before counts as free room."""
+    built = sum(file.stat().st_size for file in (ROOT / "target").rglob("*") if file.is_file() and not file.is_symlink())
+    for folder, needed in NEEDED_GB.items():
+        free = shutil.disk_usage(folder).free + (built if folder == ROOT else 0)
+        if free < needed * 1e9:
+            sys.exit(f"{folder} has room for {free / 1e9:.1f} GB more, and all stages need about {needed} GB there. Make room, or name "
+                     "the stages that you want.")
+
+
 def main():
     stages = sys.argv[1:] or list(STAGES)
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         sys.exit(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    if len(stages) == len(STAGES):
+        need_room()
     LOGS.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows = []
