@@ -284,15 +284,15 @@ impl Network {
     }
 
     /// Gives the frames `which` of the batch that was decided on the form that `to` gets.
-    pub fn shape(&self, to: PortNumber, batch: &mut Batch<'_>, which: &[u16]) {
-        if let Some(vlans) = &self.vlans {
+    pub fn shape(&mut self, to: PortNumber, batch: &mut Batch<'_>, which: &[u16]) {
+        if let Some(vlans) = &mut self.vlans {
             vlans.shape(to, batch, which);
         }
     }
 
     /// Gives the frames of the batch that was decided on the form in which they came.
-    pub fn restore(&self, batch: &mut Batch<'_>) {
-        if let Some(vlans) = &self.vlans {
+    pub fn restore(&mut self, batch: &mut Batch<'_>) {
+        if let Some(vlans) = &mut self.vlans {
             vlans.restore(batch);
         }
     }

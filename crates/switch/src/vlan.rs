@@ -81,6 +81,14 @@ impl Compiled {
         }
     }
 
+    /// Whether a frame that comes by this port is of its native VLAN, since it has no tag, and can be given one.
+    #[inline]
+    fn is_plain(&self, frame: &Frame) -> bool {
+        let kind = frame.head().get(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES);
+        let kind = kind.map(|field| u16::from_be_bytes([field[0], field[1]]));
+        kind.is_some_and(|kind| !is_tag(kind)) && frame.len() <= MAX_FRAME_BYTES - TAG_BYTES
+    }
+
     /// The VLAN of a frame that comes by this port.
     #[inline]
     fn admit(&self, frame: &Frame) -> Result<u16, Reason> {
@@ -123,7 +131,11 @@ struct Came {
 #[derive(Debug)]
 pub(crate) struct Vlans {
     ports: Vec<Compiled>,
+    /// Of each frame of the batch in hand; none where all came without a tag, to this VLAN.
     came: Vec<Came>,
+    plain: Option<u16>,
+    /// Whether frames of the batch in hand may have a tag now.
+    tagged: bool,
 }
 
 impl Vlans {
@@ -132,7 +144,7 @@ impl Vlans {
         let highest = memberships.keys().copied().max()?;
         let default = Membership::access(DEFAULT);
         let of = |port| Compiled::new(memberships.get(&port).unwrap_or(&default));
-        Some(Vlans { ports: (0..=highest).map(of).collect(), came: Vec::new() })
+        Some(Vlans { ports: (0..=highest).map(of).collect(), came: Vec::new(), plain: None, tagged: false })
     }
 
     #[inline]
@@ -154,6 +166,13 @@ impl Vlans {
         let plain = Compiled { native: DEFAULT, trunk: None };
         let port = self.ports.get(usize::from(from)).unwrap_or(&plain);
         self.came.clear();
+        self.tagged = false;
+        // Most batches are of this kind. Of one VLAN, without tags, they cost one look at each frame.
+        self.plain =
+            (port.native != 0 && batch.frames().iter().all(|frame| port.is_plain(frame))).then_some(port.native);
+        if self.plain.is_some() {
+            return;
+        }
         for frame in batch.frames_mut() {
             let (vlan, tag) = (port.admit(frame), frame.tag());
             if vlan.is_ok() && tag.is_some() {
@@ -166,13 +185,22 @@ impl Vlans {
     /// The VLAN of a frame of the batch, and its bytes when it came.
     #[inline]
     pub(crate) fn of(&self, index: usize, frame: &Frame) -> (Result<u16, Reason>, usize) {
+        if let Some(vlan) = self.plain {
+            return (Ok(vlan), frame.len());
+        }
         let Came { vlan, tag } = self.came[index];
         let taken = if vlan.is_ok() && tag.is_some() { TAG_BYTES } else { 0 };
         (vlan, frame.len() + taken)
     }
 
     /// Gives the frames of the batch the form in which they came.
-    pub(crate) fn restore(&self, batch: &mut Batch<'_>) {
+    pub(crate) fn restore(&mut self, batch: &mut Batch<'_>) {
+        if self.plain.is_some() {
+            if std::mem::take(&mut self.tagged) {
+                batch.frames_mut().iter_mut().for_each(|frame| frame.set_tag(None));
+            }
+            return;
+        }
         for (frame, came) in batch.frames_mut().iter_mut().zip(&self.came) {
             if came.vlan.is_ok() {
                 frame.set_tag(came.tag);
@@ -181,8 +209,17 @@ impl Vlans {
     }
 
     /// Gives the frames `which` of the batch the form that `to` gets.
-    pub(crate) fn shape(&self, to: PortNumber, batch: &mut Batch<'_>, which: &[u16]) {
+    pub(crate) fn shape(&mut self, to: PortNumber, batch: &mut Batch<'_>, which: &[u16]) {
         let native = self.native(to);
+        if let Some(vlan) = self.plain {
+            let tag = (vlan != native).then_some(vlan);
+            self.tagged |= tag.is_some();
+            if self.tagged {
+                let frames = batch.frames_mut();
+                which.iter().for_each(|index| frames[usize::from(*index)].set_tag(tag));
+            }
+            return;
+        }
         let frames = batch.frames_mut();
         for index in which {
             let index = usize::from(*index);

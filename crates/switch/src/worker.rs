@@ -633,7 +633,7 @@ impl Core {
         for at in 0..self.plan.destinations().len() {
             let to = self.plan.destinations()[at];
             self.catch_up(to);
-            if shapes && let Some(Some(NetworkSlot { network, .. })) = self.networks.get(from.network.0 as usize) {
+            if shapes && let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(from.network.0 as usize) {
                 network.shape(to, batch, self.plan.frames_to(to));
             }
             // A mirror gets each frame as it came.
