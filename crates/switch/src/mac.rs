@@ -79,6 +79,12 @@ impl Tick {
     /// Marks in `seen` an address that does not age.
     const PINNED: Tick = Tick(u32::MAX);
 
+    /// Its number since the clock's start.
+    #[inline]
+    pub(crate) const fn number(self) -> u32 {
+        self.0
+    }
+
     /// The tick of an instant. 2^32 ticks are 36 years.
     #[inline]
     pub const fn of(now: Nanos) -> Tick {

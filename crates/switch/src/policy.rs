@@ -498,11 +498,12 @@ impl Policy {
         head: &[u8],
         shared: bool,
     ) -> Option<Reason> {
-        // The first frame of a connection is looked up again below. One look-up for both would cost every other frame a
-        // fifth of its decision: the compiler keeps the key in registers only while nothing else needs it.
-        if let Some((tuple, kind)) = tuple::quick(head) {
-            let (key, from_low) = Key::of(&tuple, from, to);
-            if self.flows.find(now, self.generation, &key, from_low, kind) == Found::Open {
+        if let Some((plain, kind)) = tuple::quick(head) {
+            if !kind.changes_state() && self.flows.is_recent(now, self.generation, &plain, from, to) {
+                return None;
+            }
+            // The first frame of a connection is looked up again below.
+            if self.flows.find_plain(now, self.generation, &plain, from, to, kind) == Found::Open {
                 return None;
             }
         }

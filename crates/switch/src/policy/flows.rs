@@ -6,7 +6,7 @@
 //! below its share takes the place of the oldest connection of the port that holds most. So a flood of connections
 //! costs its own port. The hash is keyed.
 
-use super::tuple::{ACK, End, FIN, Kind, RST, SYN, TCP, Tuple};
+use super::tuple::{ACK, End, FIN, Kind, Plain, RST, SYN, TCP, Tuple};
 use crate::Nanos;
 use crate::mac::{PortNumber, Tick};
 use foldhash::quality::FixedState;
@@ -19,6 +19,8 @@ pub const CAPACITY: usize = 65_536;
 pub const PER_PORT: usize = 16_384;
 /// Places that are looked at for connections whose time is over, once per [`Tick`].
 const SWEEP: usize = 256;
+/// Pairs of places for directions of connections that had a frame in the present tick. A power of two; 512 KiB.
+const RECENT: usize = 4_096;
 /// No place of the table.
 const NIL: u32 = u32::MAX;
 
@@ -76,6 +78,17 @@ impl Key {
         hash.finish()
     }
 
+    /// Of both directions: the switch's ports, from and to, and the tuple.
+    fn tuples(&self) -> [((PortNumber, PortNumber), Tuple); 2] {
+        let [a, b, c, d, ports, _] = self.0;
+        let end =
+            |high: u64, low: u64, port: u64| End { ip: u128::from(high) << 64 | u128::from(low), port: port as u16 };
+        let (low, high) = (end(a, b, ports >> 48), end(c, d, ports >> 16));
+        let (low_port, high_port) = ((ports >> 32) as PortNumber, ports as PortNumber);
+        let tuple = Tuple { from: low, to: high, protocol: self.protocol() };
+        [((low_port, high_port), tuple), ((high_port, low_port), tuple.reversed())]
+    }
+
     fn protocol(&self) -> u8 {
         self.0[Key::PROTOCOL] as u8
     }
@@ -99,7 +112,7 @@ const RESET: u64 = 10;
 const DATAGRAMS: u64 = 300;
 const UNANSWERED: u64 = 30;
 
-/// What a frame of the connection reads: one cache line.
+/// What is known of a connection: one cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 struct Flow {
@@ -148,6 +161,52 @@ impl Flow {
     }
 }
 
+/// A direction of a connection that had a frame in some tick: as it stands in its frames, so that the next frame of the tick
+/// needs no key, no hash and no look at the connection. One cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Recent {
+    addresses: [u64; 4],
+    /// The packet's ports and the switch's.
+    ends: u64,
+    when: u64,
+    protocol: u8,
+    is_ipv4: bool,
+}
+
+impl Recent {
+    /// No connection: without addresses, from a port to itself.
+    const NONE: Recent = Recent { addresses: [0; 4], ends: 0, when: u64::MAX, protocol: 0, is_ipv4: false };
+
+    #[inline(always)]
+    fn new(plain: &Plain, from: PortNumber, to: PortNumber, when: u64) -> Recent {
+        let ends = u64::from(plain.ports) << 32 | u64::from(from) << 16 | u64::from(to);
+        Recent { addresses: plain.addresses, ends, when, protocol: plain.protocol, is_ipv4: plain.is_ipv4 }
+    }
+
+    /// When it was, for comparison only.
+    #[inline(always)]
+    fn when(now: Tick, generation: u32) -> u64 {
+        u64::from(now.number()) << 32 | u64::from(generation)
+    }
+
+    #[inline(always)]
+    fn is_of(&self, other: &Recent) -> bool {
+        let ([a, b, c, d], [e, f, g, h]) = (self.addresses, other.addresses);
+        let differ = (a ^ e) | (b ^ f) | (c ^ g) | (d ^ h) | (self.ends ^ other.ends);
+        differ == 0 && self.protocol == other.protocol && self.is_ipv4 == other.is_ipv4
+    }
+
+    /// Where it is. Directions that share a pair of places, also on purpose, cost each other only a look into the index.
+    #[inline(always)]
+    fn pair(&self, secret: &[u64; 2]) -> usize {
+        let [a, b, c, d] = self.addresses;
+        let (left, right) = (a ^ c.rotate_left(32) ^ secret[0], b ^ d.rotate_left(32) ^ self.ends ^ secret[1]);
+        let product = u128::from(left) * u128::from(right);
+        ((product >> 64) as u64 ^ product as u64) as usize % RECENT
+    }
+}
+
 /// A port's connections, in order of age.
 #[derive(Clone, Copy, Debug)]
 struct Share {
@@ -184,24 +243,26 @@ pub(super) struct Flows {
     shares: Vec<Share>,
     members: usize,
     capacity: usize,
-    /// The place of the last packet: frames tend to come in runs.
-    last: u32,
+    recent: Box<[[Recent; 2]]>,
+    secret: [u64; 2],
     swept: usize,
     swept_at: Tick,
 }
 
 impl Flows {
     pub(super) fn new(capacity: usize, seed: u64) -> Flows {
+        let hasher = FixedState::with_seed(seed);
         Flows {
             index: HashTable::with_capacity(capacity),
-            hasher: FixedState::with_seed(seed),
+            recent: vec![[Recent::NONE; 2]; if capacity == 0 { 0 } else { RECENT }].into(),
+            secret: [1, 2].map(|n: u64| hasher.hash_one(n)),
+            hasher,
             places: Vec::with_capacity(capacity),
             links: Vec::with_capacity(capacity),
             free: Vec::new(),
             shares: Vec::new(),
             members: 1,
             capacity,
-            last: NIL,
             swept: 0,
             swept_at: Tick::default(),
         }
@@ -217,12 +278,61 @@ impl Flows {
         self.members = members.max(1);
     }
 
+    /// Whether the packet's direction of its connection had a frame in this tick, under these rules. Then one that does not
+    /// change its state needs nothing more.
     #[inline(always)]
-    fn place_of(&self, key: &Key) -> Option<u32> {
-        match self.places.get(self.last as usize) {
-            Some(flow) if flow.used && flow.key == *key => Some(self.last),
-            _ => self.index.find(key.hash(&self.hasher), |at| self.places[*at as usize].key == *key).copied(),
+    pub(super) fn is_recent(
+        &self,
+        now: Tick,
+        generation: u32,
+        plain: &Plain,
+        from: PortNumber,
+        to: PortNumber,
+    ) -> bool {
+        let when = Recent::when(now, generation);
+        let frame = Recent::new(plain, from, to, when);
+        let pair = self.recent.get(frame.pair(&self.secret));
+        pair.is_some_and(|pair| pair.iter().any(|recent| recent.when == when && recent.is_of(&frame)))
+    }
+
+    /// [`Flows::find`], and notes that the direction had a frame.
+    pub(super) fn find_plain(
+        &mut self,
+        now: Tick,
+        generation: u32,
+        plain: &Plain,
+        from: PortNumber,
+        to: PortNumber,
+        kind: Kind,
+    ) -> Found {
+        let (key, from_low) = Key::of(&plain.tuple(), from, to);
+        let found = self.find(now, generation, &key, from_low, kind);
+        if found == Found::Open {
+            let recent = Recent::new(plain, from, to, Recent::when(now, generation));
+            // Those of this tick stay. Where all are, as many directions as possible keep their place.
+            if let Some(pair) = self.recent.get_mut(recent.pair(&self.secret))
+                && let Some(place) = pair.iter_mut().find(|place| place.when != recent.when)
+            {
+                *place = recent;
+            }
         }
+        found
+    }
+
+    /// The directions of a connection that goes are no longer recent.
+    fn forget_recent(&mut self, key: &Key) {
+        for tuple in key.tuples() {
+            for is_ipv4 in [true, false] {
+                let ((from, to), tuple) = tuple;
+                let recent = Recent::new(&Plain::of(&tuple, is_ipv4), from, to, 0);
+                let Some(pair) = self.recent.get_mut(recent.pair(&self.secret)) else { return };
+                pair.iter_mut().filter(|place| place.is_of(&recent)).for_each(|place| *place = Recent::NONE);
+            }
+        }
+    }
+
+    fn place_of(&self, key: &Key) -> Option<u32> {
+        self.index.find(key.hash(&self.hasher), |at| self.places[*at as usize].key == *key).copied()
     }
 
     /// Looks a packet's connection up, and keeps it alive.
@@ -245,7 +355,6 @@ impl Flows {
             return Found::Unknown;
         }
         flow.note(from_low, kind);
-        self.last = at;
         if is_late {
             self.refresh(at, now);
         }
@@ -316,7 +425,6 @@ impl Flows {
         let (hasher, places) = (&self.hasher, &self.places);
         self.index.insert_unique(key.hash(hasher), at, |at| places[*at as usize].key.hash(hasher));
         self.attach(at);
-        self.last = at;
         true
     }
 
@@ -375,7 +483,9 @@ impl Flows {
         self.detach(at);
         let flow = &mut self.places[at as usize];
         flow.used = false;
-        let hash = flow.key.hash(&self.hasher);
+        let key = flow.key;
+        self.forget_recent(&key);
+        let hash = key.hash(&self.hasher);
         if let Ok(entry) = self.index.find_entry(hash, |other| *other == at) {
             entry.remove();
         }
@@ -532,5 +642,55 @@ mod tests {
                 assert_eq!(seen, share.held);
             }
         }
+    }
+
+    /// Frames that need no look at their connection are those that would not change it.
+    #[test]
+    fn what_is_recent_would_change_nothing() {
+        let mut flows = Flows::new(24, 9);
+        flows.set_members(3);
+        let mut state = 5u32;
+        let mut next = |below: u32| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 16) % below
+        };
+        let (mut recent, mut generation) = (0, 1);
+        for step in 0..60_000u64 {
+            let now = Tick::of(Nanos::SECOND.times(step / 400));
+            // IPv4, IPv6, and an IPv6 frame of an IPv4 address.
+            let is_ipv4 = next(2) == 0;
+            let base = if is_ipv4 || next(4) == 0 { 0xffff_0000_0000 } else { 0xfd << 120 };
+            let end = |n: u32| End { ip: base | u128::from(n), port: 7 };
+            let (a, b) = (next(8), 8 + next(2));
+            let protocol = if next(2) == 0 { TCP } else { 17 };
+            let mut tuple = Tuple { from: end(a), to: end(b), protocol };
+            let (mut from, mut to) = ((a % 3) as PortNumber, 9);
+            if next(2) == 0 {
+                (tuple, from, to) = (tuple.reversed(), to, from);
+            }
+            let flags = [ACK, ACK, ACK, SYN, SYN | ACK, FIN | ACK, RST][next(7) as usize];
+            let kind = if protocol == TCP { Kind::Segment(flags) } else { Kind::Datagram };
+            let plain = Plain::of(&tuple, is_ipv4);
+            let (key, from_low) = Key::of(&tuple, from, to);
+            if !kind.changes_state() && flows.is_recent(now, generation, &plain, from, to) {
+                recent += 1;
+                let at = flows.place_of(&key).expect("its connection is there");
+                let mut flow = flows.places[at as usize];
+                let before = (flow.answered, flow.reset, flow.done_low, flow.done_high);
+                assert!(flow.used && flow.generation == generation && flow.seen == now, "{step}: {flow:?}");
+                flow.note(from_low, kind);
+                assert_eq!((flow.answered, flow.reset, flow.done_low, flow.done_high), before, "{step}");
+            }
+            match next(64) {
+                0 => flows.close(&key),
+                1 => flows.sweep(now),
+                2 => flows.remove_port(from),
+                3 => flows.renew(generation, &key),
+                4 if step % 16 == 0 => generation += 1,
+                5..12 => _ = flows.open(now, generation, key, from_low, from.min(to), kind),
+                _ => _ = flows.find_plain(now, generation, &plain, from, to, kind),
+            }
+        }
+        assert!(recent > 1_000, "{recent}");
     }
 }

@@ -66,6 +66,17 @@ pub(super) enum Kind {
     Later(u32),
 }
 
+impl Kind {
+    /// Whether such a packet may change the state of a connection that has had one in the same direction.
+    #[inline(always)]
+    pub(super) fn changes_state(self) -> bool {
+        match self {
+            Kind::Segment(flags) => flags & (SYN | FIN | RST) != 0,
+            _ => false,
+        }
+    }
+}
+
 /// What a frame holds for a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Content {
@@ -92,26 +103,60 @@ pub(super) fn read(head: &[u8]) -> Content {
     }
 }
 
-/// The tuple of a frame's packet, and the TCP flags where it is a segment, for the most common frames: TCP and UDP, whole,
-/// without tags, options and extension headers. Of all others `None`; [`read`] reads those too, and these alike.
+/// What a frame of the most common kinds says of its connection, as it stands in the frame: TCP or UDP, whole, without tags,
+/// options and extension headers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Plain {
+    /// IPv6: source and destination, two words each. IPv4: both in the first word.
+    pub(super) addresses: [u64; 4],
+    /// Source port above, destination port below.
+    pub(super) ports: u32,
+    pub(super) protocol: u8,
+    pub(super) is_ipv4: bool,
+}
+
+impl Plain {
+    /// What such a frame of this tuple has; of each family where both have the same tuple.
+    pub(super) fn of(tuple: &Tuple, is_ipv4: bool) -> Plain {
+        let [from, to] = [tuple.from.ip, tuple.to.ip];
+        let addresses = match is_ipv4 {
+            true => [u64::from(from as u32) << 32 | u64::from(to as u32), 0, 0, 0],
+            false => [(from >> 64) as u64, from as u64, (to >> 64) as u64, to as u64],
+        };
+        let ports = u32::from(tuple.from.port) << 16 | u32::from(tuple.to.port);
+        Plain { addresses, ports, protocol: tuple.protocol, is_ipv4 }
+    }
+
+    pub(super) fn tuple(&self) -> Tuple {
+        let [a, b, c, d] = self.addresses;
+        let (from, to) = match self.is_ipv4 {
+            true => (MAPPED | u128::from(a >> 32), MAPPED | u128::from(a as u32)),
+            false => (u128::from(a) << 64 | u128::from(b), u128::from(c) << 64 | u128::from(d)),
+        };
+        let [from_port, to_port] = [(self.ports >> 16) as u16, self.ports as u16];
+        Tuple { from: End { ip: from, port: from_port }, to: End { ip: to, port: to_port }, protocol: self.protocol }
+    }
+}
+
+/// What a frame says of its connection, and the TCP flags where it is a segment, for the most common frames. Of all others
+/// `None`; [`read`] reads those too, and these alike.
 #[inline(always)]
-pub(super) fn quick(head: &[u8]) -> Option<(Tuple, Kind)> {
+pub(super) fn quick(head: &[u8]) -> Option<(Plain, Kind)> {
     // Ethernet 14, then IPv4 20 or IPv6 40, then what of TCP goes up to its flags.
     const FOUR: usize = 14 + 20;
     const SIX: usize = 14 + 40;
-    let (protocol, from, to, rest) = match head.get(12..15)? {
+    let word = |at: usize| head.get(at..)?.first_chunk().copied().map(u64::from_be_bytes);
+    let (is_ipv4, protocol, addresses, rest) = match head.get(12..15)? {
         [0x08, 0x00, 0x45] => {
             let head: &[u8; FOUR] = head.first_chunk()?;
             if u16::from_be_bytes([head[20], head[21]]) & 0x3fff != 0 {
                 return None;
             }
-            let address = |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-            (head[23], MAPPED | u128::from(address(26)), MAPPED | u128::from(address(30)), FOUR)
+            (true, head[23], [word(26)?, 0, 0, 0], FOUR)
         }
         [0x86, 0xdd, version] if version >> 4 == 6 => {
             let head: &[u8; SIX] = head.first_chunk()?;
-            let address = |at: usize| <[u8; 16]>::try_from(&head[at..at + 16]).map(u128::from_be_bytes).ok();
-            (head[20], address(22)?, address(38)?, SIX)
+            (false, head[20], [word(22)?, word(30)?, word(38)?, word(46)?], SIX)
         }
         _ => return None,
     };
@@ -121,10 +166,8 @@ pub(super) fn quick(head: &[u8]) -> Option<(Tuple, Kind)> {
         UDP => Kind::Datagram,
         _ => return None,
     };
-    let ports: &[u8; 4] = rest.first_chunk()?;
-    let from = End { ip: from, port: u16::from_be_bytes([ports[0], ports[1]]) };
-    let to = End { ip: to, port: u16::from_be_bytes([ports[2], ports[3]]) };
-    Some((Tuple { from, to, protocol }, kind))
+    let ports = u32::from_be_bytes(*rest.first_chunk()?);
+    Some((Plain { addresses, ports, protocol, is_ipv4 }, kind))
 }
 
 fn word(bytes: &[u8], at: usize) -> Option<u16> {
@@ -332,9 +375,10 @@ pub(super) mod tests {
                 f[at] = next();
             }
             f.truncate(f.len() - usize::from(next() % 16) * usize::from(next() % 4 / 3));
-            if let Some((tuple, kind)) = quick(&f) {
+            if let Some((plain, kind)) = quick(&f) {
                 quick_ones += 1;
-                assert_eq!(read(&f), Content::Packet(tuple, kind), "{f:?}");
+                assert_eq!(read(&f), Content::Packet(plain.tuple(), kind), "{f:?}");
+                assert_eq!(Plain::of(&plain.tuple(), plain.is_ipv4), plain);
             }
         }
         assert!(quick_ones > 5_000, "{quick_ones}");
