@@ -82,6 +82,7 @@ class Fetching:
 
 def next_version(deb, folder):
     """The same package with a later version, as an upgrade."""
+    folder.mkdir(exist_ok=True)
     unpacked = folder / "next"
     subprocess.run(["dpkg-deb", "-R", deb, unpacked], check=True)
     control = unpacked / "DEBIAN/control"
@@ -236,3 +237,82 @@ def test_installed_run_upgraded_and_purged():
     [main] = package.OUT.glob("tombolo_*.deb")
     left = live(package.debs(), main)
     assert left == [], left
+
+
+class Service:
+    """The fabric `demo` of a bare system with systemd, as the service that its package gives it."""
+
+    def __init__(self, bare):
+        self.bare = bare
+
+    def control(self, word):
+        done = self.bare.run("systemctl", "--no-pager", *word.split(), "tombolo@demo", check=False, seconds=2 * PATIENCE_S)
+        assert done.returncode == 0, f"systemctl {word}: {done.stderr}\n{self.log()}"
+
+    def log(self):
+        return self.bare.run("journalctl", "--no-pager", "-u", "tombolo@demo", "-n", "40", check=False).stdout
+
+    def main_pid(self):
+        """The process that systemd takes for the daemon, if the service is active."""
+        said = self.bare.run("systemctl", "show", "tombolo@demo", "-p", "MainPID,ActiveState").stdout
+        found = dict(line.split("=", 1) for line in said.splitlines())
+        return int(found["MainPID"]) if found["ActiveState"] == "active" else None
+
+    def cell(self):
+        return json.loads(self.bare.run("tombolo", "status", "--json", "--fabric", "demo").stdout)["machines"][0]["pid"]
+
+
+def broken(deb, folder):
+    """A later version whose program does not run."""
+    unpacked = folder / "broken"
+    subprocess.run(["dpkg-deb", "-R", deb, unpacked], check=True)
+    control = unpacked / "DEBIAN/control"
+    control.write_text(re.sub(r"^(Version: .*)$", r"\1+zbroken", control.read_text(), flags=re.M))
+    (unpacked / "usr/bin/tombolo").write_text("#!/bin/sh\nexit 1\n")
+    path = folder / "tombolo_broken.deb"
+    subprocess.run(["dpkg-deb", "--root-owner-group", "-Znone", "-b", unpacked, path], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+@timeout(1200)
+def test_a_running_service_is_upgraded_by_its_packages_scripts_and_purged():
+    debs, [main] = package.debs(), package.OUT.glob("tombolo_*.deb")
+    with Bare(systemd=True) as bare, tempfile.TemporaryDirectory() as folder:
+        before = bare.files()
+        bare.install(*debs)
+        bare.write("/etc/tombolo/demo.toml", FABRIC)
+        service = Service(bare)
+        service.control("enable --now")
+        until("the cell's page", lambda: fetches(bare), PATIENCE_S)
+        daemon, cell = service.main_pid(), service.cell()
+        # The service has mounts of its own, so its paths begin outside.
+        assert program_of(bare, daemon).endswith("/usr/bin/tombolo"), program_of(bare, daemon)
+
+        with Fetching(bare) as fetching:
+            fetching.again()
+            # Its postinst has systemd reload the service.
+            bare.install(next_version(main, Path(folder)))
+            fetching.again()
+            upgraded = service.main_pid()
+            assert upgraded not in (None, daemon), service.log()
+            assert program_of(bare, upgraded).endswith("/usr/bin/tombolo"), program_of(bare, upgraded)
+            assert service.cell() == cell, "the cell runs on"
+            # A version that cannot take over leaves the daemon of before at its work, and the package is installed all the same.
+            bare.install(broken(main, Path(folder)))
+            fetching.again()
+            assert service.main_pid() == upgraded and program_of(bare, upgraded).endswith("(deleted)")
+            # With a good version again, the next reload works.
+            bare.install(next_version(main, Path(folder) / "again"))
+            fetching.again()
+            assert service.main_pid() not in (None, upgraded), service.log()
+            assert service.cell() == cell
+        assert fetching.bad == 0, f"{fetching.bad} of {fetching.bad + fetching.good} pages failed"
+
+        # While the service runs: the package stops it.
+        (bare.folder / "etc/tombolo/demo.toml").unlink()
+        bare.dpkg("--purge", *(deb.name.split("_")[0] for deb in debs))
+        until("the end of the fabric's processes", lambda: not any("tombolo" in line or "qemu" in line for line in bare.processes()), 20)
+        left = {name for name in set(bare.files()) - set(before) if "tombolo" in name}
+        assert not left and not [name for name in bare.runtime_files() if "tombolo" in name], (left, bare.runtime_files())
+        units = bare.run("systemctl", "list-units", "--all", "--no-legend", "--plain", "tombolo*").stdout
+        assert not units, units

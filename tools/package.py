@@ -29,6 +29,8 @@ TAG = f"tombolo:{VERSION}"
 BUILT = {"TOMBOLO_BUILT": "target/release", "TOMBOLO_CELLS": "cells/x86_64-unknown-linux-gnu/release", "TOMBOLO_SPAN": "span/release/tombolo-span"}
 # What the bare system has besides the essential packages: what tombolo and its tests need and dpkg would refuse to miss.
 BARE = ("iproute2", "nftables", "passt", "python3", "qemu-system-x86")
+# And a system in which it is a service.
+WITH_SYSTEMD = (*BARE, "systemd")
 SUITE = "bookworm"
 
 
@@ -135,17 +137,17 @@ def rpm():
     return sorted(OUT.glob("*.rpm"))
 
 
-def root():
-    """A tar of a bare Debian system, made once by mmdebstrap."""
-    key = hashlib.sha256(" ".join((SUITE, *BARE)).encode()).hexdigest()[:12]
+def root(packages=BARE):
+    """A tar of a bare Debian system with these packages, made once by mmdebstrap."""
+    key = hashlib.sha256(" ".join((SUITE, *packages)).encode()).hexdigest()[:12]
     path = OUT / f"root-{key}.tar"
     if not path.exists():
         OUT.mkdir(parents=True, exist_ok=True)
-        print(f"package: making a bare {SUITE} with {', '.join(BARE)} (about two minutes, once)", file=sys.stderr, flush=True)
+        print(f"package: making a bare {SUITE} with {', '.join(packages)} (about two minutes, once)", file=sys.stderr, flush=True)
         new = path.with_suffix(".new.tar")
         # In mounts of its own, so that none is left behind when it is killed.
         with (OUT / "mmdebstrap.log").open("wb") as log:
-            done = subprocess.run(["unshare", "--mount", "mmdebstrap", "--mode=root", "--variant=apt", f"--include={','.join(BARE)}",
+            done = subprocess.run(["unshare", "--mount", "mmdebstrap", "--mode=root", "--variant=apt", f"--include={','.join(packages)}",
                                    "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/locale/*",
                                    "--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-include=/usr/share/doc/*/copyright",
                                    SUITE, new, mirror("package")], stdout=log, stderr=log)
@@ -221,7 +223,7 @@ def main():
         sys.exit(f"package: expected deb, rpm, oci, all, reproducible or root, found {' '.join(unknown)}")
     OUT.mkdir(parents=True, exist_ok=True)
     if "root" in words:
-        print(root())
+        print(root(), root(WITH_SYSTEMD), sep="\n")
     if "reproducible" in words:
         reproducible()
     for kind, build in kinds.items():

@@ -4,6 +4,7 @@
 no network and no mount of this machine; of /dev it has what every program needs, and KVM's and the taps' devices.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -13,10 +14,10 @@ from pathlib import Path
 
 from .machine import BUILD, ROOT, need_program, need_root
 from .process import PATIENCE_S, Process, children, until
+from .systemd import cgroup_root
 
 sys.path.insert(0, str(ROOT / "tools"))
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "net/tun", "kvm")
-# Process 1 has to reap, so it is a shell that waits.
 START = """
 set -e
 mount --make-rprivate /
@@ -34,30 +35,52 @@ ln -s pts/ptmx dev/ptmx
 ln -s /proc/self/fd dev/fd
 mount -t tmpfs tmpfs dev/shm
 ip link set lo up
-exec chroot . sh -c 'while :; do sleep 3600 & wait $!; done'
+"""
+# Process 1 has to reap, so it is a shell that waits.
+SHELL = START + "exec chroot . sh -c 'while :; do sleep 3600 & wait $!; done'"
+# Or a systemd, which changes nothing of the machine: what says that it is in a container also says that it need not set up one.
+SYSTEMD = START + """
+mount -t cgroup2 cgroup2 sys/fs/cgroup
+mount --bind proc/sys proc/sys
+mount --bind proc/sys/net proc/sys/net
+mount -o remount,bind,ro proc/sys
+exec chroot . env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin container=test \
+    /usr/lib/systemd/systemd --system --unit=multi-user.target --log-target=null
 """
 # Of dpkg and the linker, which note every package.
 NOTES = ("var/lib/dpkg", "var/log", "var/cache/ldconfig", "etc/ld.so.cache")
 
 
 class Bare:
-    """The system, as a `with`: `.run("command", …)` within, `.install(deb, …)`, `.files()`."""
+    """The system, as a `with`: `.run("command", …)` within, `.install(deb, …)`, `.files()`. Where `systemd` is asked for, that is its
+    process 1."""
 
-    def __init__(self):
+    def __init__(self, systemd=False):
         need_root()
+        self.systemd = systemd
+        self.cgroup = cgroup_root() / f"tmb-bare-{os.getpid()}" if systemd else None
         for program in ("mmdebstrap", "chroot", "unshare", "nsenter"):
             need_program(program)
         self.folder = self.process = self.pid = None
 
     def __enter__(self):
         import package
-        tar = package.root()
+        tar = package.root(package.WITH_SYSTEMD if self.systemd else package.BARE)
         self.folder = Path(tempfile.mkdtemp(dir=BUILD / "package", prefix="bare."))
         try:
             subprocess.run(["tar", "-xf", tar, "-C", self.folder, "--exclude=./dev/*"], check=True)
-            command = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "sh", "-c", START]
-            self.process = Process(command, name="bare system", env={"BARE": str(self.folder), "DEVICES": " ".join(DEVICES)})
+            command = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+            env = {"BARE": str(self.folder), "DEVICES": " ".join(DEVICES)}
+            if self.systemd:
+                self.cgroup.mkdir()
+                env["CGROUP"] = str(self.cgroup)
+                command = ["sh", "-c", 'echo $$ >"$CGROUP/cgroup.procs"; exec "$@"', "sh", *command, "--cgroup", "sh", "-c", SYSTEMD]
+            else:
+                command += ["sh", "-c", SHELL]
+            self.process = Process(command, name="bare system", env=env)
             self.pid = until("the bare system", self._process_1)
+            if self.systemd:
+                until("systemd's start", self._has_started, PATIENCE_S)
         except BaseException:
             self.__exit__()
             raise
@@ -69,10 +92,20 @@ class Bare:
         # It is there as soon as it has changed its root.
         return pid if pid and os.readlink(f"/proc/{pid}/root") == str(self.folder) else None
 
+    def _has_started(self):
+        assert self.process.alive(), self.process.tail()
+        # "degraded" where a unit of Debian's found nothing that it is for.
+        return self.run("systemctl", "is-system-running", check=False).stdout.strip() in ("running", "degraded")
+
     def __exit__(self, *_):
         if self.process:
             # The kernel kills the rest of its PID namespace, and its mounts go with that.
             self.process.kill()
+        if self.cgroup and self.cgroup.exists():
+            with contextlib.suppress(TimeoutError):
+                until("the end of all processes", lambda: not (self.cgroup / "cgroup.events").read_text().count("populated 1"), 20)
+            for path, _, _ in os.walk(self.cgroup, topdown=False):
+                os.rmdir(path)
         if self.folder:
             # A mount that a dying process still holds is not in this namespace.
             shutil.rmtree(self.folder)
