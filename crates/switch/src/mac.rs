@@ -292,11 +292,6 @@ impl MacTable {
     pub fn learn_in(&mut self, now: Tick, vlan: u16, address: Address, port: PortNumber) -> Learned {
         debug_assert!(address.is_station() && self.ports[port as usize].present);
         debug_assert_eq!(vlan == 0, self.vlans.is_empty());
-        if vlan != 0
-            && let Some(pinned) = self.slot_of(address, 0)
-        {
-            return if port_of(self.slots[pinned]) == port { Learned::Known } else { Learned::Pinned };
-        }
         match self.slot_of(address, vlan) {
             Some(slot) if port_of(self.slots[slot]) == port => {
                 if self.seen[slot] != now.0 {
@@ -304,7 +299,12 @@ impl MacTable {
                 }
                 Learned::Known
             }
-            found => self.learn_slow(now, vlan, address, port, found),
+            // What is pinned was learned in no VLAN, so this is looked at last.
+            found => match (vlan != 0).then(|| self.slot_of(address, 0)).flatten() {
+                Some(pinned) if port_of(self.slots[pinned]) == port => Learned::Known,
+                Some(_) => Learned::Pinned,
+                None => self.learn_slow(now, vlan, address, port, found),
+            },
         }
     }
 

@@ -429,7 +429,8 @@ impl Network {
         // The address zero is no station's, so it can mean "none yet": the verdict on it is the one kept.
         let (mut last_source, mut source_reason) = (Address::ZERO, Some(Reason::BadSource));
         let (mut last_destination, mut way) = (Address::ZERO, None);
-        let mut relation = Relation { passes: Passes::Always, is_mirrored: false };
+        // What holds between the port and the last destination's.
+        let (mut related, mut relation) = (None, Relation { passes: Passes::Always, is_mirrored: false });
         let (mut copies, mut unknown, mut group) = (0u64, 0u64, 0u64);
         // 0 where there are none.
         let mut vlan = 0;
@@ -513,8 +514,10 @@ impl Network {
                         found = Destination::Unknown;
                     }
                     (last_destination, way) = (destination, Some(found));
-                    if let (Some(policy), Destination::Port(port)) = (&mut policy, found) {
-                        relation = policy.relation(from, port);
+                    if let (Some(policy), Destination::Port(port)) = (&mut policy, found)
+                        && related != Some(port)
+                    {
+                        (related, relation) = (Some(port), policy.relation(from, port));
                     }
                     found
                 }

@@ -295,7 +295,9 @@ impl Flows {
         pair.is_some_and(|pair| pair.iter().any(|recent| recent.when == when && recent.is_of(&frame)))
     }
 
-    /// [`Flows::find`], and notes that the direction had a frame.
+    /// [`Flows::find`], and notes that the direction had a frame. Kept out of the path of most frames, which would save its
+    /// registers.
+    #[inline(never)]
     pub(super) fn find_plain(
         &mut self,
         now: Tick,
