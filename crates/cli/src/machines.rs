@@ -2,10 +2,11 @@
 
 use std::net::{TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use tombolo_remote::machine::keys::{self, Identity, KeyError, KeyFiles};
-use tombolo_remote::machine::{Export, Import, ImportEvent, Pick, Remote, told};
+use tombolo_remote::machine::{Export, Import, ImportEvent, Offer, Pick, Remote, Tcp, told};
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::Access;
 
@@ -158,18 +159,18 @@ impl ExportCommand {
             ))
         };
         let addresses: Vec<_> = listen.to_socket_addrs().map_err(misused)?.collect();
-        let listener = TcpListener::bind(&addresses[..])
-            .map_err(|error| Failure::failed(format!("listening at {listen}: {error}")))?;
+        let failed = |error| Failure::failed(format!("listening at {listen}: {error}"));
+        let listener = TcpListener::bind(&addresses[..]).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let offer = |service: &String| Offer { service: service.clone(), allow: allow.clone() };
         let export = Export {
-            services: services.clone(),
-            allow: allow.clone(),
+            offers: services.iter().map(offer).collect(),
             workers: *workers,
             connections: *connections as usize,
             folder: None,
         };
-        let exporter = export.start(listener, identity, told(|text| out::tell!("tombolo: {text}")));
-        let exporter = exporter?;
-        out::tell!("tombolo: {} at {}", services.join(", "), exporter.address());
+        let _exporter = export.start(&Tcp::at(listener), identity, told(|text| out::tell!("tombolo: {text}")))?;
+        out::tell!("tombolo: {} at {address}", services.join(", "));
         forever()
     }
 }
@@ -222,7 +223,7 @@ impl ImportCommand {
             folder: None,
         };
         let service = name.clone();
-        let importer = import.start(self.proof.identity()?, move |event| match event {
+        let importer = import.start(Arc::new(Tcp::default()), self.proof.identity()?, move |event| match event {
             ImportEvent::Registered => out::tell!("tombolo: service {service} is registered"),
             event => out::tell!("tombolo: {event}"),
         });

@@ -19,13 +19,13 @@ use std::fmt::Display;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
 use tombolo_remote::bridge::Bridge;
 use tombolo_remote::machine::keys::{Identity, KeyError, KeyFiles};
-use tombolo_remote::machine::{self, ImportEvent, Remote};
+use tombolo_remote::machine::{self, ImportEvent, Offer, Remote, Tcp};
 use tombolo_remote::{Calls, ServeOptions};
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::Access;
@@ -170,14 +170,14 @@ impl MachinesSpec {
                     Err(error) => return format!("listening at {}: {error}", export.listen),
                 };
                 confine::bridge(services);
+                let offer = |service: &String| Offer { service: service.clone(), allow: export.allow.clone() };
                 let wanted = machine::Export {
-                    services: export.services.clone(),
-                    allow: export.allow.clone(),
+                    offers: export.services.iter().map(offer).collect(),
                     workers: EXPORT_WORKERS,
                     connections: EXPORT_CONNECTIONS,
                     folder: None,
                 };
-                match wanted.start(listener, identity, machine::told(|text| say(&text))) {
+                match wanted.start(&Tcp::at(listener), identity, machine::told(|text| say(&text))) {
                     Ok(_exporter) => forever(),
                     Err(error) => error.to_string(),
                 }
@@ -205,7 +205,7 @@ impl MachinesSpec {
                     }
                     event => say(&event),
                 };
-                match wanted.start(identity, tell) {
+                match wanted.start(Arc::new(Tcp::default()), identity, tell) {
                     Ok(importer) => {
                         let why = ended.recv().unwrap_or_else(|_| "the import has ended".into());
                         // Dropped, it would wait for connections that are being made. The process ends now.

@@ -23,6 +23,7 @@ use tombolo_calls::{CallError, CallOptions, Deadline, Reply, Request, RequestId,
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Status, Token};
 use tombolo_rpc::clock::now_ns;
 
+use crate::machine::Socket;
 use crate::machine::wire::StreamEnd;
 use crate::transport::{self, Backoff, RemoteError, RemoteTransport, Wakers};
 
@@ -110,7 +111,7 @@ impl Calls {
     /// # Errors
     /// [`RemoteError`]: the other side is no peer of calls.
     pub fn over(stream: TcpStream, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
-        Calls::on(StreamEnd::plain(stream), Instant::now() + timeout, options)
+        Calls::on(StreamEnd::plain(Socket::Tcp(stream)), Instant::now() + timeout, options)
     }
 
     pub(crate) fn on(stream: StreamEnd, until: Instant, options: &ServeOptions) -> Result<Calls, RemoteError> {

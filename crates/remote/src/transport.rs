@@ -206,7 +206,7 @@ pub(crate) fn greet(
     options: &ServeOptions,
 ) -> Result<(RemoteTransport, Wakers), RemoteError> {
     let failed = |what| move |source| RemoteError::Stream { what, source };
-    stream.tcp().set_nodelay(true).map_err(failed("TCP_NODELAY"))?;
+    stream.socket().set_nodelay().map_err(failed("TCP_NODELAY"))?;
     let mut frames = Frames::default();
     let mut timed = Timed { end: &mut stream, until };
     timed.write_all(frames.output()).map_err(failed("greeting"))?;
@@ -226,8 +226,8 @@ pub(crate) fn greet(
             Err(source) => return Err(RemoteError::Stream { what: "the greeting", source }),
         }
     };
-    stream.tcp().set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
-    let socket = rustix::io::fcntl_dupfd_cloexec(stream.tcp(), 3).map_err(system("a descriptor"))?;
+    stream.socket().set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
+    let socket = rustix::io::fcntl_dupfd_cloexec(stream.socket(), 3).map_err(system("a descriptor"))?;
     let nudge = Doorbell::new().map_err(system("eventfd"))?;
     let transport = Transport::on_stream(stream, frames, entries, options);
     Ok((transport, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))

@@ -10,9 +10,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tombolo_calls::hello;
+use tombolo_remote::RemoteError;
 use tombolo_remote::machine::keys::{self, Identity, KeyError, KeyFiles};
 use tombolo_remote::machine::{
-    Export, ExportEvent, Exporter, HANDSHAKE, HANDSHAKES_PER_ADDRESS, Import, ImportEvent, Importer, Pick, Remote,
+    Export, ExportEvent, Exporter, HANDSHAKE, HANDSHAKES_PER_ADDRESS, Import, ImportEvent, Importer, Offer, Pick,
+    Remote, Tcp,
 };
 use tombolo_rpc::client::{self, CallError, CallOptions, Client, ConnectError, ConnectOptions};
 use tombolo_rpc::provider::{Access, Options, Reply, Request, Service};
@@ -40,8 +42,49 @@ fn listener() -> TcpListener {
 }
 
 fn export(folder: &Path, services: &[&str], allow: &[&str]) -> Export {
-    let owned = |names: &[&str]| names.iter().map(|name| name.to_string()).collect();
-    Export { services: owned(services), allow: owned(allow), folder: Some(folder.into()), ..Export::default() }
+    let owned = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
+    let offer = |service: String| Offer { service, allow: owned(allow) };
+    let offers = owned(services).into_iter().map(offer).collect();
+    Export { offers, folder: Some(folder.into()), ..Export::default() }
+}
+
+/// An export, and where it listens.
+struct OverTcp(Exporter, SocketAddr);
+
+impl std::ops::Deref for OverTcp {
+    type Target = Exporter;
+
+    fn deref(&self) -> &Exporter {
+        &self.0
+    }
+}
+
+impl OverTcp {
+    fn address(&self) -> SocketAddr {
+        self.1
+    }
+}
+
+trait StartOverTcp {
+    /// Starts it at the listener, with what it tells.
+    fn over_tcp(
+        self,
+        listener: TcpListener,
+        identity: Option<Identity>,
+        tell: impl Fn(ExportEvent) + Send + Sync + 'static,
+    ) -> Result<OverTcp, RemoteError>;
+}
+
+impl StartOverTcp for Export {
+    fn over_tcp(
+        self,
+        listener: TcpListener,
+        identity: Option<Identity>,
+        tell: impl Fn(ExportEvent) + Send + Sync + 'static,
+    ) -> Result<OverTcp, RemoteError> {
+        let address = listener.local_addr().unwrap();
+        Ok(OverTcp(self.start(&Tcp::at(listener), identity, tell)?, address))
+    }
 }
 
 fn import(folder: &Path, service: &str, remotes: &[(&str, SocketAddr)]) -> Import {
@@ -61,7 +104,7 @@ fn import(folder: &Path, service: &str, remotes: &[(&str, SocketAddr)]) -> Impor
 /// Starts it, with what it tells.
 fn begin(import: Import, identity: Option<Identity>) -> (Importer, mpsc::Receiver<ImportEvent>) {
     let (tell, told) = mpsc::channel();
-    (import.start(identity, move |event| _ = tell.send(event)).unwrap(), told)
+    (import.start(Arc::new(Tcp::default()), identity, move |event| _ = tell.send(event)).unwrap(), told)
 }
 
 /// A service that answers with `mark` and what it was asked.
@@ -192,7 +235,9 @@ fn a_client_calls_a_service_of_another_machine_by_its_name() {
         let start = |listener| {
             let tell = tell.clone();
             let allow: &[&str] = if with_tls { &["a"] } else { &[] };
-            export(there.path(), &["calc"], allow).start(listener, of("b"), move |event| _ = tell.send(event)).unwrap()
+            export(there.path(), &["calc"], allow)
+                .over_tcp(listener, of("b"), move |event| _ = tell.send(event))
+                .unwrap()
         };
         let exporter = start(listener());
         let address = exporter.address();
@@ -250,9 +295,10 @@ fn only_who_proves_an_allowed_name_gets_a_service() {
     let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let _service = echo(there.path(), "calc", "");
     let _other = echo(there.path(), "private", "");
-    let exporter = export(there.path(), &["calc", "absent"], &["a"]).start(listener(), keys.of("b"), |_| ()).unwrap();
-    let plain = export(there.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
-    let why = |service: &str, machine: &str, to: &Exporter, identity: Option<Identity>| {
+    let exporter =
+        export(there.path(), &["calc", "absent"], &["a"]).over_tcp(listener(), keys.of("b"), |_| ()).unwrap();
+    let plain = export(there.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
+    let why = |service: &str, machine: &str, to: &OverTcp, identity: Option<Identity>| {
         let (_importer, events) = begin(import(here.path(), service, &[(machine, to.address())]), identity);
         match events.recv_timeout(SOON).unwrap() {
             ImportEvent::Failed { why, .. } => why,
@@ -281,10 +327,10 @@ fn only_who_proves_an_allowed_name_gets_a_service() {
 fn what_is_imported_is_not_exported() {
     let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
     let _service = echo(folders[0].path(), "calc", "");
-    let first = export(folders[0].path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let first = export(folders[0].path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
     let _import = begin(import(folders[1].path(), "calc", &[("first", first.address())]), None);
     assert_eq!(ask(folders[1].path(), "calc"), "");
-    let second = export(folders[1].path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let second = export(folders[1].path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
     let (_importer, events) = begin(import(folders[2].path(), "calc", &[("second", second.address())]), None);
     let event = events.recv_timeout(SOON).unwrap();
     assert!(matches!(&event, ImportEvent::Failed { why, .. } if why.contains("third machine")), "{event:?}");
@@ -294,9 +340,9 @@ fn what_is_imported_is_not_exported() {
 fn a_connection_that_was_accepted_is_not_moved_to_an_import() {
     let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
     let _service = echo(folders[0].path(), "calc", "");
-    let first = export(folders[0].path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let first = export(folders[0].path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
     let own = echo(folders[1].path(), "calc", "own");
-    let second = export(folders[1].path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let second = export(folders[1].path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
     let _importer = begin(import(folders[2].path(), "calc", &[("second", second.address())]), None);
     assert_eq!(ask(folders[2].path(), "calc"), "own");
     // The exported service ends, and an import takes its name.
@@ -324,7 +370,7 @@ fn a_deadline_is_not_later_there_than_here() {
         seen.lock().unwrap().push(request.left_ns());
     })
     .unwrap();
-    let exporter = export(there.path(), &["calc"], &[]).start(listener(), keys.of("b"), |_| ()).unwrap();
+    let exporter = export(there.path(), &["calc"], &[]).over_tcp(listener(), keys.of("b"), |_| ()).unwrap();
     let (one_way, deadline) = (Duration::from_millis(100), Duration::from_secs(5));
     let (_importer, _) = begin(import(here.path(), "calc", &[("b", relay(exporter.address(), one_way))]), keys.of("a"));
     let client = connect(here.path(), "calc");
@@ -358,7 +404,7 @@ fn a_call_that_is_cancelled_here_is_cancelled_there() {
         let _ = reply.write(b"too late");
     })
     .unwrap();
-    let exporter = export(there.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let exporter = export(there.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
     let _importer = begin(import(here.path(), "calc", &[("b", exporter.address())]), None);
     let client = connect(here.path(), "calc");
     let token = client.submit(b"", &within(SOON)).unwrap();
@@ -373,11 +419,11 @@ fn a_call_goes_to_the_machine_that_the_rule_names_and_to_another_when_it_goes() 
     let far = tempfile::tempdir().unwrap();
     let _near_service = echo(near.path(), "calc", "near");
     let _far_service = echo(far.path(), "calc", "far");
-    let far_export = export(far.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let far_export = export(far.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
     let far_address = relay(far_export.address(), Duration::from_millis(30));
     for (pick, first) in [(Pick::Nearest, "near"), (Pick::Sticky, "far")] {
         let here = tempfile::tempdir().unwrap();
-        let near_export = export(near.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+        let near_export = export(near.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
         let near_address = near_export.address();
         let remotes = [("far", far_address), ("near", near_address)];
         let (_importer, events) = begin(Import { pick, ..import(here.path(), "calc", &remotes) }, None);
@@ -391,8 +437,9 @@ fn a_call_goes_to_the_machine_that_the_rule_names_and_to_another_when_it_goes() 
         drop(near_export);
         until("calls go to the other one", || ask(here.path(), "calc") == "far");
         // It comes back. The nearest is preferred again; who is sticky stays.
-        let _near_export =
-            export(near.path(), &["calc"], &[]).start(TcpListener::bind(near_address).unwrap(), None, |_| ()).unwrap();
+        let _near_export = export(near.path(), &["calc"], &[])
+            .over_tcp(TcpListener::bind(near_address).unwrap(), None, |_| ())
+            .unwrap();
         while !matches!(events.recv_timeout(SOON).unwrap(), ImportEvent::Up { machine, .. } if machine == "near") {}
         assert_eq!(ask(here.path(), "calc"), first, "{pick:?}");
     }
@@ -403,8 +450,8 @@ fn a_machine_that_is_there_and_answers_nothing_keeps_no_calls_from_the_others() 
     let (here, near, far) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let _near_service = echo(near.path(), "calc", "near");
     let _far_service = echo(far.path(), "calc", "far");
-    let near_export = export(near.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
-    let far_export = export(far.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+    let near_export = export(near.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
+    let far_export = export(far.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
     let far_address = relay(far_export.address(), Duration::from_millis(30));
     let (near_address, holds) = holding_relay(near_export.address());
     let remotes = [("far", far_address), ("near", near_address)];
@@ -444,7 +491,7 @@ fn the_least_loaded_machine_is_the_one_with_the_fewest_calls_under_way() {
                 drop(gate.lock().unwrap());
             })
             .unwrap();
-            let exporter = export(folder.path(), &["calc"], &[]).start(listener(), None, |_| ()).unwrap();
+            let exporter = export(folder.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
             (folder, service, exporter)
         })
         .into();
@@ -475,7 +522,7 @@ fn who_says_nothing_or_little_is_cut_off_and_keeps_nobody_else_out() {
     let keys = Keys::new();
     let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let _service = echo(there.path(), "calc", "");
-    let exporter = export(there.path(), &["calc"], &[]).start(listener(), keys.of("b"), |_| ()).unwrap();
+    let exporter = export(there.path(), &["calc"], &[]).over_tcp(listener(), keys.of("b"), |_| ()).unwrap();
     let began = Instant::now();
     let mut slow: Vec<_> =
         (0..HANDSHAKES_PER_ADDRESS).map(|_| TcpStream::connect(exporter.address()).unwrap()).collect();
@@ -526,7 +573,7 @@ fn bytes_that_are_no_hello_end_their_connection_only() {
     let _service = echo(there.path(), "calc", "");
     let (tell, told) = mpsc::channel();
     let exporter =
-        export(there.path(), &["calc"], &[]).start(listener(), None, move |event| _ = tell.send(event)).unwrap();
+        export(there.path(), &["calc"], &[]).over_tcp(listener(), None, move |event| _ = tell.send(event)).unwrap();
     let welcome = hello::hello("calc").unwrap();
     for (bytes, expected) in [
         (&b"GET / HTTP/1.1\r\n\r\n"[..], "other bytes"),

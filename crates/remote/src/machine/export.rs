@@ -1,20 +1,15 @@
-//! The exporting side: a listener whose connections each get one service of this machine.
+//! The exporting side: connections of other machines, each of which gets one service of this machine.
 
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
-use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, poll};
 use tombolo_calls::hello::{self, Verdict};
 use tombolo_calls::session::ServeOptions;
 use tombolo_rpc::client::{self, ConnectError, ConnectOptions};
-use tombolo_shm::doorbell::Doorbell;
 
+use super::engine::{Engine, Listening, Origin, Socket};
 use super::keys::Identity;
 use super::wire::Timed;
 use super::{HANDSHAKE, MachineError, answer, stream};
@@ -24,18 +19,23 @@ use crate::transport::RemoteError;
 
 /// Most connections at a time that have not said yet what they want.
 pub const HANDSHAKES: usize = 64;
-/// And most of these from one address.
+/// And most of these from one address or, where the engine has none, from one machine.
 pub const HANDSHAKES_PER_ADDRESS: usize = 8;
-/// A pause after the system refused a connection, since it lacks descriptors or memory.
-const REFUSED: Duration = Duration::from_millis(100);
 
-/// What is exported, to whom.
+/// A service, and to whom it is exported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Name of a service of this machine. It need not run yet.
+    pub service: String,
+    /// Machines that may use it; empty: each with a certificate of the authority.
+    pub allow: Vec<String>,
+}
+
+/// What is exported.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// Names of services of this machine. They need not run yet.
-    pub services: Vec<String>,
-    /// Machines that may use them; empty: each with a certificate of the authority.
-    pub allow: Vec<String>,
+    /// The services, each once.
+    pub offers: Vec<Offer>,
     /// Requests of one connection that are served at a time.
     pub workers: u32,
     /// Most connections at a time.
@@ -46,7 +46,7 @@ pub struct Export {
 
 impl Default for Export {
     fn default() -> Self {
-        Export { services: Vec::new(), allow: Vec::new(), workers: 8, connections: 64, folder: None }
+        Export { offers: Vec::new(), workers: 8, connections: 64, folder: None }
     }
 }
 
@@ -70,7 +70,7 @@ pub enum ExportEvent {
     /// A connection was not accepted.
     Refused {
         /// From where.
-        from: SocketAddr,
+        from: Origin,
         /// Why.
         why: String,
     },
@@ -88,8 +88,8 @@ pub struct ExportStats {
 }
 
 struct Open {
-    from: SocketAddr,
-    tcp: TcpStream,
+    from: Origin,
+    socket: Socket,
     /// It has said what it wants, and got it.
     accepted: bool,
 }
@@ -102,8 +102,8 @@ struct Connections {
 }
 
 impl Connections {
-    fn handshakes(&self, of: Option<IpAddr>) -> usize {
-        let waits = |open: &&Open| !open.accepted && of.is_none_or(|ip| open.from.ip() == ip);
+    fn handshakes(&self, of: Option<&Origin>) -> usize {
+        let waits = |open: &&Open| !open.accepted && of.is_none_or(|from| open.from.is_same_host(from));
         self.open.values().filter(waits).count()
     }
 }
@@ -113,61 +113,42 @@ struct Shared {
     identity: Option<Identity>,
     connections: Mutex<Connections>,
     ended: Condvar,
-    stop: AtomicBool,
-    nudge: Doorbell,
     tell: Box<dyn Fn(ExportEvent) + Send + Sync>,
 }
 
-/// A listener that accepts connections until it is dropped, which ends them.
+/// Accepts connections until it is dropped, which ends them.
 pub struct Exporter {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
-    address: SocketAddr,
+    listening: Option<Box<dyn Listening>>,
 }
 
 impl std::fmt::Debug for Exporter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Exporter").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("Exporter").field("offers", &self.shared.export.offers).finish_non_exhaustive()
     }
 }
 
 impl Export {
-    /// Accepts connections, within TLS where there is an identity. `tell` is called from several threads.
+    /// Accepts connections that come by the engine, within TLS where there is an identity. `tell` is called from several threads.
     ///
     /// # Errors
     /// [`RemoteError::System`].
     pub fn start(
         self,
-        listener: TcpListener,
+        engine: &dyn Engine,
         identity: Option<Identity>,
         tell: impl Fn(ExportEvent) + Send + Sync + 'static,
     ) -> Result<Exporter, RemoteError> {
-        let system = |what| move |source| RemoteError::System { what, source };
-        listener.set_nonblocking(true).map_err(system("O_NONBLOCK"))?;
-        let address = listener.local_addr().map_err(system("the listener's address"))?;
-        let nudge = Doorbell::new().map_err(|errno| RemoteError::System { what: "eventfd", source: errno.into() })?;
-        let shared = Arc::new(Shared {
-            export: self,
-            identity,
-            connections: Mutex::default(),
-            ended: Condvar::new(),
-            stop: AtomicBool::new(false),
-            nudge,
-            tell: Box::new(tell),
-        });
+        let connections = Mutex::default();
+        let shared =
+            Arc::new(Shared { export: self, identity, connections, ended: Condvar::new(), tell: Box::new(tell) });
         let own = shared.clone();
-        let thread = std::thread::Builder::new().name("tombolo-export".into()).spawn(move || own.accept(&listener));
-        let thread = thread.map_err(system("starting a thread"))?;
-        Ok(Exporter { shared, thread: Some(thread), address })
+        let listening = engine.listen(Arc::new(move |socket, from| own.begin(socket, from)))?;
+        Ok(Exporter { shared, listening: Some(listening) })
     }
 }
 
 impl Exporter {
-    /// Where it listens.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
     /// Counters.
     pub fn stats(&self) -> ExportStats {
         let connections = self.shared.lock();
@@ -177,16 +158,9 @@ impl Exporter {
 
 impl Drop for Exporter {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.nudge.ring();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.listening = None;
         let mut connections = self.shared.lock();
-        for open in connections.open.values() {
-            // It may have ended by itself.
-            let _ = open.tcp.shutdown(Shutdown::Both);
-        }
+        connections.open.values().for_each(|open| open.socket.end());
         while !connections.open.is_empty() {
             connections = self.shared.ended.wait(connections).unwrap_or_else(|e| e.into_inner());
         }
@@ -199,52 +173,35 @@ impl Shared {
         self.connections.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn refuse(&self, from: SocketAddr, why: impl ToString) {
+    fn refuse(&self, from: Origin, why: impl ToString) {
         self.lock().stats.refused += 1;
         (self.tell)(ExportEvent::Refused { from, why: why.to_string() });
     }
 
-    fn accept(self: &Arc<Self>, listener: &TcpListener) {
-        while !self.stop.load(Ordering::SeqCst) {
-            match listener.accept() {
-                Ok((tcp, from)) => self.begin(tcp, from),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&self.nudge, PollFlags::IN)];
-                    // An interrupted wait looks again.
-                    let _ = poll(&mut fds, None);
-                }
-                // A client that has gone again; or no descriptors, and then others have to end first.
-                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
-                Err(_) => std::thread::sleep(REFUSED),
-            }
-        }
-    }
-
-    fn begin(self: &Arc<Self>, tcp: TcpStream, from: SocketAddr) {
-        let ready = tcp.set_nonblocking(false).and_then(|()| tcp.try_clone());
-        let kept = match ready {
+    fn begin(self: &Arc<Self>, socket: Socket, from: Origin) {
+        let kept = match socket.try_clone() {
             Ok(kept) => kept,
             Err(error) => return self.refuse(from, error),
         };
         let id = {
             let mut connections = self.lock();
             let crowded = connections.handshakes(None) >= HANDSHAKES
-                || connections.handshakes(Some(from.ip())) >= HANDSHAKES_PER_ADDRESS;
+                || connections.handshakes(Some(&from)) >= HANDSHAKES_PER_ADDRESS;
             if crowded {
                 drop(connections);
                 return self.refuse(from, "too many connections there have not said yet what they want");
             }
             connections.next += 1;
             let id = connections.next;
-            connections.open.insert(id, Open { from, tcp: kept, accepted: false });
+            connections.open.insert(id, Open { from: from.clone(), socket: kept, accepted: false });
             id
         };
-        let shared = self.clone();
+        let (shared, of) = (self.clone(), from.clone());
         let spawned = std::thread::Builder::new().name("tombolo-machine".into()).spawn(move || {
             // Whatever happens to the connection, it leaves the list.
             let _entry = Entry { shared: &shared, id };
-            if let Err(error) = shared.serve(tcp, from, id) {
-                shared.refuse(from, error);
+            if let Err(error) = shared.serve(socket, &of, id) {
+                shared.refuse(of, error);
             }
         });
         if let Err(error) = spawned {
@@ -259,9 +216,9 @@ impl Shared {
     }
 
     /// From a connection's first byte to its end.
-    fn serve(&self, tcp: TcpStream, from: SocketAddr, id: u64) -> Result<(), MachineError> {
+    fn serve(&self, socket: Socket, from: &Origin, id: u64) -> Result<(), MachineError> {
         let until = Instant::now() + HANDSHAKE;
-        let (mut end, machines, service) = answer(tcp, self.identity.as_ref(), until)?;
+        let (mut end, machines, service) = answer(socket, self.identity.as_ref(), until)?;
         let verdict = self.judge(machines.as_deref(), &service, id);
         let mut timed = Timed { end: &mut end, until };
         timed.write_all(&hello::verdict(verdict)).map_err(stream("the verdict"))?;
@@ -287,10 +244,12 @@ impl Shared {
 
     /// Whether this connection gets the service; from then on it counts as accepted.
     fn judge(&self, machines: Option<&[String]>, service: &str, id: u64) -> Verdict {
-        let allow = &self.export.allow;
-        let is_allowed = allow.is_empty() || machines.is_some_and(|names| names.iter().any(|n| allow.contains(n)));
+        let offer = self.export.offers.iter().find(|offer| offer.service == service);
+        let is_allowed = offer.is_some_and(|Offer { allow, .. }| {
+            allow.is_empty() || machines.is_some_and(|names| names.iter().any(|n| allow.contains(n)))
+        });
         // Which services there are beside the exported ones is not for others to know.
-        if !is_allowed || !self.export.services.iter().any(|name| name == service) {
+        if !is_allowed {
             return Verdict::Denied;
         }
         // Well within the time of a handshake.

@@ -1,7 +1,6 @@
 //! The importing side: connections to the machines that export a service, and the service under whose
 //! name clients of this machine call it.
 
-use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -13,6 +12,7 @@ use tombolo_calls::session::ServeOptions;
 use tombolo_rpc::clock::now_ns;
 use tombolo_rpc::provider::{self, Access, Options, Service};
 
+use super::engine::Engine;
 use super::keys::Identity;
 use super::{HANDSHAKE, MachineError, dial};
 use crate::bridge;
@@ -32,7 +32,7 @@ const LOOK: Duration = Duration::from_secs(1);
 pub struct Remote {
     /// Its name, which its certificate must prove. Without TLS only for messages.
     pub machine: String,
-    /// `ADDRESS:PORT` or `NAME:PORT`, looked up at each connection.
+    /// For [`super::Tcp`] `ADDRESS:PORT` or `NAME:PORT`, looked up at each connection.
     pub address: String,
 }
 
@@ -117,6 +117,7 @@ impl Peer {
 
 struct Shared {
     import: Import,
+    engine: Arc<dyn Engine>,
     identity: Option<Identity>,
     peers: Vec<Peer>,
     /// The machine that was last picked.
@@ -142,12 +143,13 @@ impl std::fmt::Debug for Importer {
 }
 
 impl Import {
-    /// Connects to the machines, and again whenever a connection ends. `tell` is called from several threads.
+    /// Connects to the machines by the engine, and again whenever a connection ends. `tell` is called from several threads.
     ///
     /// # Errors
     /// [`RemoteError::System`].
     pub fn start(
         self,
+        engine: Arc<dyn Engine>,
         identity: Option<Identity>,
         tell: impl Fn(ImportEvent) + Send + Sync + 'static,
     ) -> Result<Importer, RemoteError> {
@@ -161,6 +163,7 @@ impl Import {
         let shared = Arc::new(Shared {
             peers: self.remotes.iter().map(peer).collect(),
             import: self,
+            engine,
             identity,
             sticky: AtomicUsize::new(0),
             service: Mutex::default(),
@@ -211,26 +214,12 @@ impl Shared {
     }
 
     fn connect(&self, peer: &Peer) -> Result<(Calls, Duration), MachineError> {
-        let Remote { machine, address } = &peer.remote;
-        let found = address.to_socket_addrs();
-        let found: Vec<SocketAddr> =
-            found.map_err(|source| MachineError::Address { address: address.clone(), source })?.collect();
-        let identity = self.identity.as_ref().map(|identity| (identity, machine.as_str()));
-        let mut last = MachineError::Address { address: address.clone(), source: std::io::ErrorKind::NotFound.into() };
-        for to in found {
-            // Of its own: neither the look-up nor a silent address takes the next one's time.
-            let until = Instant::now() + HANDSHAKE;
-            match dial(to, identity, &self.import.service, until) {
-                Ok((end, took)) => {
-                    let options = ServeOptions { workers: self.import.workers, ..ServeOptions::default() };
-                    return Ok((Calls::on(end, until, &options)?, took));
-                }
-                // The name's next address may be reachable.
-                Err(error @ MachineError::Connect { .. }) => last = error,
-                Err(error) => return Err(error),
-            }
-        }
-        Err(last)
+        let identity = self.identity.as_ref().map(|identity| (identity, peer.remote.machine.as_str()));
+        let socket = self.engine.connect(&peer.remote)?;
+        let until = Instant::now() + HANDSHAKE;
+        let (end, took) = dial(socket, identity, &self.import.service, until)?;
+        let options = ServeOptions { workers: self.import.workers, ..ServeOptions::default() };
+        Ok((Calls::on(end, until, &options)?, took))
     }
 
     /// Keeps the connection to one machine.

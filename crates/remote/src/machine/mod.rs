@@ -1,6 +1,8 @@
 //! Calls between machines: one exports services ([`Export`]), another imports them ([`Import`]).
 //! There, a client connects to an imported service by its name, as to any other of its machine.
 //!
+//! Their bytes go by an [`Engine`], such as TCP.
+//!
 //! # The way of a call
 //! client → imported service's queue → this module's connection → exporting machine's queue →
 //! the service. Each queue serves the earliest deadline first. A deadline crosses as the time that is
@@ -23,6 +25,7 @@
 //! An export has at most [`Export::connections`] connections; at most [`HANDSHAKES`] that have not said yet
 //! who they are, [`HANDSHAKES_PER_ADDRESS`] of one address, each for at most [`HANDSHAKE`].
 
+pub mod engine;
 mod export;
 mod import;
 pub mod keys;
@@ -30,21 +33,23 @@ mod told;
 pub(crate) mod wire;
 
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use rustls::{ClientConnection, Connection, ServerConnection};
 use tombolo_calls::hello::{self, HelloError, Verdict};
 
 use crate::transport::RemoteError;
-pub use export::{Export, ExportEvent, ExportStats, Exporter, HANDSHAKES, HANDSHAKES_PER_ADDRESS};
+pub use engine::{Engine, Origin, Socket, Tcp};
+pub use export::{Export, ExportEvent, ExportStats, Exporter, HANDSHAKES, HANDSHAKES_PER_ADDRESS, Offer};
 pub use import::{Import, ImportEvent, Importer, Pick, Remote};
 use keys::{Identity, KeyError};
 pub use told::told;
 pub use wire::DEAD_AFTER;
 use wire::{StreamEnd, Timed};
 
-/// How long a connection may take until calls can begin: TCP, TLS, hello and greeting together.
+/// How long a connection may take until calls can begin: TLS, hello and greeting together. Before, the
+/// engine has as long for the connection itself.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
 
 /// Why two machines did not come together.
@@ -57,6 +62,9 @@ pub enum MachineError {
     /// Nothing listens, or no way there.
     #[error("connecting to {to}: {source}")]
     Connect { to: SocketAddr, source: io::Error },
+    /// The engine has no way to the machine.
+    #[error("connecting to {machine}: {why}")]
+    Unreachable { machine: String, why: String },
     /// TLS: another authority, another machine, or something else than TLS.
     #[error("the TLS handshake: {0}; expected keys of the same authority at both ends, and the machine's own name")]
     Tls(io::Error),
@@ -104,25 +112,26 @@ fn read_until<T>(
     }
 }
 
-/// Connects to a machine's export and asks for a service. Returns the connection, and how long the answer took.
+/// Asks a machine's export for a service. Returns the connection, and how long the answer took.
 fn dial(
-    to: SocketAddr,
+    socket: Socket,
     machine: Option<(&Identity, &str)>,
     service: &str,
     until: Instant,
 ) -> Result<(StreamEnd, Duration), MachineError> {
     let hello = hello::hello(service)?;
-    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    let tcp = TcpStream::connect_timeout(&to, left).map_err(|source| MachineError::Connect { to, source })?;
-    tcp.set_nodelay(true).map_err(stream("TCP_NODELAY"))?;
+    socket.set_nodelay().map_err(stream("TCP_NODELAY"))?;
     let mut end = match machine {
-        None => StreamEnd::plain(tcp),
+        None => StreamEnd::plain(socket),
         Some((identity, name)) => {
             let tls = ClientConnection::new(identity.client.clone(), keys::server_name(name)?);
-            StreamEnd::within(tcp, Connection::Client(tls.map_err(|error| MachineError::Tls(io::Error::other(error)))?))
+            StreamEnd::within(
+                socket,
+                Connection::Client(tls.map_err(|error| MachineError::Tls(io::Error::other(error)))?),
+            )
         }
     };
-    end.watch().map_err(stream("watching the connection"))?;
+    end.socket().watch().map_err(stream("watching the connection"))?;
     let mut timed = Timed { end: &mut end, until };
     timed.handshake().map_err(MachineError::Tls)?;
     let began = Instant::now();
@@ -141,19 +150,22 @@ fn dial(
 
 /// What a connection asks for: its machine's names (none without TLS), and the service.
 fn answer(
-    tcp: TcpStream,
+    socket: Socket,
     identity: Option<&Identity>,
     until: Instant,
 ) -> Result<(StreamEnd, Option<Vec<String>>, String), MachineError> {
-    tcp.set_nodelay(true).map_err(stream("TCP_NODELAY"))?;
+    socket.set_nodelay().map_err(stream("TCP_NODELAY"))?;
     let mut end = match identity {
-        None => StreamEnd::plain(tcp),
+        None => StreamEnd::plain(socket),
         Some(identity) => {
             let tls = ServerConnection::new(identity.server.clone());
-            StreamEnd::within(tcp, Connection::Server(tls.map_err(|error| MachineError::Tls(io::Error::other(error)))?))
+            StreamEnd::within(
+                socket,
+                Connection::Server(tls.map_err(|error| MachineError::Tls(io::Error::other(error)))?),
+            )
         }
     };
-    end.watch().map_err(stream("watching the connection"))?;
+    end.socket().watch().map_err(stream("watching the connection"))?;
     let mut timed = Timed { end: &mut end, until };
     timed.handshake().map_err(MachineError::Tls)?;
     let machines = timed.machines();

@@ -59,13 +59,15 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::machine::Origin;
 
     #[test]
     fn refusals_are_told_at_most_once_in_a_second() {
         let lines = Arc::new(Mutex::new(Vec::new()));
         let kept = lines.clone();
         let tell = told(move |line| kept.lock().unwrap().push(line.to_string()));
-        let refused = || ExportEvent::Refused { from: ([192, 0, 2, 7], 1).into(), why: "no key".into() };
+        let refused =
+            || ExportEvent::Refused { from: Origin::Address(([192, 0, 2, 7], 1).into()), why: "no key".into() };
         tell(refused());
         tell(refused());
         tell(ExportEvent::Connected { machine: "a".into(), service: "calc".into() });

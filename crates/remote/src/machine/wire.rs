@@ -1,26 +1,24 @@
-//! A TCP connection between two machines, within TLS or without. Before calls begin it is used with a time limit
+//! A connection between two machines, within TLS or without. Before calls begin it is used with a time limit
 //! ([`Timed`]); then it does not block.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt;
 use rustls::Connection;
 use tombolo_calls::frames::Frames;
 use tombolo_calls::transport::Stream;
 
+use super::engine::Socket;
+
 const READ_BYTES: usize = 64 << 10;
-/// A machine that answers nothing for so long is taken for dead: it lost its power or its network. The kernel counts from
+/// A machine that answers nothing for so long is taken for dead: it lost its power or its network. The engine counts from
 /// when it was last heard, or, once something is sent that is not acknowledged, from then: up to twice as long.
 pub const DEAD_AFTER: Duration = Duration::from_secs(4);
-/// A connection without traffic is probed so often.
-const PROBE: Duration = Duration::from_secs(1);
 
 /// A connection, and what its bytes go through.
 #[derive(Debug)]
 pub(crate) struct StreamEnd {
-    tcp: TcpStream,
+    socket: Socket,
     tls: Option<Box<Connection>>,
     /// The frames did not want all that has come.
     has_more: bool,
@@ -36,16 +34,16 @@ fn violation(error: rustls::Error) -> io::Error {
 }
 
 impl StreamEnd {
-    pub(crate) fn plain(tcp: TcpStream) -> StreamEnd {
-        StreamEnd { tcp, tls: None, has_more: false }
+    pub(crate) fn plain(socket: Socket) -> StreamEnd {
+        StreamEnd { socket, tls: None, has_more: false }
     }
 
-    pub(super) fn within(tcp: TcpStream, tls: Connection) -> StreamEnd {
-        StreamEnd { tcp, tls: Some(Box::new(tls)), has_more: false }
+    pub(super) fn within(socket: Socket, tls: Connection) -> StreamEnd {
+        StreamEnd { socket, tls: Some(Box::new(tls)), has_more: false }
     }
 
-    pub(crate) fn tcp(&self) -> &TcpStream {
-        &self.tcp
+    pub(crate) fn socket(&self) -> &Socket {
+        &self.socket
     }
 
     /// Bytes wait that the connection did not take yet.
@@ -53,32 +51,22 @@ impl StreamEnd {
         self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }
 
-    /// Has the kernel find out that the other machine is dead.
-    pub(super) fn watch(&self) -> io::Result<()> {
-        sockopt::set_tcp_keepidle(&self.tcp, PROBE)?;
-        sockopt::set_tcp_keepintvl(&self.tcp, PROBE)?;
-        sockopt::set_tcp_keepcnt(&self.tcp, (DEAD_AFTER.as_secs() / PROBE.as_secs()).saturating_sub(1) as u32)?;
-        sockopt::set_socket_keepalive(&self.tcp, true)?;
-        sockopt::set_tcp_user_timeout(&self.tcp, DEAD_AFTER.as_millis() as u32)?;
-        Ok(())
-    }
-
     /// Reads plain bytes; 0 where the other side has ended. `Interrupted` where it is to be tried again.
     fn read_some(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let StreamEnd { tcp, tls, .. } = self;
-        let Some(tls) = tls else { return tcp.read(bytes) };
+        let StreamEnd { socket, tls, .. } = self;
+        let Some(tls) = tls else { return socket.read(bytes) };
         match tls.reader().read(bytes) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
             // Without its goodbye: the connection was cut, which is an end as well, since calls mark their own.
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(0),
             end => return end,
         }
-        if tls.read_tls(tcp)? == 0 {
+        if tls.read_tls(socket)? == 0 {
             return Ok(0);
         }
         if let Err(error) = tls.process_new_packets() {
             // The alert that says why is the last that the other side hears.
-            let _ = tls.write_tls(tcp);
+            let _ = tls.write_tls(socket);
             return Err(violation(error));
         }
         // One system call each time, so that a time limit holds for a record that comes in pieces.
@@ -87,10 +75,10 @@ impl StreamEnd {
 
     /// Sends what TLS holds.
     fn flush_tls(&mut self) -> io::Result<()> {
-        let StreamEnd { tcp, tls, .. } = self;
+        let StreamEnd { socket, tls, .. } = self;
         let Some(tls) = tls else { return Ok(()) };
         while tls.wants_write() {
-            if tls.write_tls(tcp)? == 0 {
+            if tls.write_tls(socket)? == 0 {
                 return Err(ErrorKind::WriteZero.into());
             }
         }
@@ -101,7 +89,7 @@ impl StreamEnd {
     fn write_some(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.flush_tls()?;
         match &mut self.tls {
-            None => self.tcp.write(bytes),
+            None => self.socket.write(bytes),
             Some(tls) => tls.writer().write(bytes),
         }
     }
@@ -146,8 +134,7 @@ impl Stream for StreamEnd {
     }
 
     fn close(&mut self) {
-        // The other side may have closed already.
-        let _ = self.tcp.shutdown(Shutdown::Both);
+        self.socket.end();
     }
 
     /// Only within TLS: what the kernel holds wakes a thread that waits.
@@ -170,9 +157,7 @@ impl Timed<'_> {
             return Err(ErrorKind::TimedOut.into());
         }
         // The system's shortest is one microsecond.
-        let left = Some(left.max(Duration::from_micros(1)));
-        self.end.tcp.set_read_timeout(left)?;
-        self.end.tcp.set_write_timeout(left)
+        self.end.socket.limit(left.max(Duration::from_micros(1)))
     }
 
     fn again<T>(&mut self, mut work: impl FnMut(&mut StreamEnd) -> io::Result<T>) -> io::Result<T> {
@@ -205,16 +190,16 @@ impl Timed<'_> {
         {
             self.again(|end| {
                 end.flush_tls()?;
-                let StreamEnd { tcp, tls: Some(tls), .. } = end else { return Ok(()) };
+                let StreamEnd { socket, tls: Some(tls), .. } = end else { return Ok(()) };
                 if !tls.is_handshaking() {
                     return Ok(());
                 }
-                if tls.read_tls(tcp)? == 0 {
+                if tls.read_tls(socket)? == 0 {
                     return Err(ErrorKind::UnexpectedEof.into());
                 }
                 let processed = tls.process_new_packets().map(|_| ()).map_err(violation);
                 if processed.is_err() {
-                    let _ = tls.write_tls(tcp);
+                    let _ = tls.write_tls(socket);
                 }
                 processed
             })?;
@@ -231,7 +216,7 @@ impl Timed<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustls::{ClientConnection, ServerConnection};
@@ -254,8 +239,10 @@ mod tests {
         let there = listener.accept().unwrap().0;
         let client = ClientConnection::new(a.client.clone(), keys::server_name("b").unwrap()).unwrap();
         let server = ServerConnection::new(b.server.clone()).unwrap();
-        let mut ends =
-            [StreamEnd::within(here, Connection::Client(client)), StreamEnd::within(there, Connection::Server(server))];
+        let mut ends = [
+            StreamEnd::within(Socket::Tcp(here), Connection::Client(client)),
+            StreamEnd::within(Socket::Tcp(there), Connection::Server(server)),
+        ];
         std::thread::scope(|scope| {
             for end in &mut ends {
                 scope.spawn(|| Timed { end, until: Instant::now() + SOON }.handshake().unwrap());
@@ -295,8 +282,8 @@ mod tests {
         // The longest message fills the frames; the short one behind it has to wait.
         ask(&mut sent, 0, &vec![7; PAYLOAD_BYTES as usize]);
         ask(&mut sent, 1, b"short");
-        there.tcp.set_nonblocking(true).unwrap();
-        here.tcp.set_nonblocking(true).unwrap();
+        there.socket.set_nonblocking(true).unwrap();
+        here.socket.set_nonblocking(true).unwrap();
         let until = Instant::now() + SOON;
         while !(sent.output().is_empty() && got.wanted() == 0) {
             assert!(here.write(&mut sent) && there.read(&mut got) && Instant::now() < until);
@@ -305,7 +292,7 @@ mod tests {
         let Some(Message::Call(_, bytes)) = got.take().unwrap() else { panic!("no call") };
         assert_eq!(bytes.len(), PAYLOAD_BYTES as usize);
         // The kernel has given all it had, and would wake no thread for the rest.
-        let mut fds = [PollFd::new(&there.tcp, PollFlags::IN)];
+        let mut fds = [PollFd::new(&there.socket, PollFlags::IN)];
         assert_eq!(poll(&mut fds, Some(&Timespec::default())).unwrap(), 0);
         assert!(there.read(&mut got) && !there.has_more());
         let Some(Message::Call(_, bytes)) = got.take().unwrap() else { panic!("no second call") };
@@ -317,7 +304,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut here = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (_, there) = pair();
-        let mut end = StreamEnd { tcp: listener.accept().unwrap().0, ..there };
+        let mut end = StreamEnd { socket: Socket::Tcp(listener.accept().unwrap().0), ..there };
         let began = Instant::now();
         let limit = Duration::from_millis(300);
         let slow = std::thread::spawn(move || {
