@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tombolo_span::member::MAX_MEMBERS;
+use tombolo_span::stream::{MAX_DATA_BYTES, Stream, StreamMessage, WINDOW_BYTES};
 use tombolo_span::{Action, Address, Control, Local, Member, Settings};
 
 use crate::{Behaviour, records};
@@ -73,4 +74,38 @@ pub fn span(input: &[u8], behaviour: &mut Behaviour) {
     assert!(all.windows(2).all(|two| two[0] != two[1]), "a MAC address on two machines");
     assert!(addresses.windows(2).all(|two| two[0] != two[1]), "an IP address of two members");
     assert!(control.peers(now).iter().all(|peer| peer.members <= MAX_MEMBERS));
+}
+
+/// What the other side of a stream of calls may send. Records are its messages; with each, time passes, and this side
+/// takes and sends some bytes. Whatever comes, no more than the window waits on either side.
+pub fn span_stream(input: &[u8], behaviour: &mut Behaviour) {
+    let (mut stream, mut now) = (Stream::new(Duration::ZERO), Duration::ZERO);
+    let mut sent = 0u64;
+    for (step, bytes) in records(input) {
+        now += Duration::from_millis(u64::from(step >> 4) * 100);
+        let message = StreamMessage::parse(bytes);
+        behaviour.note(message.map(|message| std::mem::discriminant(&message.content)));
+        let Some(message) = message else { continue };
+        assert_eq!(message.encode(), bytes, "there is one way to say it");
+        let end = stream.receive(&message.content, now);
+        behaviour.note(end);
+        if end.is_err() {
+            return;
+        }
+        assert!(stream.waiting() <= WINDOW_BYTES && stream.room() <= MAX_DATA_BYTES);
+        if step & 1 != 0 {
+            stream.took(stream.waiting() as usize);
+        }
+        if step & 2 != 0 && stream.room() > 0 {
+            let bytes = stream.room();
+            assert_eq!(stream.send(bytes, now), sent);
+            sent += bytes as u64;
+        }
+        let due = stream.due(now);
+        behaviour.note(due.map(|due| due.is_some()));
+        behaviour.note_size(stream.waiting() as usize);
+        if due.is_err() {
+            return;
+        }
+    }
 }

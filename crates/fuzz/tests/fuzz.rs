@@ -18,5 +18,5 @@ macro_rules! fuzz {
 fuzz!(targets: ring ivshmem gateway nat nat6 offload stream typed vxlan);
 fuzz!(calls: calls_link calls_stream calls_hello);
 fuzz!(merge: merge);
-fuzz!(span: span);
+fuzz!(span: span span_stream);
 fuzz!(xen: xen_transmit xen_receive xen_store);

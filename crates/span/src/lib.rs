@@ -1,4 +1,5 @@
-//! The control plane of networks across machines: which member is on which machine.
+//! The control plane of networks across machines: which member is on which machine. Besides, the rules of
+//! connections that carry calls between machines without a direct path ([`stream`]).
 //!
 //! Each machine tells all others what it has: MAC addresses, with names and IP addresses. From what
 //! the others tell, it makes tables for its own daemon: where to send frames, and what to answer to
@@ -63,6 +64,7 @@ pub mod control;
 pub mod member;
 pub mod message;
 pub mod simulation;
+pub mod stream;
 
 pub use control::{Action, Conflict, Control, Local, Peer, PeerState, Settings};
 pub use member::{Address, Mac, Member};
