@@ -181,9 +181,16 @@ class Span(unittest.TestCase):
         self.assertEqual((noise["tcp_vs_kernel"], noise["small_vs_kernel"]), (1.1, 0.5))
 
     def test_lost_answers_are_those_of_all_calls(self):
-        lost = {"tcp": None, "plain": 1, "tls": 2, "local": 0}
+        lost = {"tcp": None, "plain": 1, "tls": 2, "zenoh": 4, "local": 0}
         line = self.line("machines", lambda cell, m: m.update(lost_answers=lost[cell["row"]]))
-        self.assertEqual(line["lost_answers"], 3 * 3)
+        self.assertEqual(line["lost_answers"], 3 * 7)
+
+    def test_each_way_of_calls_is_compared_with_a_tcp_connection(self):
+        times = {"tcp": 50.0, "plain": 100.0, "tls": 150.0, "zenoh": 400.0, "local": 25.0}
+        line = self.line("machines", lambda cell, m: m.update(p50_us=times[cell["row"]]))
+        ratios = {key: line["ratios"][key] for key in ("call_vs_tcp", "call_zenoh_vs_tcp")}
+        self.assertEqual(ratios, {"call_vs_tcp": 3.0, "call_zenoh_vs_tcp": 8.0})
+        self.assertEqual((line["call_us"], line["call_zenoh_us"]), (150.0, 400.0))
 
     def test_the_longest_time_to_agree_counts_and_a_change_is_told_to_each_machine(self):
         def change(cell, measures):

@@ -81,6 +81,18 @@ def program() -> Path:
     return found.absolute()
 
 
+def span_program() -> Path:
+    """The program tombolo-span: TOMBOLO_SPAN, or the release build of the checkout.
+
+    Skip when it is not there.
+    """
+    named = os.environ.get("TOMBOLO_SPAN")
+    found = Path(named) if named else tree() / "span/target/release/tombolo-span"
+    if not found.is_file():
+        raise Skip(f"{found.name} is not built: run ./x span-program, or set TOMBOLO_SPAN")
+    return found.absolute()
+
+
 def example(name: str) -> Path:
     """A measuring program of the repository: in TOMBOLO_EXAMPLES, or built by `./x lab run`.
 

@@ -12,6 +12,7 @@ MACHINES = 100
 PARTS = (Part("machines"), Part("tunnel"), Part("converge", (f"machines={MACHINES}", "loss=0.0")))
 CALLS = {
     "call_vs_tcp": ("tls", "tcp"),
+    "call_zenoh_vs_tcp": ("zenoh", "tcp"),
     "call_plain_vs_tcp": ("plain", "tcp"),
     "call_vs_local": ("tls", "local"),
 }
@@ -49,6 +50,7 @@ def line(runs: dict[str, Run]) -> dict:
             ratios = figures.paired("p50_us", {"row": ours}, {"row": base})
             found["ratios"][key] = middle(ratios)
         found["call_us"] = figures.median("p50_us", 1, row="tls")
+        found["call_zenoh_us"] = figures.median("p50_us", 1, row="zenoh")
         counts = figures.values("lost_answers")
         found["lost_answers"] = sum(counts) if counts else None
     if "tunnel" in runs:

@@ -15,6 +15,10 @@ SERVER, CLIENT = "10.79.0.1", "10.79.0.2"
 PORTS = {"tls": 7000, "plain": 7001}
 # What the exporting machine is called; there both names are known.
 NAMES = ("server", "client")
+# Where each tombolo-span listens.
+SPAN_PORT = 7447
+# The name of the service at the client, where it is not the row's: tombolo-span gives it no other.
+IMPORTED = {"zenoh": "calc"}
 MESSAGE_B = 14
 PATIENCE_S = 60
 # Exit code of `tombolo call` when some of the calls were served.
@@ -27,15 +31,17 @@ class Machines(Workload):
     name = "machines"
     doc = (
         "Calls that add two small numbers, one after the other, from a process of one machine to a "
-        "service of another, by `tombolo service export` and `import`; beside messages over one "
-        "TCP connection that come back, and a call within one machine."
+        "service of another, by `tombolo service export` and `import`, or by `tombolo-span` over "
+        "zenoh; beside messages over one TCP connection that come back, and a call within one "
+        "machine."
     )
     parameters = {
         "row": Parameter(
-            "tls: calls to the other machine, with keys; plain: without; local: within the machine "
-            "of the service; tcp: sockperf's ping-pong between the machines",
+            "tls: calls to the other machine, with keys; plain: without; zenoh: with keys, over "
+            "zenoh; local: within the machine of the service; tcp: sockperf's ping-pong between "
+            "the machines",
             str,
-            ("tls", "plain", "local", "tcp"),
+            ("tls", "plain", "zenoh", "local", "tcp"),
             default="tls",
         ),
         "calls": Parameter("Calls that are timed", int, low=10, high=1_000_000, default=5000),
@@ -55,6 +61,8 @@ class Machines(Workload):
         harness.need_root()
         harness.program()
         harness.example("calculator")
+        if cell["row"] == "zenoh":
+            harness.span_program()
         harness.need_program("sockperf")
 
     def setup_seconds(self, cell: dict) -> float:
@@ -97,8 +105,21 @@ class Machines(Workload):
                       *trust[0])  # fmt: skip
                 start(client, program, "service", "import", "calc", "--as", row, *trust[1],
                       "--from", f"server={SERVER}:{port}")  # fmt: skip
+            rows = tuple(PORTS)
+            # The cells that share the set-up do not include the row if the program is not there.
+            with contextlib.suppress(harness.skips()):
+                span = harness.span_program()
+                rows += ("zenoh",)
+                own = ("--export", "calc=client"), ("--import", "calc=server")
+                ends = zip((server, client), NAMES, (SERVER, CLIENT), own, strict=True)
+                for space, name, address, words in ends:
+                    other, there = ("client", CLIENT) if name == "server" else ("server", SERVER)
+                    # It waits for a fabric of that name, and passes calls on meanwhile.
+                    start(space, span, "--fabric", "none", "--machine", name,
+                          "--listen", f"{address}:{SPAN_PORT}", "--keys", keys,
+                          "--peer", f"{other}={there}:{SPAN_PORT}", *words)  # fmt: skip
             setup = (folder, server, client)
-            for row in PORTS:
+            for row in rows:
                 harness.until(f"a call of {row}", lambda row=row: self.called(setup, row, 10))
             yield setup
 
@@ -115,7 +136,7 @@ class Machines(Workload):
     def called(self, setup: tuple, row: str, calls: int) -> dict | None:
         """What `tombolo call` says of so many calls; None when none was served."""
         _, server, client = setup
-        space, service = (server, "calc") if row == "local" else (client, row)
+        space, service = (server, "calc") if row == "local" else (client, IMPORTED.get(row, row))
         words = ["call", service, "1 + 1", "--repeat", calls, "--timeout", "20s"]
         return self.said(setup, space, *words)
 
