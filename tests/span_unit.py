@@ -1,6 +1,7 @@
 """tombolo-span as a service: the settings file of docs/span.md, and the unit that packages install, under a systemd of the test's own."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -21,10 +22,15 @@ STATES = ("ActiveState", "SubState", "MainPID", "Result", "NRestarts", "StatusTe
 WATCHDOG_S = 10
 
 
-def example():
-    """The settings file of the docs."""
+def examples():
+    """The settings files of the docs: where machines reach each other, and with a router."""
     page = (ROOT / "docs/span.md").read_text()
-    [text] = re.findall(r"^```toml\n(# /etc/tombolo/home\.span\.toml .*?)^```", page, re.M | re.S)
+    return re.findall(r"^```toml\n(# /etc/tombolo/home\.span\.toml .*?)^```", page, re.M | re.S)
+
+
+def example():
+    """The first of them."""
+    text, _ = examples()
     assert text == (ROOT / "packaging/home.span.toml").read_text(), "the docs and the package have the same"
     return text
 
@@ -55,6 +61,11 @@ def test_the_example_of_the_docs_is_checked_and_nothing_is_started():
         assert done.stdout == f"node-1 of the fabric demo-1: listens at 192.0.2.1:7447 for 2 machines, with the keys of {folder}/keys\n", done
         # A flag wins.
         assert "node-3 of the fabric demo-1" in span("--config", file, "--check", "--machine", "node-3", "--peer", "node-1=192.0.2.9:7447").stdout
+        file.write_text(examples()[1])
+        done = span("--config", file, "--check")
+        assert "node-1 of the fabric demo-1: uses the router hub=192.0.2.9:7447 for 1 machines" in done.stdout, done
+        config = json.loads(span("--config", file, "--router-config").stdout)
+        assert config["mode"] == "router" and config["listen"]["endpoints"] == ["tls/192.0.2.9:7447"], config
         (folder / "keys/node-1.key").chmod(0o644)
         done = span("--config", file, "--check")
         assert done.returncode == 1 and "found mode 0644; run chmod 600" in done.stderr, done
@@ -80,9 +91,10 @@ def test_the_docs_have_a_row_for_each_key_and_each_key_is_a_flag():
     [section] = re.findall(r"^### Settings\n(.*?)^#", page, re.M | re.S)
     rows = re.findall(r"^\| `(\w+)` \|", section, re.M)
     help_text = span("--help").stdout
-    flags = set(re.findall(r"^ +(?:-\w, )?--([\w-]+)", help_text, re.M)) - {"config", "check", "help", "version"}
-    assert {row.replace("_", "-") for row in rows} == flags and len(rows) == 8, (rows, flags)
-    assert set(tomllib.loads(example())) <= set(rows)
+    flags = set(re.findall(r"^ +(?:-\w, )?--([\w-]+)", help_text, re.M)) - {"config", "check", "router-config", "help", "version"}
+    assert {row.replace("_", "-") for row in rows} == flags and len(rows) == 12, (rows, flags)
+    for text in examples():
+        assert set(tomllib.loads(text)) <= set(rows)
 
 
 class Service:

@@ -18,6 +18,11 @@
 //! cost connections under load. So all of zenoh's reading and writing is on one thread
 //! ([`RUNTIMES`]).
 //!
+//! # Routers
+//! With a router of zenoh the session is its client: everything goes through it, and this machine
+//! listens nowhere. Then the router has the rules that keep machines from speaking for others, since
+//! it is the only one that sees their certificates.
+//!
 //! # Loss
 //! Changes are sent with `CongestionControl::Drop`, so that a machine that takes nothing does not
 //! hold up the others.
@@ -27,7 +32,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc as orders;
+use std::sync::{Arc, Weak, mpsc as orders};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -39,6 +44,9 @@ use zenoh::key_expr::KeyExpr;
 use zenoh::qos::CongestionControl;
 use zenoh::query::{ConsolidationMode, Query, QueryTarget};
 use zenoh::sample::SampleKind;
+
+use crate::say;
+use crate::streams::Streams;
 
 /// Things that came and were not looked at yet.
 const WAITING: usize = 4096;
@@ -52,16 +60,42 @@ const ORDERS: usize = 1024;
 
 /// The variable in which zenoh expects how its threads are shared.
 pub const RUNTIMES_VARIABLE: &str = "ZENOH_RUNTIME";
-/// What is read is read by the only thread that writes.
+/// What is read is read by the only thread that writes. span/.cargo/config.toml has the same for tests.
 pub const RUNTIMES: &str = "(tx: (worker_threads: 1), rx: (handover: tx))";
+/// Messages by which a machine asks others, as zenoh's access control calls them.
+const ASKS: [&str; 4] = ["query", "declare_subscriber", "declare_liveliness_subscriber", "liveliness_query"];
+/// Those by which it speaks.
+const SAYS: [&str; 4] = ["put", "declare_queryable", "liveliness_token", "reply"];
+/// All of them.
+const EVERY: [&str; 8] = [
+    "query",
+    "declare_subscriber",
+    "declare_liveliness_subscriber",
+    "liveliness_query",
+    "put",
+    "declare_queryable",
+    "liveliness_token",
+    "reply",
+];
+/// Between two attempts to reach a router for the first time.
+const RETRY: Duration = Duration::from_secs(1);
 
-/// Another machine.
+/// Another machine, or a router.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Its name, which is the common name of its certificate.
     pub name: String,
-    /// Where its program listens.
-    pub address: SocketAddr,
+    /// Where it listens; `None` for a machine that is reached by way of a router.
+    pub address: Option<SocketAddr>,
+}
+
+impl std::fmt::Display for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.address {
+            Some(address) => write!(f, "{}={address}", self.name),
+            None => f.write_str(&self.name),
+        }
+    }
 }
 
 /// How this machine connects to the others.
@@ -70,10 +104,12 @@ pub struct Carriage<'a> {
     pub site: &'a str,
     /// This machine's name.
     pub machine: &'a str,
-    /// Where it listens.
-    pub listen: SocketAddr,
+    /// Where it listens; `None` where it is a client of routers.
+    pub listen: Option<SocketAddr>,
     /// The other machines.
     pub peers: &'a [Peer],
+    /// Routers of zenoh, of which one that is there is used. Without, all machines connect to each other.
+    pub routers: &'a [Peer],
     /// A folder with `ca.pem`, `NAME.pem` and `NAME.key`; without, nothing is encrypted, and no
     /// machine proves who it is.
     pub keys: Option<&'a Path>,
@@ -216,6 +252,11 @@ impl Carriage<'_> {
         self.config().map(drop)
     }
 
+    /// What all keys of the site begin with.
+    pub fn base(&self) -> String {
+        format!("tombolo/{}", self.site)
+    }
+
     fn endpoint(&self, address: SocketAddr) -> String {
         format!("{}/{address}", if self.keys.is_some() { "tls" } else { "tcp" })
     }
@@ -226,10 +267,19 @@ impl Carriage<'_> {
         let mut set = |key: &str, value: serde_json::Value| {
             config.insert_json5(key, &value.to_string()).map_err(failed(format!("zenoh's setting {key}")))
         };
-        set("mode", "peer".into())?;
-        set("listen/endpoints", vec![self.endpoint(self.listen)].into())?;
-        let peers: Vec<String> = self.peers.iter().map(|peer| self.endpoint(peer.address)).collect();
-        set("connect/endpoints", peers.into())?;
+        let is_client = !self.routers.is_empty();
+        set("mode", if is_client { "client" } else { "peer" }.into())?;
+        let listen: Vec<String> = self.listen.iter().map(|address| self.endpoint(*address)).collect();
+        set("listen/endpoints", listen.into())?;
+        let others = if is_client { self.routers } else { self.peers };
+        let endpoints: Vec<String> =
+            others.iter().filter_map(|peer| peer.address).map(|address| self.endpoint(address)).collect();
+        set("connect/endpoints", endpoints.into())?;
+        if is_client {
+            // Each router once; then this program tries again. A connection that breaks later is zenoh's to make again.
+            set("connect/timeout_ms", 0.into())?;
+            set("connect/exit_on_failure", true.into())?;
+        }
         let retry = serde_json::json!({ "period_init_ms": 250, "period_max_ms": 4000, "period_increase_factor": 2 });
         set("connect/retry", retry)?;
         set("scouting/multicast/enabled", false.into())?;
@@ -256,27 +306,64 @@ impl Carriage<'_> {
         Ok(config)
     }
 
-    /// What each machine may do: ask all, and write below its own key.
+    /// What each machine may do: ask all, and write below its own key. A router passes on what all may.
     fn rules(&self) -> serde_json::Value {
-        let all = format!("tombolo/{}/**", self.site);
-        let asks = ["query", "declare_subscriber", "declare_liveliness_subscriber", "liveliness_query"];
-        let says = ["put", "declare_queryable", "liveliness_token", "reply"];
-        let every: Vec<&str> = asks.iter().chain(&says).copied().collect();
-        let rule = |id: &str, flow: &str, messages: &[&str], key: &str| {
-            let (flows, keys) = ([flow], [key]);
-            serde_json::json!({ "id": id, "permission": "allow", "flows": flows, "messages": messages, "key_exprs": keys })
-        };
-        let mut rules = vec![rule("to", "egress", &every, &all), rule("ask", "ingress", &asks, &all)];
+        if self.routers.is_empty() {
+            return self.rules_for(self.peers.iter().map(|peer| peer.name.as_str()));
+        }
+        let names: Vec<&str> = self.routers.iter().map(|router| router.name.as_str()).collect();
+        let rules = [self.rule("to", "egress", &EVERY, "**"), self.rule("pass", "ingress", &EVERY, "**")];
+        serde_json::json!({
+            "enabled": true, "default_permission": "deny", "rules": rules,
+            "subjects": [{ "id": "routers", "cert_common_names": names }],
+            "policies": [{ "rules": ["to", "pass"], "subjects": ["routers"] }],
+        })
+    }
+
+    fn rule(&self, id: &str, flow: &str, messages: &[&str], key: &str) -> serde_json::Value {
+        let (flows, keys) = ([flow], [format!("{}/{key}", self.base())]);
+        serde_json::json!({ "id": id, "permission": "allow", "flows": flows, "messages": messages, "key_exprs": keys })
+    }
+
+    /// Rules where these machines connect.
+    fn rules_for<'b>(&self, machines: impl Iterator<Item = &'b str>) -> serde_json::Value {
+        let mut rules = vec![self.rule("to", "egress", &EVERY, "**"), self.rule("ask", "ingress", &ASKS, "**")];
         let (mut subjects, mut policies) = (Vec::new(), Vec::new());
-        for Peer { name, .. } in self.peers {
-            rules.push(rule(name, "ingress", &says, &format!("tombolo/{}/{name}/**", self.site)));
+        for name in machines {
+            rules.push(self.rule(name, "ingress", &SAYS, &format!("{name}/**")));
             subjects.push(serde_json::json!({ "id": name, "cert_common_names": [name] }));
             policies.push(serde_json::json!({ "rules": ["to", "ask", name], "subjects": [name] }));
         }
         serde_json::json!({
-            "enabled": !self.peers.is_empty(), "default_permission": "deny",
+            "enabled": !subjects.is_empty(), "default_permission": "deny",
             "rules": rules, "subjects": subjects, "policies": policies,
         })
+    }
+
+    /// The settings of the first router, for zenohd: it keeps all machines of the site from speaking for others.
+    pub fn router(&self) -> Option<serde_json::Value> {
+        let Peer { name, address } = self.routers.first()?;
+        let endpoint = self.endpoint((*address)?);
+        let mut settings = serde_json::json!({
+            "mode": "router",
+            "listen": { "endpoints": [endpoint] },
+            "scouting": { "multicast": { "enabled": false }, "gossip": { "enabled": false } },
+            "transport": {
+                "link": { "tx": { "lease": LEASE_MS } },
+                "unicast": { "max_sessions": self.peers.len() + 9 },
+            },
+        });
+        if let Some(keys) = self.keys {
+            let pem = |name: &str| keys.join(name).display().to_string();
+            settings["transport"]["link"]["protocols"] = vec!["tls"].into();
+            settings["transport"]["link"]["tls"] = serde_json::json!({
+                "root_ca_certificate": pem("ca.pem"), "enable_mtls": true,
+                "listen_certificate": pem(&format!("{name}.pem")), "listen_private_key": pem(&format!("{name}.key")),
+            });
+            let machines = self.peers.iter().map(|peer| peer.name.as_str());
+            settings["access_control"] = self.rules_for(machines.chain([self.machine]));
+        }
+        Some(settings)
     }
 }
 
@@ -291,11 +378,15 @@ fn bytes_of(payload: &zenoh::bytes::ZBytes, most: usize) -> Option<Vec<u8>> {
 }
 
 impl Carrier {
-    /// Connects, and goes on connecting to machines that are not there. Returns when this machine listens.
+    /// Connects, and goes on connecting to machines that are not there. Returns when this machine listens; with a router at once.
+    /// `streams` gets the session.
     ///
     /// # Errors
     /// [`CarrierError`]: bad keys, or an address that cannot be had.
-    pub fn start(carriage: &Carriage<'_>) -> Result<(Carrier, mpsc::Receiver<Heard>), CarrierError> {
+    pub fn start(
+        carriage: &Carriage<'_>,
+        streams: &Arc<Streams>,
+    ) -> Result<(Carrier, mpsc::Receiver<Heard>), CarrierError> {
         let config = carriage.config()?;
         let (sender, heard) = mpsc::channel(WAITING);
         let (orders, taken) = orders::sync_channel(ORDERS);
@@ -311,11 +402,17 @@ impl Carrier {
                 }
             })
             .map_err(|error| CarrierError::Thread(error.to_string()))?;
-        let base = format!("tombolo/{}", carriage.site);
-        let (machine, listen) = (carriage.machine.to_string(), carriage.listen);
+        let world = World {
+            config,
+            base: carriage.base(),
+            machine: carriage.machine.into(),
+            listen: carriage.listen,
+            heard: sender,
+            streams: Arc::downgrade(streams),
+        };
         let thread = std::thread::Builder::new()
             .name("zenoh".into())
-            .spawn(move || run(config, &base, &machine, listen, &sender, &taken, &ready))
+            .spawn(move || world.run(&taken, &ready))
             .map_err(|error| CarrierError::Thread(error.to_string()))?;
         match is_ready.recv() {
             Ok(Ok(())) => Ok((Carrier { orders: Some(orders), answers, thread: Some(thread) }, heard)),
@@ -349,30 +446,73 @@ impl Drop for Carrier {
 
 type Ready = orders::SyncSender<Result<(), CarrierError>>;
 
-fn run(
+/// What the thread of the session works with.
+struct World {
     config: Config,
-    base: &str,
-    machine: &str,
-    listen: SocketAddr,
-    heard: &mpsc::Sender<Heard>,
-    taken: &orders::Receiver<Order>,
-    ready: &Ready,
-) {
-    let session = match open(config, base, machine, listen, heard) {
-        Ok(session) => session,
-        Err(error) => {
-            let _ = ready.send(Err(error));
-            return;
+    /// `tombolo/SITE`.
+    base: String,
+    machine: String,
+    listen: Option<SocketAddr>,
+    heard: mpsc::Sender<Heard>,
+    streams: Weak<Streams>,
+}
+
+impl World {
+    fn run(&self, taken: &orders::Receiver<Order>, ready: &Ready) {
+        let session = if self.listen.is_some() {
+            let opened = self.open();
+            let (session, opened) = match opened {
+                Ok(session) => (Some(session), Ok(())),
+                Err(error) => (None, Err(error)),
+            };
+            let is_told = ready.send(opened).is_ok();
+            session.filter(|_| is_told)
+        } else {
+            // No router may be there for long.
+            ready.send(Ok(())).ok().and_then(|()| self.reach(taken))
+        };
+        let Some(session) = session else { return };
+        while let Ok(order) = taken.recv() {
+            self.carry_out(&session, order);
         }
-    };
-    if ready.send(Ok(())).is_err() {
-        return;
+        let _ = session.close().wait();
     }
-    let change = format!("{base}/{machine}/change");
-    while let Ok(order) = taken.recv() {
+
+    /// Tries to reach a router until it is there, or the program ends. Orders have no addressee meanwhile.
+    fn reach(&self, taken: &orders::Receiver<Order>) -> Option<zenoh::Session> {
+        let mut is_said = false;
+        loop {
+            let error = match self.open() {
+                Ok(session) => {
+                    say("the router is reached");
+                    return Some(session);
+                }
+                Err(error) => error,
+            };
+            if !is_said {
+                say(&format!("{error}; it is tried again"));
+                is_said = true;
+            }
+            let next = Instant::now() + RETRY;
+            loop {
+                let left = next.saturating_duration_since(Instant::now());
+                match taken.recv_timeout(left) {
+                    Err(orders::RecvTimeoutError::Disconnected) => return None,
+                    Err(orders::RecvTimeoutError::Timeout) => break,
+                    Ok(_) => {}
+                }
+            }
+        }
+    }
+
+    fn carry_out(&self, session: &zenoh::Session, order: Order) {
+        let Self { base, machine, heard, .. } = self;
         // What cannot be sent is repaired by a question, as what is lost on the way.
         let _ = match order {
-            Order::Tell(bytes) => session.put(&change, bytes).congestion_control(CongestionControl::Drop).wait(),
+            Order::Tell(bytes) => {
+                let change = format!("{base}/{machine}/change");
+                session.put(change, bytes).congestion_control(CongestionControl::Drop).wait()
+            }
             Order::Ask { machine, bytes } => {
                 let (sender, begin) = (heard.clone(), Instant::now());
                 let key = format!("{base}/{machine}/state");
@@ -395,44 +535,53 @@ fn run(
             }
         };
     }
-    let _ = session.close().wait();
-}
 
-fn open(
-    config: Config,
-    base: &str,
-    machine: &str,
-    listen: SocketAddr,
-    heard: &mpsc::Sender<Heard>,
-) -> Result<zenoh::Session, CarrierError> {
-    let session = zenoh::open(config).wait().map_err(failed(format!("listening at {listen}")))?;
-    let sender = heard.clone();
-    let questions =
-        session.declare_queryable(format!("{base}/{machine}/state")).complete(true).callback(move |query| {
-            let bytes = query.payload().and_then(|payload| bytes_of(payload, MAX_QUESTION_BYTES)).unwrap_or_default();
-            let _ = sender.try_send(Heard::Question { query: Box::new(query), bytes });
-        });
-    questions.background().wait().map_err(failed("answering questions"))?;
-    let sender = heard.clone();
-    let changes = session.declare_subscriber(format!("{base}/*/change")).callback(move |sample| {
-        if let (Some(from), Some(bytes)) = (machine_of(sample.key_expr()), bytes_of(sample.payload(), MAX_CHANGE_BYTES))
-        {
-            let _ = sender.try_send(Heard::Change { from, bytes });
-        }
-    });
-    changes.background().wait().map_err(failed("hearing changes"))?;
-    let sender = heard.clone();
-    let there =
-        session.liveliness().declare_subscriber(format!("{base}/*/here")).history(true).callback(move |sample| {
-            if let (SampleKind::Put, Some(name)) = (sample.kind(), machine_of(sample.key_expr())) {
-                let _ = sender.try_send(Heard::There(name));
+    fn open(&self) -> Result<zenoh::Session, CarrierError> {
+        let Self { config, base, machine, listen, heard, streams } = self;
+        let what = listen.map_or("connecting to the router".into(), |listen| format!("listening at {listen}"));
+        let session = zenoh::open(config.clone()).wait().map_err(failed(what))?;
+        let sender = heard.clone();
+        let questions =
+            session.declare_queryable(format!("{base}/{machine}/state")).complete(true).callback(move |query| {
+                let bytes =
+                    query.payload().and_then(|payload| bytes_of(payload, MAX_QUESTION_BYTES)).unwrap_or_default();
+                let _ = sender.try_send(Heard::Question { query: Box::new(query), bytes });
+            });
+        questions.background().wait().map_err(failed("answering questions"))?;
+        let sender = heard.clone();
+        let changes = session.declare_subscriber(format!("{base}/*/change")).callback(move |sample| {
+            if let (Some(from), Some(bytes)) =
+                (machine_of(sample.key_expr()), bytes_of(sample.payload(), MAX_CHANGE_BYTES))
+            {
+                let _ = sender.try_send(Heard::Change { from, bytes });
             }
         });
-    there.background().wait().map_err(failed("hearing of machines"))?;
-    // Dropped with the session, not before.
-    let token = session.liveliness().declare_token(format!("{base}/{machine}/here")).wait();
-    std::mem::forget(token.map_err(failed("showing that this machine is there"))?);
-    Ok(session)
+        changes.background().wait().map_err(failed("hearing changes"))?;
+        if let Some(all) = streams.upgrade() {
+            all.on(session.clone());
+            let streams = streams.clone();
+            let calls = session.declare_subscriber(all.heard_key()).callback(move |sample| {
+                if let (Some(from), Some(streams)) = (machine_of(sample.key_expr()), streams.upgrade()) {
+                    streams.hear(&from, &sample.payload().to_bytes());
+                }
+            });
+            calls.background().wait().map_err(failed("hearing calls"))?;
+        }
+        let (sender, streams) = (heard.clone(), streams.clone());
+        let there =
+            session.liveliness().declare_subscriber(format!("{base}/*/here")).history(true).callback(move |sample| {
+                let Some(name) = machine_of(sample.key_expr()) else { return };
+                match sample.kind() {
+                    SampleKind::Put => _ = sender.try_send(Heard::There(name)),
+                    SampleKind::Delete => _ = streams.upgrade().inspect(|streams| streams.gone(&name)),
+                }
+            });
+        there.background().wait().map_err(failed("hearing of machines"))?;
+        // Dropped with the session, not before. It is the last, so that who sees it is heard.
+        let token = session.liveliness().declare_token(format!("{base}/{machine}/here")).wait();
+        std::mem::forget(token.map_err(failed("showing that this machine is there"))?);
+        Ok(session)
+    }
 }
 
 #[cfg(test)]
@@ -441,15 +590,26 @@ mod tests {
 
     #[test]
     fn a_machine_may_write_below_its_own_key_only() {
-        let peers = ["b", "c"].map(|name| Peer { name: name.into(), address: ([192, 0, 2, 2], 7447).into() });
-        let listen = ([192, 0, 2, 1], 7447).into();
-        let carriage = Carriage { site: "s", machine: "a", listen, peers: &peers, keys: None };
+        let peers = ["b", "c"].map(|name| Peer { name: name.into(), address: Some(([192, 0, 2, 2], 7447).into()) });
+        let listen = Some(([192, 0, 2, 1], 7447).into());
+        let carriage = Carriage { site: "s", machine: "a", listen, peers: &peers, routers: &[], keys: None };
         let rules = carriage.rules();
         let of = |id: &str| rules["rules"].as_array().unwrap().iter().find(|rule| rule["id"] == id).unwrap().clone();
         assert_eq!(of("b")["key_exprs"], serde_json::json!(["tombolo/s/b/**"]));
         assert_eq!(of("b")["flows"], serde_json::json!(["ingress"]));
         assert!(of("ask")["messages"].as_array().unwrap().iter().all(|message| message != "put" && message != "reply"));
         assert_eq!(rules["default_permission"], "deny");
+        // Through a router nothing is taken from the others themselves: they are its to judge.
+        let routers = [Peer { name: "hub".into(), address: Some(([192, 0, 2, 9], 7447).into()) }];
+        let by_router = || Carriage { listen: None, routers: &routers, keys: Some(Path::new("keys")), ..carriage };
+        let rules = by_router().rules();
+        assert_eq!(rules["subjects"], serde_json::json!([{ "id": "routers", "cert_common_names": ["hub"] }]));
+        assert_eq!(rules["policies"], serde_json::json!([{ "rules": ["to", "pass"], "subjects": ["routers"] }]));
+        let of_router = by_router().router().unwrap();
+        assert_eq!(of_router["listen"]["endpoints"], serde_json::json!(["tls/192.0.2.9:7447"]));
+        let policies = of_router["access_control"]["policies"].as_array().unwrap();
+        let subjects: Vec<_> = policies.iter().map(|policy| policy["subjects"][0].as_str().unwrap()).collect();
+        assert_eq!(subjects, ["b", "c", "a"]);
     }
 
     #[test]
@@ -461,9 +621,9 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
         };
-        let peers = [Peer { name: "b".into(), address: ([192, 0, 2, 2], 7447).into() }];
-        let listen = ([192, 0, 2, 1], 7447).into();
-        let carriage = Carriage { site: "s", machine: "a", listen, peers: &peers, keys: Some(&folder) };
+        let peers = [Peer { name: "b".into(), address: Some(([192, 0, 2, 2], 7447).into()) }];
+        let listen = Some(([192, 0, 2, 1], 7447).into());
+        let carriage = Carriage { site: "s", machine: "a", listen, peers: &peers, routers: &[], keys: Some(&folder) };
         let said = || carriage.check().map_err(|error| error.to_string());
         assert!(said().unwrap_err().contains("a.pem: No such file"), "{:?}", said());
         write("ca.pem", 0o644, "-----BEGIN CERTIFICATE-----");

@@ -8,14 +8,15 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use clap::ValueEnum;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::carrier::Peer;
-use crate::options::{self, LEASE_S, NAME, PEER};
+use crate::options::{self, CALLERS, Callers, EXPORT, IMPORT, LEASE_S, NAME, PEER, ROUTER, Shared};
 
 /// The keys, which are all at the head of the file, and what each expects.
-const KEYS: [(&str, &str); 8] = [
+const KEYS: [(&str, &str); 12] = [
     ("fabric", NAME),
     ("machine", NAME),
     ("listen", "ADDRESS:PORT, such as \"192.0.2.1:7447\""),
@@ -24,6 +25,10 @@ const KEYS: [(&str, &str); 8] = [
     ("no_tls", "true or false"),
     ("site", NAME),
     ("lease", "a whole number of seconds from 5 to 3600"),
+    ("router", ROUTER),
+    ("export", EXPORT),
+    ("import", IMPORT),
+    ("callers", CALLERS),
 ];
 
 /// Why there are no settings.
@@ -63,6 +68,10 @@ pub struct File {
     pub no_tls: Option<Said<bool>>,
     pub site: Option<Said<String>>,
     pub lease: Option<Said<u64>>,
+    pub router: Option<Vec<Said<Peer>>>,
+    pub export: Option<Vec<Said<Shared>>>,
+    pub import: Option<Vec<Said<Shared>>>,
+    pub callers: Option<Said<Callers>>,
 }
 
 /// Reads the file at `path`. A relative folder of keys starts where the file is.
@@ -154,7 +163,14 @@ impl Reader<'_> {
                 "fabric" => file.fabric = self.take("fabric", value, name),
                 "machine" => file.machine = self.take("machine", value, name),
                 "listen" => file.listen = self.take("listen", value, |value| value.as_str()?.parse().ok()),
-                "peer" => file.peer = self.peers(value),
+                "peer" => file.peer = self.list("peer", value, |text| options::peer(text).ok()),
+                "router" => file.router = self.list("router", value, |text| options::router(text).ok()),
+                "export" => file.export = self.list("export", value, |text| options::export(text).ok()),
+                "import" => file.import = self.list("import", value, |text| options::import(text).ok()),
+                "callers" => {
+                    let callers = |value: &DeValue<'_>| Callers::from_str(value.as_str()?, false).ok();
+                    file.callers = self.take("callers", value, callers);
+                }
                 "keys" => {
                     let folder =
                         |value: &DeValue<'_>| text(value).filter(|text| !text.is_empty()).map(|text| folder.join(text));
@@ -203,15 +219,17 @@ impl Reader<'_> {
         }
     }
 
-    /// A list of machines, or one.
-    fn peers(&mut self, value: &Spanned<DeValue<'_>>) -> Option<Vec<Said<Peer>>> {
-        let peer = |value: &DeValue<'_>| options::peer(value.as_str()?).ok();
+    /// A list of texts that `convert` understands, or one.
+    fn list<T>(
+        &mut self,
+        key: &'static str,
+        value: &Spanned<DeValue<'_>>,
+        convert: impl Fn(&str) -> Option<T>,
+    ) -> Option<Vec<Said<T>>> {
+        let one = |value: &DeValue<'_>| convert(value.as_str()?);
         match value.get_ref() {
-            DeValue::Array(list) => {
-                let peers: Vec<_> = list.iter().filter_map(|value| self.take("peer", value, peer)).collect();
-                Some(peers)
-            }
-            _ => self.take("peer", value, peer).map(|peer| vec![peer]),
+            DeValue::Array(list) => Some(list.iter().filter_map(|value| self.take(key, value, one)).collect()),
+            _ => self.take(key, value, one).map(|one| vec![one]),
         }
     }
 }
@@ -233,8 +251,19 @@ mod tests {
     fn every_key_is_read_and_a_folder_starts_where_the_file_is() {
         let text = "fabric = \"home\"\nmachine = \"node-1\"\nlisten = \"192.0.2.1:7447\"\n\
             peer = [\"node-2=192.0.2.2:7447\", \"node-3=[2001:db8::3]:7447\"]\nkeys = \"keys\"\nno_tls = false\n\
-            site = \"lab\"\nlease = 20\n";
+            site = \"lab\"\nlease = 20\nrouter = \"hub=192.0.2.9:7447\"\nexport = [\"calc\", \"time=node-2,node-3\"]\n\
+            import = \"log=node-2\"\ncallers = \"everybody\"\n";
         let file = parse(text, Path::new(PLACE)).unwrap();
+        let shared = |service: &str, machines: &[&str]| Shared {
+            service: service.into(),
+            machines: machines.iter().map(|name| name.to_string()).collect(),
+        };
+        let values =
+            |list: Option<Vec<Said<Shared>>>| list.unwrap().into_iter().map(|said| said.value).collect::<Vec<_>>();
+        assert_eq!(values(file.export), [shared("calc", &[]), shared("time", &["node-2", "node-3"])]);
+        assert_eq!(values(file.import), [shared("log", &["node-2"])]);
+        assert_eq!(file.router.unwrap()[0].value.to_string(), "hub=192.0.2.9:7447");
+        assert_eq!(file.callers.unwrap().value, Callers::Everybody);
         assert_eq!(file.fabric, Some(Said { value: "home".into(), at: format!("{PLACE}:1:10: fabric") }));
         assert_eq!(file.machine.unwrap().value, "node-1");
         assert_eq!(file.listen.unwrap().value, "192.0.2.1:7447".parse().unwrap());
@@ -253,16 +282,27 @@ mod tests {
         let text = "fabrik = \"home\"\nmachine = \"Node\"\nlisten = \"192.0.2.1\"\npeer = [\"node-2=192.0.2.2:7447\", 7]\n\
             keys = \"\"\nno_tls = \"yes\"\n  lease = 4\n[site]\nname = \"lab\"\n";
         let expected = [
-            "1:1: fabrik: expected one of the keys fabric, machine, listen, peer, keys, no_tls, site, lease, found an unknown \
-             key; did you mean \"fabric\"?",
+            "1:1: fabrik: expected one of the keys fabric, machine, listen, peer, keys, no_tls, site, lease, router, \
+             export, import, callers, found an unknown key; did you mean \"fabric\"?",
             "2:11: machine: expected 1 to 63 of a-z, 0-9 and -, not at the beginning or end, found the string \"Node\"",
             "3:10: listen: expected ADDRESS:PORT, such as \"192.0.2.1:7447\", found the string \"192.0.2.1\"",
-            "4:34: peer: expected MACHINE=ADDRESS:PORT such as node-2=192.0.2.2:7447, found the number 7",
+            "4:34: peer: expected MACHINE=ADDRESS:PORT such as node-2=192.0.2.2:7447, or MACHINE alone where \
+             there is a router, found the number 7",
             "5:8: keys: expected a folder with ca.pem, MACHINE.pem and MACHINE.key, found the string \"\"",
             "6:10: no_tls: expected true or false, found the string \"yes\"",
             "7:11: lease: expected a whole number of seconds from 5 to 3600, found the number 4",
             "8:1: site: expected 1 to 63 of a-z, 0-9 and -, not at the beginning or end, found a table",
         ];
+        assert_eq!(faults(text), expected.map(|fault| format!("{PLACE}:{fault}")));
+        let expected = [
+            "1:10: router: expected MACHINE=ADDRESS:PORT of a router of zenoh, such as hub=192.0.2.9:7447, found the string \
+             \"hub\"",
+            "2:19: export: expected SERVICE for all machines, or SERVICE=MACHINE,… for some, such as calculator=node-2, \
+             found the string \"a/b\"",
+            "3:10: import: expected SERVICE=MACHINE,… such as calculator=node-1, found the string \"calc\"",
+            "4:11: callers: expected \"owner\" or \"everybody\", found the string \"all\"",
+        ];
+        let text = "router = \"hub\"\nexport = [\"calc\", \"a/b\"]\nimport = \"calc\"\ncallers = \"all\"\n";
         assert_eq!(faults(text), expected.map(|fault| format!("{PLACE}:{fault}")));
         assert!(faults("peers = []\n")[0].ends_with("did you mean \"peer\"?"));
         assert!(faults("tls = false\n")[0].ends_with("without encryption it is no_tls = true"));

@@ -4,7 +4,8 @@
 //! What is decided, and why, is in the crate `tombolo-span`; here is what touches the world:
 //! [`options`] and [`file`] (what it is told), [`carrier`] (zenoh), [`daemon`] (the daemon's API), [`members`]
 //! (what is announced), [`teller`] (what the daemon is told), [`notify`] (what a service manager is told), and
-//! the loop in [`run`]. The daemon does not depend on this program: if it ends, the daemon keeps what it was
+//! the loop in [`run`]. Besides, it passes on calls between machines: [`streams`] is the engine, and the rest is
+//! in the crate `tombolo-remote`. The daemon does not depend on this program: if it ends, the daemon keeps what it was
 //! told, and frames for members that it does not know go to all machines.
 
 mod carrier;
@@ -14,6 +15,11 @@ mod members;
 mod notify;
 mod options;
 mod run;
+mod services;
+mod streams;
+#[cfg(test)]
+#[path = "../../crates/remote/tests/engine/suite.rs"]
+mod suite;
 mod teller;
 
 use std::io::Write;
@@ -31,6 +37,8 @@ use daemon::Daemon;
 use notify::Manager;
 use options::{Args, Options};
 use run::Run;
+use services::Services;
+use streams::Streams;
 
 /// What it ends with where it was called wrongly, or its settings are wrong: trying again does not help. As clap has it.
 const MISUSED: u8 = 2;
@@ -66,26 +74,57 @@ fn serve(options: &Options) -> Result<(), String> {
     let daemon = Daemon { socket: socket(&options.fabric)? };
     let lease = Duration::from_secs(options.lease);
     let settings = Settings { lease, beat: lease / 5, ..Settings::new(&options.machine) };
-    let (carrier, heard) = Carrier::start(&options.carriage()).map_err(|error| error.to_string())?;
+    let carriage = options.carriage();
+    let streams = Streams::new(&carriage.base(), &options.machine, options.peers.iter().map(|peer| peer.name.clone()));
+    let streams = streams.map_err(|error| format!("starting a thread: {error}"))?;
+    let services = Services::of(options)?;
+    let (carrier, heard) = Carrier::start(&carriage, &streams).map_err(|error| error.to_string())?;
+    // Ends before the carrier.
+    let services = services.start(streams)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| format!("setting up the runtime: {error}"))?;
-    say(&format!("{} listens at {} for {} machines", options.machine, options.listen, options.peers.len()));
+    say(&format!("{} {} for {} machines", options.machine, way(options), options.peers.len()));
     let manager = Manager::of_environment();
     manager.ready();
     tokio::task::LocalSet::new().block_on(&runtime, async {
-        Run::new(&options.site, settings, daemon, carrier, &options.peers, manager).run(heard, ended()).await
+        let run = Run::new(&options.site, settings, daemon, carrier, &options.peers, manager);
+        run.run(heard, async {
+            ended().await;
+            drop(services)
+        })
+        .await
     })
+}
+
+/// How it reaches the others, in words.
+fn way(options: &Options) -> String {
+    match options.listen {
+        Some(listen) => format!("listens at {listen}"),
+        None => {
+            let routers: Vec<_> = options.routers.iter().map(ToString::to_string).collect();
+            format!("uses the router {}", routers.join(" or "))
+        }
+    }
 }
 
 /// Looks at the keys, and says what the settings are.
 fn check(options: &Options) -> Result<(), String> {
     options.carriage().check().map_err(|error| error.to_string())?;
-    let Options { fabric, machine, listen, peers, keys, .. } = options;
+    Services::of(options)?;
+    let Options { fabric, machine, peers, keys, .. } = options;
     let security = keys.as_ref().map_or("without TLS".into(), |keys| format!("with the keys of {}", keys.display()));
-    let text =
-        format!("{machine} of the fabric {fabric}: listens at {listen} for {} machines, {security}", peers.len());
+    let text = format!("{machine} of the fabric {fabric}: {} for {} machines, {security}", way(options), peers.len());
     // A reader that has gone needs no answer.
     let _ = writeln!(std::io::stdout(), "{text}");
+    Ok(())
+}
+
+/// Prints what a router is to be told.
+fn router_config(options: &Options) -> Result<(), String> {
+    let settings = options.carriage().router();
+    let settings = settings.ok_or("no router: expected router in the settings, or --router, found none")?;
+    // A reader that has gone needs no answer.
+    let _ = writeln!(std::io::stdout(), "{settings:#}");
     Ok(())
 }
 
@@ -112,9 +151,9 @@ fn main() -> ExitCode {
         clap_complete::generate(shell, &mut Args::command(), "tombolo-span", &mut std::io::stdout());
         return ExitCode::SUCCESS;
     }
-    let is_check = args.check;
+    let (is_check, is_router_config) = (args.check, args.router_config);
     // Before settings are read, which may come from a pipe.
-    if let Err(error) = if is_check { Ok(()) } else { with_runtimes() } {
+    if let Err(error) = if is_check || is_router_config { Ok(()) } else { with_runtimes() } {
         say(&error);
         return ExitCode::FAILURE;
     }
@@ -125,7 +164,12 @@ fn main() -> ExitCode {
             return ExitCode::from(MISUSED);
         }
     };
-    match if is_check { check(&options) } else { serve(&options) } {
+    let done = match (is_router_config, is_check) {
+        (true, _) => router_config(&options),
+        (_, true) => check(&options),
+        _ => serve(&options),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             say(&error);

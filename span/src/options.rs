@@ -4,8 +4,9 @@ use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use clap_complete::Shell;
+use tombolo_rpc::folder;
 use tombolo_span::member::is_name;
 
 use crate::carrier::{Carriage, Peer};
@@ -14,7 +15,15 @@ use crate::file::{self, File, FileError, Said};
 /// What a name is.
 pub const NAME: &str = "1 to 63 of a-z, 0-9 and -, not at the beginning or end";
 /// What another machine is.
-pub const PEER: &str = "MACHINE=ADDRESS:PORT such as node-2=192.0.2.2:7447";
+pub const PEER: &str = "MACHINE=ADDRESS:PORT such as node-2=192.0.2.2:7447, or MACHINE alone where there is a router";
+/// What a router is.
+pub const ROUTER: &str = "MACHINE=ADDRESS:PORT of a router of zenoh, such as hub=192.0.2.9:7447";
+/// What is exported.
+pub const EXPORT: &str = "SERVICE for all machines, or SERVICE=MACHINE,… for some, such as calculator=node-2";
+/// What is imported.
+pub const IMPORT: &str = "SERVICE=MACHINE,… such as calculator=node-1";
+/// Who may call what is imported.
+pub const CALLERS: &str = "\"owner\" or \"everybody\"";
 /// What `--lease` may be, in seconds.
 pub const LEASE_S: RangeInclusive<u64> = 5..=3600;
 /// What it is where it is left out.
@@ -33,28 +42,69 @@ It runs until SIGINT or SIGTERM. `tombolo service keys --keys keys node-1 node-2
 As a service: systemctl enable --now tombolo-span@home
 It ends with 0 when it was asked to, 1 when it failed, 2 when it was called wrongly or its settings are wrong.";
 
-/// Tells the fabrics of several machines which member is where.
+/// A service, and the machines that may use it or have it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shared {
+    /// The service's name on all machines.
+    pub service: String,
+    /// Machines; of an export none means all.
+    pub machines: Vec<String>,
+}
+
+impl std::fmt::Display for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let equals = if self.machines.is_empty() { "" } else { "=" };
+        write!(f, "{}{equals}{}", self.service, self.machines.join(","))
+    }
+}
+
+/// Who may call what is imported.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Callers {
+    /// The user that runs this program, and root.
+    #[default]
+    Owner,
+    /// Every user of this machine.
+    Everybody,
+}
+
+/// Tells the fabrics of several machines which member is where, and passes calls on between them.
 #[derive(Debug, Parser)]
 #[command(name = "tombolo-span", version, after_help = AFTER)]
 pub struct Args {
-    /// TOML file with the other settings: fabric, machine, listen, peer, keys, no_tls, site, lease; flags win over it
+    /// TOML file with the other settings: fabric, machine, listen, peer, keys, no_tls, site, lease, router, export, import, callers; flags win over it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Only read and check the settings and the keys; start nothing
     #[arg(long)]
     pub check: bool,
+    /// Only print the settings of the first router, for zenohd; start nothing
+    #[arg(long)]
+    pub router_config: bool,
     /// Name of this machine's fabric
     #[arg(long, value_name = "NAME", env = "TOMBOLO_FABRIC", hide_env_values = true, required_unless_present = "config", value_parser = name)]
     fabric: Option<String>,
     /// Name of this machine, as in its certificate
     #[arg(long, value_name = "NAME", required_unless_present = "config", value_parser = name)]
     machine: Option<String>,
-    /// Address and port at which the other machines reach this one
-    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "config")]
+    /// Address and port at which the other machines reach this one; not with --router
+    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present_any = ["config", "routers"])]
     listen: Option<SocketAddr>,
-    /// Another machine, and where its tombolo-span listens; once for each, instead of those of the file
+    /// Another machine, and where its tombolo-span listens (with --router only its name); once for each, instead of those of the file
     #[arg(long = "peer", value_name = "MACHINE=ADDRESS:PORT", required_unless_present = "config", value_parser = peer)]
     peers: Vec<Peer>,
+    /// Router of zenoh that all machines connect to, since they do not reach each other; more than one is used in turn
+    #[arg(long = "router", value_name = "MACHINE=ADDRESS:PORT", value_parser = router)]
+    routers: Vec<Peer>,
+    /// Service of this machine that all other machines may call, or those that are named; once for each
+    #[arg(long = "export", value_name = "SERVICE[=MACHINE,…]", value_parser = export)]
+    exports: Vec<Shared>,
+    /// Service of other machines that can be called here, and the machines that have it; once for each
+    #[arg(long = "import", value_name = "SERVICE=MACHINE,…", value_parser = import)]
+    imports: Vec<Shared>,
+    /// Who may call what is imported [default: owner]
+    #[arg(long, value_name = "WHO", value_enum)]
+    callers: Option<Callers>,
     /// Folder with ca.pem, MACHINE.pem and MACHINE.key
     #[arg(long, value_name = "FOLDER", required_unless_present_any = ["no_tls", "config"], conflicts_with = "no_tls")]
     keys: Option<PathBuf>,
@@ -79,10 +129,18 @@ pub struct Options {
     pub fabric: String,
     /// This machine.
     pub machine: String,
-    /// Where it listens.
-    pub listen: SocketAddr,
+    /// Where it listens; `None` where there is a router.
+    pub listen: Option<SocketAddr>,
     /// The other machines.
     pub peers: Vec<Peer>,
+    /// Routers that connect them.
+    pub routers: Vec<Peer>,
+    /// Services of this machine that others may call.
+    pub exports: Vec<Shared>,
+    /// Services of others that can be called here.
+    pub imports: Vec<Shared>,
+    /// By whom.
+    pub callers: Callers,
     /// The folder of keys; `None`: nothing is encrypted.
     pub keys: Option<PathBuf>,
     /// What the machines have in common.
@@ -122,13 +180,56 @@ pub fn name(text: &str) -> Result<String, String> {
 /// The text is none.
 pub fn peer(text: &str) -> Result<Peer, String> {
     let wrong = || format!("expected {PEER}, found \"{text}\"");
-    let (machine, address) = text.split_once('=').ok_or_else(wrong)?;
-    Ok(Peer { name: name(machine)?, address: address.parse().map_err(|_| wrong())? })
+    let Some((machine, address)) = text.split_once('=') else {
+        return Ok(Peer { name: name(text).map_err(|_| wrong())?, address: None });
+    };
+    Ok(Peer { name: name(machine)?, address: Some(address.parse().map_err(|_| wrong())?) })
+}
+
+/// Reads a router.
+///
+/// # Errors
+/// The text is none.
+pub fn router(text: &str) -> Result<Peer, String> {
+    let found = peer(text).ok().filter(|router| router.address.is_some());
+    found.ok_or_else(|| format!("expected {ROUTER}, found \"{text}\""))
+}
+
+fn shared(text: &str) -> Option<Shared> {
+    let (service, machines) = match text.split_once('=') {
+        Some((service, machines)) => (service, machines.split(',').map(|machine| name(machine).ok()).collect()),
+        None => (text, Some(Vec::new())),
+    };
+    folder::socket_path(Path::new(""), service).ok()?;
+    Some(Shared { service: service.into(), machines: machines? })
+}
+
+/// Reads what is exported.
+///
+/// # Errors
+/// The text is none of that.
+pub fn export(text: &str) -> Result<Shared, String> {
+    shared(text).ok_or_else(|| format!("expected {EXPORT}, found \"{text}\""))
+}
+
+/// Reads what is imported.
+///
+/// # Errors
+/// The text is none of that.
+pub fn import(text: &str) -> Result<Shared, String> {
+    let found = shared(text).filter(|import| !import.machines.is_empty());
+    found.ok_or_else(|| format!("expected {IMPORT}, found \"{text}\""))
 }
 
 /// The flag, or what the file says.
 fn either<T>(flag: Option<T>, name: &str, file: Option<Said<T>>) -> Option<Said<T>> {
     flag.map(|value| Said { value, at: format!("--{name}") }).or(file)
+}
+
+/// A list of flags, or the list of the file.
+fn lists<T: std::fmt::Display>(flags: Vec<T>, name: &str, file: Option<Vec<Said<T>>>) -> Vec<Said<T>> {
+    let flags: Vec<_> = flags.into_iter().map(|value| Said { at: format!("--{name} {value}"), value }).collect();
+    if flags.is_empty() { file.unwrap_or_default() } else { flags }
 }
 
 impl Args {
@@ -152,12 +253,10 @@ impl Args {
         let machine = either(self.machine, "machine", file.machine);
         let listen = either(self.listen, "listen", file.listen);
         // Flags replace the whole list.
-        let flags = self
-            .peers
-            .into_iter()
-            .map(|peer| Said { at: format!("--peer {}={}", peer.name, peer.address), value: peer });
-        let flags: Vec<_> = flags.collect();
-        let peers = if flags.is_empty() { file.peer.unwrap_or_default() } else { flags };
+        let peers = lists(self.peers, "peer", file.peer);
+        let routers = lists(self.routers, "router", file.router);
+        let exports = lists(self.exports, "export", file.export);
+        let imports = lists(self.imports, "import", file.import);
         let (keys, no_tls) = match (self.keys, self.no_tls) {
             (None, false) => (file.keys, file.no_tls.filter(|no_tls| no_tls.value)),
             (keys, no_tls) => {
@@ -171,8 +270,8 @@ impl Args {
         if machine.is_none() {
             missing("machine", "the name of this machine, as in its certificate");
         }
-        if listen.is_none() {
-            missing("listen", "the address and port at which the other machines reach this one");
+        if listen.is_none() && routers.is_empty() {
+            missing("listen", "the address and port at which the other machines reach this one, or a router");
         }
         if peers.is_empty() {
             missing("peer", "the other machines");
@@ -183,32 +282,69 @@ impl Args {
                 .push(format!("{}: expected no keys with no_tls = true, found some; leave one of them out", keys.at)),
             _ => {}
         }
-        if let Some(Said { value, at }) = &listen
+        if let (Some(Said { value, at }), false) = (&listen, routers.is_empty()) {
+            faults.push(format!(
+                "{at}: expected nothing where there is a router, since all connections go to it, found {value}"
+            ));
+        } else if let Some(Said { value, at }) = &listen
             && (value.ip().is_unspecified() || value.port() == 0)
         {
             faults
                 .push(format!("{at}: expected an address and a port that the other machines can reach, found {value}"));
         }
         for (number, Said { value, at }) in peers.iter().enumerate() {
-            let is_same = |other: &Said<Peer>| other.value.name == value.name || other.value.address == value.address;
+            let is_at = |other: Option<SocketAddr>| other.is_some() && other == value.address;
+            let is_same = |other: &Said<Peer>| other.value.name == value.name || is_at(other.value.address);
             let is_here = machine.as_ref().is_some_and(|machine| machine.value == value.name)
-                || listen.as_ref().is_some_and(|listen| listen.value == value.address);
+                || is_at(listen.as_ref().map(|listen| listen.value));
             if is_here || peers[..number].iter().any(is_same) {
-                let Peer { name, address } = value;
-                faults
-                    .push(format!("{at}: expected each other machine once, and not this one, found {name}={address}"));
+                faults.push(format!("{at}: expected each other machine once, and not this one, found {value}"));
+            } else if routers.is_empty() && value.address.is_none() {
+                faults.push(format!("{at}: expected {PEER}, found \"{value}\" and no router"));
+            } else if !routers.is_empty() && value.address.is_some() {
+                faults.push(format!(
+                    "{at}: expected the machine's name alone, since all connections go to the router, found {value}"
+                ));
             }
+        }
+        for list in [&exports, &imports] {
+            for (number, Said { value, at }) in list.iter().enumerate() {
+                let is_peer = |machine: &&String| peers.iter().any(|peer| peer.value.name == **machine);
+                if let Some(stranger) = value.machines.iter().find(|machine| !is_peer(machine)) {
+                    faults.push(format!("{at}: expected machines that peer names, found {stranger}"));
+                } else if list[..number].iter().any(|other| other.value.service == value.service) {
+                    faults.push(format!("{at}: expected each service once, found {} again", value.service));
+                }
+            }
+        }
+        for Said { value, at } in &imports {
+            if exports.iter().any(|export| export.value.service == value.service) {
+                faults.push(format!(
+                    "{at}: expected a service that this machine does not export, found {}",
+                    value.service
+                ));
+            }
+        }
+        if let (Some(_), Some(first)) = (&no_tls, exports.iter().find(|export| !export.value.machines.is_empty())) {
+            faults.push(format!(
+                "{}: expected no machines with no_tls = true, since none proves its name, found {}",
+                first.at, first.value
+            ));
         }
         let most = tombolo_span::control::MAX_MACHINES - 1;
         if let Some(first) = peers.get(most) {
             faults.push(format!("{}: expected at most {most} machines, found {}", first.at, peers.len()));
         }
-        match (fabric, machine, listen) {
-            (Some(fabric), Some(machine), Some(listen)) if faults.is_empty() => Ok(Options {
+        match (fabric, machine) {
+            (Some(fabric), Some(machine)) if faults.is_empty() => Ok(Options {
                 fabric: fabric.value,
                 machine: machine.value,
-                listen: listen.value,
+                listen: listen.map(|listen| listen.value),
                 peers: peers.into_iter().map(|peer| peer.value).collect(),
+                routers: routers.into_iter().map(|router| router.value).collect(),
+                exports: exports.into_iter().map(|export| export.value).collect(),
+                imports: imports.into_iter().map(|import| import.value).collect(),
+                callers: self.callers.or(file.callers.map(|callers| callers.value)).unwrap_or_default(),
                 keys: keys.map(|keys| keys.value),
                 site: self.site.or(file.site.map(|site| site.value)).unwrap_or_else(|| DEFAULT_SITE.into()),
                 lease: self.lease.or(file.lease.map(|lease| lease.value)).unwrap_or(DEFAULT_LEASE_S),
@@ -226,6 +362,7 @@ impl Options {
             machine: &self.machine,
             listen: self.listen,
             peers: &self.peers,
+            routers: &self.routers,
             keys: self.keys.as_deref(),
         }
     }
@@ -284,11 +421,22 @@ mod tests {
         assert!(of_file.keys.as_ref().unwrap().ends_with("keys") && of_file.keys.unwrap().is_absolute());
         let flags = ["--fabric", "f", "--machine", "m", "--listen", "192.0.2.9:1", "--peer", "p=192.0.2.8:1"];
         let flags = flags.into_iter().chain(["--no-tls", "--site", "s", "--lease", "5"]).collect::<Vec<_>>();
+        // No machine proves its name without TLS.
+        let named = flags.iter().copied().chain(["--export", "calc=p"]).collect::<Vec<_>>();
+        assert!(with_file(FILE, &named).unwrap_err().to_string().contains("none proves its name, found calc=p"));
+        let flags = flags
+            .into_iter()
+            .chain(["--export", "calc", "--import", "time=p", "--callers", "everybody"])
+            .collect::<Vec<_>>();
         let expected = Options {
             fabric: "f".into(),
             machine: "m".into(),
-            listen: "192.0.2.9:1".parse().unwrap(),
+            listen: Some("192.0.2.9:1".parse().unwrap()),
             peers: vec![peer("p=192.0.2.8:1").unwrap()],
+            routers: vec![],
+            exports: vec![export("calc").unwrap()],
+            imports: vec![import("time=p").unwrap()],
+            callers: Callers::Everybody,
             keys: None,
             site: "s".into(),
             lease: 5,
@@ -318,5 +466,33 @@ mod tests {
         // What a flag replaces is no fault of the file.
         let fine = with_file(&text, &["--listen", "192.0.2.1:7447", "--peer", "node-2=192.0.2.2:7447", "--no-tls"]);
         assert_eq!(fine.unwrap().keys, None);
+    }
+
+    #[test]
+    fn with_a_router_machines_have_names_alone_and_listen_nowhere() {
+        let router = ["--router", "hub=192.0.2.9:7447", "--no-tls"];
+        let line = |more: &[&str]| {
+            let base = ["tombolo-span", "--fabric", "demo", "--machine", "a"];
+            Args::try_parse_from(base.iter().chain(&router).chain(more)).unwrap().options()
+        };
+        let fine = line(&["--peer", "b", "--peer", "c", "--import", "calc=b,c"]).unwrap();
+        assert_eq!((fine.listen, fine.routers.len(), fine.peers.len()), (None, 1, 2));
+        assert_eq!(fine.imports[0].machines, ["b", "c"]);
+        for (more, fault) in [
+            (&["--peer", "b=192.0.2.2:1"][..], "--peer b=192.0.2.2:1: expected the machine's name alone"),
+            (&["--peer", "b", "--listen", "192.0.2.1:1"], "--listen: expected nothing where there is a router"),
+            (&["--peer", "b", "--peer", "b"], "--peer b: expected each other machine once"),
+            (&["--peer", "b", "--import", "calc=c"], "--import calc=c: expected machines that peer names, found c"),
+            (&["--peer", "b", "--export", "x", "--export", "x"], "--export x: expected each service once"),
+            (
+                &["--peer", "b", "--export", "x", "--import", "x=b"],
+                "expected a service that this machine does not export",
+            ),
+        ] {
+            let error = line(more).unwrap_err().to_string();
+            assert!(error.contains(fault), "{error}: no {fault}");
+        }
+        let alone = args(&["--peer", "b", "--no-tls"]).unwrap().options().unwrap_err().to_string();
+        assert!(alone.contains("found \"b\" and no router"), "{alone}");
     }
 }

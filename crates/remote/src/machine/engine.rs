@@ -2,7 +2,7 @@
 //!
 //! Everything above is the same for all engines: TLS between the two machines, the hello, calls with
 //! their deadlines, order and cancellation. So an engine need not be trusted: whatever it does to the bytes,
-//! calls end with a named result.
+//! calls end with a named result. The program `tombolo-span` has the other engine, over zenoh.
 //!
 //! # What an engine owes
 //! - A connection carries bytes both ways, in order. It loses none in the middle: it ends instead.

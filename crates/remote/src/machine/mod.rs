@@ -1,7 +1,7 @@
 //! Calls between machines: one exports services ([`Export`]), another imports them ([`Import`]).
 //! There, a client connects to an imported service by its name, as to any other of its machine.
 //!
-//! Their bytes go by an [`Engine`], such as TCP.
+//! Their bytes go by an [`Engine`]: TCP, or zenoh in `tombolo-span`.
 //!
 //! # The way of a call
 //! client → imported service's queue → this module's connection → exporting machine's queue →

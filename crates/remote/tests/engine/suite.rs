@@ -1,5 +1,5 @@
 //! What every engine owes to calls between machines: one suite, which each engine instantiates ([`suite`]). It stands outside the
-//! engines, so that one of another workspace has the same tests that engine.rs has of TCP.
+//! engines, so that span/src/streams.rs has the same tests of zenoh that engine.rs has of TCP.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
