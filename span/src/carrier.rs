@@ -7,6 +7,11 @@
 //! With TLS, zenoh's access control enforces it by the common name of the certificate of a
 //! connection; machines that are not peers may do nothing at all.
 //!
+//! What one machine says to another in calls goes to that one only: a third one that subscribed it, and
+//! did not read, would hold it up. And no machine passes on what another one says: zenoh's peers do so
+//! for its clients, and with one thread ([`RUNTIMES`]) such a message may wait for room that only that
+//! thread makes.
+//!
 //! # Threads
 //! zenoh has runtimes of its own, and cannot be used from a single-threaded one. So the session is
 //! on a thread that takes [`Order`]s. What comes is put into a bounded channel by zenoh's threads;
@@ -55,6 +60,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// A connection over which nothing came for so long has ended, in milliseconds. zenoh sends
 /// something four times in that time.
 const LEASE_MS: u32 = 4000;
+/// A link that takes nothing for so long is closed, in microseconds. Less than what ends streams and links, since zenoh's only
+/// thread may wait for it, and with it all others.
+const BLOCKED_US: u32 = 2_000_000;
 /// Orders that were not carried out yet. Those beyond are dropped, as what is lost on the way.
 const ORDERS: usize = 1024;
 
@@ -66,17 +74,6 @@ pub const RUNTIMES: &str = "(tx: (worker_threads: 1), rx: (handover: tx))";
 const ASKS: [&str; 4] = ["query", "declare_subscriber", "declare_liveliness_subscriber", "liveliness_query"];
 /// Those by which it speaks.
 const SAYS: [&str; 4] = ["put", "declare_queryable", "liveliness_token", "reply"];
-/// All of them.
-const EVERY: [&str; 8] = [
-    "query",
-    "declare_subscriber",
-    "declare_liveliness_subscriber",
-    "liveliness_query",
-    "put",
-    "declare_queryable",
-    "liveliness_token",
-    "reply",
-];
 /// Between two attempts to reach a router for the first time.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -285,6 +282,7 @@ impl Carriage<'_> {
         set("scouting/multicast/enabled", false.into())?;
         set("scouting/gossip/enabled", false.into())?;
         set("transport/link/tx/lease", LEASE_MS.into())?;
+        set("transport/link/tx/queue/congestion_control/block/wait_before_close", BLOCKED_US.into())?;
         set("transport/link/rx/max_message_size", MAX_STATE_BYTES.into())?;
         set("transport/unicast/max_sessions", (self.peers.len() + 8).into())?;
         let Some(keys) = self.keys else { return Ok(config) };
@@ -306,13 +304,15 @@ impl Carriage<'_> {
         Ok(config)
     }
 
-    /// What each machine may do: ask all, and write below its own key. A router passes on what all may.
+    /// What each machine may do. A router passes on what all may, and is believed.
     fn rules(&self) -> serde_json::Value {
         if self.routers.is_empty() {
-            return self.rules_for(self.peers.iter().map(|peer| peer.name.as_str()));
+            return self.rules_for(self.machine, self.peers.iter().map(|peer| peer.name.as_str()));
         }
         let names: Vec<&str> = self.routers.iter().map(|router| router.name.as_str()).collect();
-        let rules = [self.rule("to", "egress", &EVERY, "**"), self.rule("pass", "ingress", &EVERY, "**")];
+        let every = [ASKS, SAYS].concat();
+        let all = &["**".to_string()];
+        let rules = [self.rule("to", "egress", &every, all), self.rule("pass", "ingress", &every, all)];
         serde_json::json!({
             "enabled": true, "default_permission": "deny", "rules": rules,
             "subjects": [{ "id": "routers", "cert_common_names": names }],
@@ -320,19 +320,28 @@ impl Carriage<'_> {
         })
     }
 
-    fn rule(&self, id: &str, flow: &str, messages: &[&str], key: &str) -> serde_json::Value {
-        let (flows, keys) = ([flow], [format!("{}/{key}", self.base())]);
-        serde_json::json!({ "id": id, "permission": "allow", "flows": flows, "messages": messages, "key_exprs": keys })
+    fn rule(&self, id: &str, flow: &str, messages: &[&str], keys: &[String]) -> serde_json::Value {
+        let keys: Vec<_> = keys.iter().map(|key| format!("{}/{key}", self.base())).collect();
+        serde_json::json!({ "id": id, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": keys })
     }
 
-    /// Rules where these machines connect.
-    fn rules_for<'b>(&self, machines: impl Iterator<Item = &'b str>) -> serde_json::Value {
-        let mut rules = vec![self.rule("to", "egress", &EVERY, "**"), self.rule("ask", "ingress", &ASKS, "**")];
-        let (mut subjects, mut policies) = (Vec::new(), Vec::new());
+    /// Rules where these machines connect to `own`, which is a machine, or "*" for a router. A machine speaks only for itself,
+    /// and passes nothing on for others: neither may they have it do so.
+    fn rules_for<'b>(&self, own: &str, machines: impl Iterator<Item = &'b str>) -> serde_json::Value {
+        let says = |a: &str, b: &str| {
+            [format!("{a}/change"), format!("{a}/state"), format!("{a}/here"), format!("{a}/calls/{b}")]
+        };
+        let asks =
+            |a: &str, b: &str| ["*/change".into(), "*/here".into(), format!("{b}/state"), format!("*/calls/{a}")];
+        let (mut rules, mut subjects, mut policies) = (Vec::new(), Vec::new(), Vec::new());
         for name in machines {
-            rules.push(self.rule(name, "ingress", &SAYS, &format!("{name}/**")));
+            let ids = ["says", "asks", "is told", "is asked"].map(|what| format!("{name} {what}"));
+            rules.push(self.rule(&ids[0], "ingress", &SAYS, &says(name, own)));
+            rules.push(self.rule(&ids[1], "ingress", &ASKS, &asks(name, own)));
+            rules.push(self.rule(&ids[2], "egress", &SAYS, &says(own, name)));
+            rules.push(self.rule(&ids[3], "egress", &ASKS, &asks(own, if own == "*" { own } else { name })));
             subjects.push(serde_json::json!({ "id": name, "cert_common_names": [name] }));
-            policies.push(serde_json::json!({ "rules": ["to", "ask", name], "subjects": [name] }));
+            policies.push(serde_json::json!({ "rules": ids, "subjects": [name] }));
         }
         serde_json::json!({
             "enabled": !subjects.is_empty(), "default_permission": "deny",
@@ -344,12 +353,13 @@ impl Carriage<'_> {
     pub fn router(&self) -> Option<serde_json::Value> {
         let Peer { name, address } = self.routers.first()?;
         let endpoint = self.endpoint((*address)?);
+        let blocked = serde_json::json!({ "congestion_control": { "block": { "wait_before_close": BLOCKED_US } } });
         let mut settings = serde_json::json!({
             "mode": "router",
             "listen": { "endpoints": [endpoint] },
             "scouting": { "multicast": { "enabled": false }, "gossip": { "enabled": false } },
             "transport": {
-                "link": { "tx": { "lease": LEASE_MS } },
+                "link": { "tx": { "lease": LEASE_MS, "queue": blocked }, "rx": { "max_message_size": MAX_STATE_BYTES } },
                 "unicast": { "max_sessions": self.peers.len() + 9 },
             },
         });
@@ -361,7 +371,7 @@ impl Carriage<'_> {
                 "listen_certificate": pem(&format!("{name}.pem")), "listen_private_key": pem(&format!("{name}.key")),
             });
             let machines = self.peers.iter().map(|peer| peer.name.as_str());
-            settings["access_control"] = self.rules_for(machines.chain([self.machine]));
+            settings["access_control"] = self.rules_for("*", machines.chain([self.machine]));
         }
         Some(settings)
     }
@@ -558,7 +568,6 @@ impl World {
         });
         changes.background().wait().map_err(failed("hearing changes"))?;
         if let Some(all) = streams.upgrade() {
-            all.on(session.clone());
             let streams = streams.clone();
             let calls = session.declare_subscriber(all.heard_key()).callback(move |sample| {
                 if let (Some(from), Some(streams)) = (machine_of(sample.key_expr()), streams.upgrade()) {
@@ -577,6 +586,9 @@ impl World {
                 }
             });
         there.background().wait().map_err(failed("hearing of machines"))?;
+        if let Some(streams) = self.streams.upgrade() {
+            streams.on(session.clone());
+        }
         // Dropped with the session, not before. It is the last, so that who sees it is heard.
         let token = session.liveliness().declare_token(format!("{base}/{machine}/here")).wait();
         std::mem::forget(token.map_err(failed("showing that this machine is there"))?);
@@ -595,9 +607,18 @@ mod tests {
         let carriage = Carriage { site: "s", machine: "a", listen, peers: &peers, routers: &[], keys: None };
         let rules = carriage.rules();
         let of = |id: &str| rules["rules"].as_array().unwrap().iter().find(|rule| rule["id"] == id).unwrap().clone();
-        assert_eq!(of("b")["key_exprs"], serde_json::json!(["tombolo/s/b/**"]));
-        assert_eq!(of("b")["flows"], serde_json::json!(["ingress"]));
-        assert!(of("ask")["messages"].as_array().unwrap().iter().all(|message| message != "put" && message != "reply"));
+        let keys = |id: &str, at: usize| of(id)["key_exprs"][at].as_str().unwrap().to_string();
+        let all = |id: &str| -> Vec<String> {
+            of(id)["key_exprs"].as_array().unwrap().iter().map(|key| key.as_str().unwrap().into()).collect()
+        };
+        assert!(all("b says").iter().all(|key| key.starts_with("tombolo/s/b/")));
+        assert!(all("b is told").iter().all(|key| key.starts_with("tombolo/s/a/")), "nothing is passed on");
+        assert_eq!(of("b says")["flows"], serde_json::json!(["ingress"]));
+        // No other machine hears what is said to it in calls.
+        assert_eq!([keys("b asks", 3), keys("b is told", 3)], ["tombolo/s/*/calls/b", "tombolo/s/a/calls/b"]);
+        assert!(
+            of("b asks")["messages"].as_array().unwrap().iter().all(|message| message != "put" && message != "reply")
+        );
         assert_eq!(rules["default_permission"], "deny");
         // Through a router nothing is taken from the others themselves: they are its to judge.
         let routers = [Peer { name: "hub".into(), address: Some(([192, 0, 2, 9], 7447).into()) }];

@@ -23,7 +23,7 @@ use std::io::{ErrorKind, Read};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -72,7 +72,8 @@ pub struct Streams {
     base: String,
     machine: String,
     peers: BTreeSet<String>,
-    session: OnceLock<Session>,
+    /// The last one that was opened.
+    session: RwLock<Option<Session>>,
     table: Mutex<Table>,
     /// A stream has left the table.
     left: Condvar,
@@ -127,7 +128,7 @@ impl Streams {
             base: base.into(),
             machine: machine.into(),
             peers: peers.collect(),
-            session: OnceLock::new(),
+            session: RwLock::default(),
             table: Mutex::default(),
             left: Condvar::new(),
             answers,
@@ -136,7 +137,8 @@ impl Streams {
         let weak = Arc::downgrade(&streams);
         std::thread::Builder::new().name("stream-answers".into()).spawn(move || {
             while let (Ok((to, message)), Some(streams)) = (waiting.recv(), weak.upgrade()) {
-                streams.put(&to, message);
+                // A machine that does not read must not hold up a router's other work for an answer that it can do without.
+                streams.put(&to, message, CongestionControl::Drop);
             }
         })?;
         Ok(streams)
@@ -147,26 +149,29 @@ impl Streams {
         format!("{}/*/calls/{}", self.base, self.machine)
     }
 
-    /// From now on there is a session.
+    /// From now on this session is used.
     pub fn on(&self, session: Session) {
-        // A second one there is not.
-        let _ = self.session.set(session);
+        *self.session.write().unwrap_or_else(PoisonError::into_inner) = Some(session);
+    }
+
+    fn session(&self) -> Option<Session> {
+        self.session.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn now(&self) -> Duration {
         self.begin.elapsed()
     }
 
-    fn put(&self, to: &str, message: Vec<u8>) -> bool {
-        let Some(session) = self.session.get() else { return false };
+    fn put(&self, to: &str, message: Vec<u8>, full: CongestionControl) -> bool {
+        let Some(session) = self.session() else { return false };
         let put = session.put(format!("{}/{}/calls/{to}", self.base, self.machine), message);
-        // Never dropped for want of room: zenoh waits, and after 5 s it closes the link, which both sides notice.
-        let put = put.congestion_control(CongestionControl::Block).priority(Priority::InteractiveHigh);
-        put.express(true).wait().is_ok()
+        put.congestion_control(full).priority(Priority::InteractiveHigh).express(true).wait().is_ok()
     }
 
     fn say(&self, key: &StreamKey, content: Content<'_>) -> bool {
-        self.put(&key.machine, StreamMessage { number: key.number, from: key.own, content }.encode())
+        let message = StreamMessage { number: key.number, from: key.own, content }.encode();
+        // Never dropped for want of room: zenoh waits, and after 2 s it closes the link, which both sides notice.
+        self.put(&key.machine, message, CongestionControl::Block)
     }
 
     /// Has a message answered that belongs to no stream.
@@ -256,7 +261,7 @@ impl Streams {
 
     /// Whether zenoh has the machine's token.
     fn is_there(&self, machine: &str) -> Result<bool, String> {
-        let session = self.session.get().ok_or("zenoh is not connected yet")?;
+        let session = self.session().ok_or("zenoh is not connected yet")?;
         let token = format!("{}/{machine}/here", self.base);
         let tokens = session.liveliness().get(token).timeout(LOOK).wait().map_err(|error| error.to_string())?;
         Ok(tokens.recv().is_ok_and(|reply| reply.result().is_ok()))
