@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 
 use tombolo_host::api::client::{Client, ClientError};
-use tombolo_host::api::report::{Fault, NetworkReport, PortReport, ProblemReport, Status};
+use tombolo_host::api::report::{Fault, NetworkReport, PortReport, ProblemReport, RangeReport, Status};
 use tombolo_host::file::Mac;
 use tombolo_host::rundir;
 
@@ -102,13 +102,23 @@ pub(crate) fn member_name(text: &str) -> Option<String> {
     ok.then(|| text.to_string())
 }
 
-/// The first free address from a place on that follows from `seed`, so that parallel calls seldom want the same one.
-fn free_address(subnet: (Ipv4Addr, u8), used: &BTreeSet<Ipv4Addr>, seed: u32) -> Option<Ipv4Addr> {
+/// The first free address from a place on that follows from `seed`, so that parallel calls seldom want the same one. Where the
+/// network spans machines, only `own` are this one's to give.
+fn free_address(
+    subnet: (Ipv4Addr, u8),
+    own: Option<RangeReport>,
+    used: &BTreeSet<Ipv4Addr>,
+    seed: u32,
+) -> Option<Ipv4Addr> {
     let (base, prefix) = subnet;
     let size = 1u32.checked_shl(32u32.checked_sub(prefix.into())?)?;
     let hosts = size.checked_sub(2).filter(|n| *n > 0)?;
-    let base = u32::from(base) & !(size - 1);
-    (0..hosts).map(|n| Ipv4Addr::from(base + 1 + (seed.wrapping_add(n)) % hosts)).find(|ip| !used.contains(ip))
+    let first = (u32::from(base) & !(size - 1)) + 1;
+    let (first, count) = match own {
+        None => (first, hosts),
+        Some(RangeReport { from, to }) => (from.into(), u32::from(to).checked_sub(from.into())?.checked_add(1)?),
+    };
+    (0..count).map(|n| Ipv4Addr::from(first + seed.wrapping_add(n) % count)).find(|ip| !used.contains(ip))
 }
 
 fn subnet_of(network: &NetworkReport) -> Option<(Ipv4Addr, u8)> {
@@ -234,8 +244,12 @@ impl<'c> Fabric<'c> {
             used.extend(&taken);
             let ip = match self.config.ip {
                 Some(ip) => ip,
-                None => free_address((base, prefix), &used, seed).ok_or_else(|| {
-                    let text = format!("network \"{}\" has no free address left in {}", network.name, network.subnet);
+                None => free_address((base, prefix), network.own_range, &used, seed).ok_or_else(|| {
+                    let of = match network.own_range {
+                        Some(RangeReport { from, to }) => format!("{from} to {to}, this machine's part of it"),
+                        None => network.subnet.clone(),
+                    };
+                    let text = format!("network \"{}\" has no free address left in {of}", network.name);
                     CniError::Refused(format!("{text}; give it a larger subnet"))
                 })?,
             };
@@ -378,11 +392,23 @@ mod tests {
         let subnet = (Ipv4Addr::new(10, 1, 2, 0), 29);
         let mut used = BTreeSet::new();
         for _ in 0..6 {
-            let ip = free_address(subnet, &used, 77).unwrap();
+            let ip = free_address(subnet, None, &used, 77).unwrap();
             assert!((1..=6).contains(&ip.octets()[3]) && used.insert(ip), "{ip}");
         }
-        assert_eq!(free_address(subnet, &used, 77), None);
-        assert_eq!(free_address((Ipv4Addr::UNSPECIFIED, 32), &BTreeSet::new(), 0), None);
+        assert_eq!(free_address(subnet, None, &used, 77), None);
+        assert_eq!(free_address((Ipv4Addr::UNSPECIFIED, 32), None, &BTreeSet::new(), 0), None);
+    }
+
+    #[test]
+    fn addresses_are_those_of_the_own_machine_where_others_have_some_of_the_subnet() {
+        let subnet = (Ipv4Addr::new(10, 87, 0, 0), 24);
+        let own = Some(RangeReport { from: [10, 87, 0, 75].into(), to: [10, 87, 0, 134].into() });
+        let mut used = BTreeSet::new();
+        for n in 0..60u32 {
+            let ip = free_address(subnet, own, &used, n.wrapping_mul(0x9e37_79b9)).unwrap();
+            assert!((75..=134).contains(&ip.octets()[3]) && used.insert(ip), "{ip}");
+        }
+        assert_eq!(free_address(subnet, own, &used, 5), None);
     }
 
     #[test]

@@ -76,6 +76,9 @@ pub struct NetworkReport {
     pub gateway: Option<Ipv4Addr>,
     /// The address that guests route through, where there is an uplink.
     pub router: Option<Ipv4Addr>,
+    /// The addresses that this machine may give to its containers, where the network spans machines of one file; null: all.
+    #[serde(default)]
+    pub own_range: Option<RangeReport>,
     /// Its IPv6 prefix, such as "fd00:1:2:3::/64"; null where the gateway does nothing for IPv6.
     #[serde(default)]
     pub prefix6: Option<String>,
@@ -106,6 +109,15 @@ pub struct NetworkReport {
     /// What skips the kernel's forwarding, where the file asks for it.
     #[serde(default)]
     pub bypass: Option<BypassReport>,
+}
+
+/// Addresses that follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RangeReport {
+    /// The first one.
+    pub from: Ipv4Addr,
+    /// The last one.
+    pub to: Ipv4Addr,
 }
 
 /// The bypass of a network.

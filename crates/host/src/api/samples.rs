@@ -53,6 +53,7 @@ pub(crate) fn status() -> Status {
             subnet: "10.87.0.0/24".into(),
             gateway: "10.87.0.1".parse().ok(),
             router: Some("10.87.0.2".parse().unwrap()),
+            own_range: Some(RangeReport { from: [10, 87, 0, 75].into(), to: [10, 87, 0, 134].into() }),
             prefix6: Some("fd00:1:2:3::/64".into()),
             gateway6: "fd00:1:2:3::1".parse().ok(),
             router6: "fd00:1:2:3::2".parse().ok(),

@@ -18,7 +18,7 @@ use tombolo_switch::port::{Caps, Link};
 use super::{FabricError, Running};
 use crate::api::report::{
     CounterReport, DescriptorReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport,
-    RingReport, SCHEMA, Status, WorkerReport,
+    RangeReport, RingReport, SCHEMA, Status, WorkerReport,
 };
 use crate::file::{self, Mac, Uplink, class_word};
 use crate::kernel;
@@ -269,6 +269,10 @@ impl Running {
             subnet: spec.subnet.to_string(),
             gateway: spec.gateway,
             router: spec.router,
+            own_range: {
+                let own = self.spec.elsewhere.own.iter().find(|(network, ..)| *network == spec.name);
+                own.map(|(_, from, to)| RangeReport { from: *from, to: *to })
+            },
             prefix6: spec.ipv6.map(|prefix| format!("{prefix}/64")),
             gateway6: spec.ipv6.map(|prefix| Ipv6Config::new(prefix).address()),
             router6: spec.router6().filter(|_| kernel::has_ipv6()).or_else(|| {

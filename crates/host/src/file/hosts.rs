@@ -82,6 +82,8 @@ pub struct Elsewhere {
     pub(super) taken: Vec<(String, Ipv4Addr, String)>,
     /// What other machines lease: network, first and last address, machine.
     pub(super) leased: Vec<(String, Ipv4Addr, Ipv4Addr, String)>,
+    /// What this machine has for itself in a network of several: network, first and last address.
+    pub(crate) own: Vec<(String, Ipv4Addr, Ipv4Addr)>,
     /// Members: name, path of the section, and the machine.
     pub(crate) members: Vec<(String, String, String)>,
 }
@@ -412,15 +414,21 @@ impl Hosts {
         out
     }
 
-    /// The gateway, router and range of the other machines in a network of the `index`-th.
+    /// The gateway, router and range of the other machines in a network of the `index`-th. `range` is the one that they share,
+    /// also where nothing is leased.
     pub(super) fn of_network(
         &self,
         index: usize,
         network: &str,
         fixed: [Option<Ipv4Addr>; 2],
         dhcp: Option<Dhcp>,
+        range: Dhcp,
         out: &mut Elsewhere,
     ) {
+        if self.list.len() > 1 {
+            let own = share(range, index, self.list.len());
+            out.own.push((network.into(), own.from, own.to));
+        }
         for (at, host) in self.list.iter().enumerate().filter(|(at, _)| *at != index) {
             for (word, ip) in ["gateway", "router"].iter().zip(fixed) {
                 let words = format!("{FIXED} {word} on machine \"{}\"", host.name);
@@ -615,6 +623,16 @@ mod tests {
         assert_eq!((a.networks[0].ipv6, &a.networks[0].domain), (b.networks[0].ipv6, &b.networks[0].domain));
         assert_eq!(a.networks[0].domain, "demo.internal");
         assert_eq!(a.networks[1].gateway, b.networks[1].gateway, "a network that does not span is each machine's own");
+        // What containers get is the machine's own, with and without leases.
+        let ranges = |fabric: &super::super::Fabric| {
+            let own = fabric.elsewhere.own.iter();
+            own.map(|(network, from, to)| (network.clone(), from.octets()[3], to.octets()[3])).collect::<Vec<_>>()
+        };
+        let quiet = FILE.replace("span = 42", "span = 42\ndhcp = false");
+        for text in [FILE, &quiet] {
+            assert_eq!(ranges(&on(text, "b")), [("lan".to_string(), 15, 74)]);
+            assert_eq!(ranges(&on(text, "a")), [("lan".to_string(), 75, 134)]);
+        }
         // A member keeps its MAC address when it moves, and one that is on each machine has another on each.
         let moved = on(&FILE.replace("[tap.t]\non = \"a\"", "[tap.t]\non = \"b\""), "b");
         let mac = |fabric: &super::super::Fabric, name: &str| fabric.taps.iter().find(|t| t.name == name).unwrap().mac;

@@ -517,7 +517,8 @@ impl<'t> Reader<'_, 't> {
             _ => Uplink6::Off,
         };
         if let Some(((hosts, at), (vni, udp_port))) = hosts.zip(tunnel) {
-            hosts.of_network(at, &name, [gateway, router], dhcp, &mut self.fabric.elsewhere);
+            let range = dhcp.unwrap_or_else(|| whole_range(subnet, low));
+            hosts.of_network(at, &name, [gateway, router], dhcp, range, &mut self.fabric.elsewhere);
             self.spans.push((name.clone(), vni, udp_port));
         }
         let counted_on = |ip| hosts::counted_on(ip, at);
@@ -1123,9 +1124,14 @@ fn bypass(s: &mut Section<'_, '_, '_, '_>) -> Option<Vec<String>> {
 }
 
 /// The default range leaves the low sixteenth for the gateway, the router and fixed addresses, at least the first `low - 1`.
-fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool, low: u32) -> Option<Dhcp> {
+/// All of a subnet but its first addresses, at least `low`.
+fn whole_range(subnet: Subnet, low: u32) -> Dhcp {
     let low = (subnet.hosts() / 16).clamp(3, 256).max(low);
-    let mut range = Dhcp { from: subnet.nth(low), to: subnet.nth(subnet.hosts()), lease_s: DEFAULT_LEASE_S };
+    Dhcp { from: subnet.nth(low), to: subnet.nth(subnet.hosts()), lease_s: DEFAULT_LEASE_S }
+}
+
+fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool, low: u32) -> Option<Dhcp> {
+    let mut range = whole_range(subnet, low);
     let Some((value, span)) = s.raw("dhcp") else { return by_default.then_some(range) };
     match value {
         DeValue::Boolean(on) => return on.then_some(range),
