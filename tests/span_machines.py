@@ -2,10 +2,14 @@
 its part of it. The members are taps in namespaces of their own."""
 
 import contextlib
+import json
 import re
+import subprocess
+import tomllib
 
-from lib import Namespace, need_program, need_root, scratch, timeout, until
-from lib.fabric import Fabric
+from lib import Namespace, Process, need_program, need_root, scratch, timeout, until
+from lib.containers import BUILT
+from lib.fabric import PROGRAM, Fabric
 from lib.netns import Bridge
 
 NAMES = ["a", "b", "c"]
@@ -14,8 +18,8 @@ UNDERLAY = {name: f"10.233.2.{n}" for n, name in enumerate(NAMES, 1)}
 MEMBERS = {name: f"10.87.0.{n}" for n, name in enumerate(NAMES, 10)}
 
 
-def text(members, homes):
-    """The file. `members` are the namespaces of the members, `homes` the machines that have them."""
+def text(members, homes, more=""):
+    """The file. `members` are the namespaces of the members, `homes` the machines that have them, `more` is its end."""
     machines = "".join(f'[machine.{name}]\naddress = "{UNDERLAY[name]}"\n' for name in NAMES)
     taps = "".join(f'[tap.of-{name}]\non = "{homes[name]}"\nnetns = "{members[name]}"\nip = "{MEMBERS[name]}"\ngroups = "all"\n' for name in NAMES)
     return f"""name = "demo"
@@ -26,11 +30,11 @@ span = 42
 action = "deny"
 from = "of-b"
 to = "10.87.0.12"
-"""
+{more}"""
 
 
 @contextlib.contextmanager
-def machines():
+def machines(more=""):
     need_root()
     need_program("ethtool")
     with scratch() as folder, contextlib.ExitStack() as stack:
@@ -40,11 +44,15 @@ def machines():
             bridge.join(space, name, UNDERLAY[name])
             # No network card fills in the checksums of what the tunnel carries.
             space.run("ethtool", "-K", "eth0", "tx", "off")
-        content = text(members, dict(zip(NAMES, NAMES)))
+        content = text(members, dict(zip(NAMES, NAMES)), more)
         fabrics = {}
         for name in NAMES:
             own = folder / name
             own.mkdir()
+            if "keys" in more:
+                if name == NAMES[0]:
+                    subprocess.run([PROGRAM, "service", "keys", "--keys", folder / "keys", *NAMES], check=True, capture_output=True)
+                (own / "keys").symlink_to(folder / "keys")
             fabrics[name] = stack.enter_context(Fabric(own, content, netns=spaces[name], machine=name))
         yield fabrics, members
 
@@ -95,6 +103,48 @@ def test_a_member_moves_to_another_machine_by_the_same_file_and_keeps_its_addres
         fabrics["a"].file.write_text(content.replace("10.87.0.11", "10.87.0.12"))
         refused = fabrics["a"].cli("apply", "--machine", "a", check=False)
         assert refused.returncode and "which is that of [tap.of-b]" in refused.stderr and pings(members, "a", "c"), refused.stderr
+
+
+CALLS = """[span]
+keys = "keys"
+[export.calc]
+on = "a"
+listen = "0.0.0.0:7000"
+keys = "keys"
+allow = ["b"]
+[import.calc]
+keys = "keys"
+"""
+
+
+@timeout(240)
+def test_a_service_of_one_machine_is_called_on_the_others_as_the_one_file_says():
+    with machines(CALLS) as (fabrics, _):
+        a, b, c = (fabrics[name] for name in NAMES)
+        with Process([BUILT / "examples/calculator", "--name", "calc"], netns=a.netns, env=a.env, cwd=a.folder):
+
+            def called(fabric):
+                return fabric.cli("call", "calc", "6 * 7", "--timeout", "10s", check=False)
+
+            for fabric in (a, b):
+                until(f"calls on {fabric.name}", lambda: called(fabric).stdout.strip() == "42")
+            report = json.loads(b.cli("call", "calc", "1 / 4", "--repeat", "50", "--timeout", "60s", "--json").stdout)
+            assert report["outcomes"] == {"served": 50}, report
+            assert b.cli("service", "ls").stdout.splitlines()[1].split()[:2] == ["calc", "a"]
+            # The export names b alone.
+            log = c.runtime / "calc.import.log"
+            until("c to be refused", lambda: log.exists() and "not offered" in log.read_text())
+            assert "no service" in called(c).stderr
+            # Its end is told by name, on the other machine as on its own.
+        until("the service to be gone", lambda: called(a).returncode and called(b).returncode)
+        # The settings of tombolo-span: those of the file, and those that run.
+        a.cli("set", "span.lease=20")
+        of_running = tomllib.loads(a.cli("span", "settings", "--fabric", "demo-a").stdout)
+        env = a.env.pop("TOMBOLO_FABRIC")
+        of_file = tomllib.loads(a.cli("span", "settings", "-f", a.file, "--machine", "a").stdout)
+        a.env["TOMBOLO_FABRIC"] = env
+        assert of_file["lease"] == 15 and of_running == {**of_file, "lease": 20}, of_running
+        assert of_running["peer"] == [f"{name}={UNDERLAY[name]}:7447" for name in "bc"], of_running
 
 
 @timeout(120)

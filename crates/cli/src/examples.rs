@@ -259,10 +259,13 @@ const EXAMPLES: &[Examples] = &[
     ),
     (
         "span settings",
-        &[(
-            "tombolo span settings -f all.toml --machine node-1 > home.span.toml",
-            "for tombolo-span --config home.span.toml",
-        )],
+        &[
+            (
+                "tombolo span settings -f all.toml --machine node-1 > home.span.toml",
+                "for tombolo-span --config home.span.toml",
+            ),
+            ("tombolo span settings --fabric demo-node-1", "with what `tombolo set` has changed"),
+        ],
     ),
     ("version", &[("tombolo version", ""), ("tombolo version --json", "")]),
     (

@@ -1,11 +1,11 @@
 //! `tombolo span`: the other machines of a fabric's networks.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use tombolo_host::api::client::{Client, ClientError};
 use tombolo_host::api::report::{Span as Answer, SpanState};
-use tombolo_host::file;
+use tombolo_host::file::{self, Fabric, Which};
 use tombolo_host::qemu::probe::which;
 
 use crate::exit::{Exit, Failure};
@@ -19,7 +19,7 @@ const OLD_S: f64 = 10.0;
 pub(crate) enum Span {
     /// Show the other machines, the networks that they share, and addresses that two of them have
     Status(StatusArgs),
-    /// Print the settings of this machine's tombolo-span, as the fabric file says them in [span] and [machine.NAME]
+    /// Print the settings of this machine's tombolo-span, as [span] and [machine.NAME] of the fabric file say them, or with --fabric those of a fabric that runs
     Settings(OfMachine),
 }
 
@@ -53,16 +53,29 @@ impl Span {
     }
 }
 
-/// Prints what tombolo-span takes with `--config`.
+/// Prints what tombolo-span takes with `--config`: as the file says it, or as the named fabric runs.
 fn settings(select: &Select, of: &OfMachine) -> Result<Exit, Failure> {
-    let path = select.file.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
-    let spec = file::load_on(path, of.which())?;
+    let (spec, path) = match (&select.file, &select.fabric) {
+        (None, Some(_)) => running(select, of)?,
+        (file, _) => {
+            let path = file.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
+            (file::load_on(path, of.which())?, path.to_path_buf())
+        }
+    };
     let text = file::span_settings(&spec).ok_or_else(|| {
         let found = format!("{}: expected a section [span] beside sections [machine.NAME], found none", path.display());
         Failure::misused(format!("{found} (docs/span.md)"))
     })?;
     out::print(&text)?;
     Ok(Exit::Done)
+}
+
+/// The configuration that runs, with what commands and requests have changed, and its file.
+fn running(select: &Select, of: &OfMachine) -> Result<(Fabric, PathBuf), Failure> {
+    let report = select.client_on(of)?.config()?;
+    let base = report.config.get("name").and_then(|name| name.as_str()).unwrap_or_default();
+    let machine = report.fabric.strip_prefix(base).and_then(|rest| rest.strip_prefix('-'));
+    Ok((file::parse_on(&report.toml, &report.file, Which::of(machine))?, report.file))
 }
 
 /// What to do where it does not run.
