@@ -12,7 +12,8 @@ from lib.xen import CELL, DOM0, fetch, host, program_in_guest
 DESTROYS = int(os.environ.get("TOMBOLO_XEN_DESTROYS", "8"))
 # What a process may grow by without having lost anything: pages of its allocator.
 GROWTH_KIB = 512
-VIF = "00:16:3e:00:00:0{}@script=/bin/true"
+MAC = "00:16:3e:00:00:0{}"
+VIF = MAC + "@script=/bin/true"
 # One domain after the other that is destroyed in the middle of a download.
 DESTROY = """#!/bin/sh
 sed -i 's/mac=[^,]*/mac=00:16:3e:00:00:03/; s/^memory=.*/memory=32/' /tmp/foe.cfg
@@ -36,26 +37,26 @@ done
 
 
 class Switch:
-    """The switch in dom0: a tap with dom0's address, and the domains `guests`."""
+    """The switch in dom0: a tap with dom0's address, and the domains `guests`, each of which may send from its own MAC only."""
 
     def __init__(self, xen, *guests):
         self.xen = xen
         xen.run(f"rmmod xen_netback; ip addr del {DOM0}/24 dev br0; mkfifo /tmp/ask")
         # The pipe stays open for writing, whoever asks.
         xen.run("sh -c 'exec sleep 1000000 >/tmp/ask' >/dev/null 2>&1 </dev/null &")
-        xen.run(f"sh -c 'exec xen_switch tap0 {' '.join(guests)} </tmp/ask' >/tmp/said 2>&1 </dev/null &")
+        ports = " ".join(f"{name}={MAC.format(2 + n)}" for n, name in enumerate(guests))
+        xen.run(f"sh -c 'exec xen_switch tap0 {ports} </tmp/ask' >/tmp/said 2>&1 </dev/null &")
         until("the switch is there", lambda: "guests" in xen.run("cat /tmp/said").text)
         xen.run(f"ip addr add {DOM0}/24 dev tap0; ip link set tap0 up; pidof xen_switch >/tmp/switch.pid")
 
     def say(self):
         """What it says of its ports."""
-        had = len(self.xen.run("cat /tmp/said").text)
+        had = int(self.xen.run("wc -c </tmp/said").text)
         self.xen.run("echo >/tmp/ask")
 
         def said():
-            text = self.xen.run("cat /tmp/said").text[had:]
-            # One line for each port's counters ends it.
-            return text if len(re.findall(r": frames \d", text)) == text.count(": Up ") + text.count(": Down ") > 0 else None
+            text = self.xen.run(f"tail -c +{had + 1} /tmp/said").text
+            return text if re.search("^end of ?$", text, re.M) else None
 
         return until("the switch answers", said)
 

@@ -36,7 +36,7 @@ LIBRARIES = (
     "libxentoolcore1", "libxentoollog1", "libyajl2", "xenstore-utils",
 )
 MODULES = ("xen_evtchn", "xen_privcmd", "xen_gntdev", "xen_gntalloc", "xenfs", "bridge", "xen_netback", "tun")
-TOOLS = ("xl", "xenstored", "xenconsoled", "xen-init-dom0", "xenconsole", "libxl-save-helper", "lsevtchn")
+TOOLS = ("xl", "xenstored", "xenconsoled", "xen-init-dom0", "xenconsole", "libxl-save-helper", "lsevtchn", "xenstore-control")
 XENSTORE_NAMES = ("read", "write", "ls", "list", "rm", "watch", "exists")
 # glibc loads it by name when a thread is cancelled, so ldd does not know.
 LOADED_BY_NAME = "libgcc_s.so.1"

@@ -36,7 +36,10 @@ pub(super) struct Grants {
 impl Grants {
     /// Lets `domain` use `page`; the reference by which it does so. `None` where the table cannot grow any more.
     pub(super) fn grant(&mut self, domain: u16, page: ForeignMut<'static>, access: Access) -> Option<u32> {
-        let frame = u32::try_from(hypercall::frame(page)).ok()?;
+        self.grant_frame(domain, u32::try_from(hypercall::frame(page)).ok()?, access)
+    }
+
+    pub(super) fn grant_frame(&mut self, domain: u16, frame: u32, access: Access) -> Option<u32> {
         if self.free.is_empty() {
             self.grow()?;
         }

@@ -31,6 +31,11 @@ impl Hostile {
         self.0.ask(&[Request::Write(path, value.as_bytes())]).pop().is_some_and(|reply| reply.is_ok())
     }
 
+    /// Removes a node; whether XenStore did.
+    pub fn remove(&self, path: &str) -> bool {
+        self.0.ask(&[Request::Remove(path)]).pop().is_some_and(|reply| reply.is_ok())
+    }
+
     /// A page of zeros, for ever.
     pub fn page(&self) -> ForeignMut<'static> {
         dma::alloc(super::PAGE)
@@ -39,6 +44,11 @@ impl Hostile {
     /// Lets `domain` use a page, for reading only or for both; the grant reference.
     pub fn grant(&self, domain: u16, page: ForeignMut<'static>, is_read_only: bool) -> Option<u32> {
         self.0.grant(domain, page, if is_read_only { Access::Read } else { Access::ReadWrite })
+    }
+
+    /// Lets `domain` use any frame of this domain's, whether there is memory or not; the grant reference.
+    pub fn grant_frame(&self, domain: u16, frame: u64) -> Option<u32> {
+        self.0.grant_frame(domain, frame)
     }
 
     /// Takes a grant back; false while it is in use.

@@ -358,6 +358,12 @@ impl Domain {
         self.grants.borrow_mut().grant(domain, page, access)
     }
 
+    /// As `grant`, for a frame by its number.
+    #[cfg(feature = "hostile")]
+    pub(crate) fn grant_frame(&self, domain: u16, frame: u64) -> Option<u32> {
+        self.grants.borrow_mut().grant_frame(domain, u32::try_from(frame).ok()?, Access::ReadWrite)
+    }
+
     /// Takes a grant back; see [`Grants::end`].
     pub(crate) fn end_grant(&self, reference: u32) -> bool {
         self.grants.borrow_mut().end(reference)

@@ -283,15 +283,17 @@ impl Control<'_> {
     /// One step by the table; returns whether another one may follow.
     fn step(&mut self, store: &mut Store) -> Result<bool, StepError> {
         let Some(vif) = &mut self.vif else { return Ok(false) };
-        if let Some((broken, kind)) = self.exchange.given_up() {
+        if let Some((broken, fault)) = self.exchange.given_up() {
             drop(broken);
-            match kind {
+            match fault.kind {
                 // Not the guest's doing: as another process would, this one attaches to the rings where they stand.
                 FaultKind::System if vif.own == BusState::Connected => {
                     (vif.own, vif.goes_on) = (BusState::Initialising, true);
                     vif.held_until = Some(Instant::now() + HELD);
                 }
-                _ if vif.own == BusState::Connected => vif.trouble = Some("the frontend broke the protocol".into()),
+                _ if vif.own == BusState::Connected => {
+                    vif.trouble = Some(format!("the frontend broke the protocol: {}", fault.detail));
+                }
                 _ => {}
             }
         }

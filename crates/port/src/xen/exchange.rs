@@ -6,7 +6,7 @@ use crate::reactor::Registration;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_switch::port::FaultKind;
+use tombolo_switch::port::Fault;
 
 /// The port is gone.
 #[derive(Debug)]
@@ -18,8 +18,8 @@ struct Slot {
     next: Option<Option<Box<Connection>>>,
     /// What it ran before, once it has taken `next`.
     old: Option<Option<Box<Connection>>>,
-    /// The worker gave its connection up: whose doing that was.
-    given_up: Option<(Box<Connection>, FaultKind)>,
+    /// The worker gave its connection up, and why.
+    given_up: Option<(Box<Connection>, Fault)>,
     gone: bool,
     /// What the control thread has to say, for status.
     state: String,
@@ -72,7 +72,7 @@ impl Exchange {
     }
 
     /// Control side: what the worker gave up, and why.
-    pub(super) fn given_up(&self) -> Option<(Box<Connection>, FaultKind)> {
+    pub(super) fn given_up(&self) -> Option<(Box<Connection>, Fault)> {
         self.lock().given_up.take()
     }
 
@@ -106,8 +106,8 @@ impl Exchange {
     }
 
     /// Worker side: the connection is broken; the control thread closes it, or attaches again.
-    pub(super) fn give_up(&self, connection: Box<Connection>, kind: FaultKind) {
-        self.lock().given_up = Some((connection, kind));
+    pub(super) fn give_up(&self, connection: Box<Connection>, fault: Fault) {
+        self.lock().given_up = Some((connection, fault));
         self.doorbell.ring();
     }
 

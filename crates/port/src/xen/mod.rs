@@ -254,7 +254,7 @@ impl Port for XenPort {
 
     fn reset(&mut self, fault: &Fault) {
         if let Some(connection) = self.connection.take() {
-            self.exchange.give_up(connection, fault.kind);
+            self.exchange.give_up(connection, fault.clone());
         }
     }
 

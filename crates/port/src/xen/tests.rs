@@ -528,6 +528,8 @@ fn a_frontend_that_broke_the_protocol_is_told_to_close() {
     rig.peer.frontend.jump(0);
     rig.until("it is told", |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
     assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound(), rig.faults.len()), (0, 0, 1));
+    let says = |(name, state): (&str, Detail)| name == "state" && state.text().contains("the peer's producer index is");
+    rig.until("the port says what was broken", |rig| rig.port.details().into_iter().any(says));
     // It stays closed as long as the frontend says that it is connected.
     rig.settle();
     assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("5"));
