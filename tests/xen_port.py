@@ -46,6 +46,9 @@ while :; do
     for from in {HOST}/up {CELL}/bytes/{FETCHED}; do
         echo "fetched $from $(timeout 10 wget -q -O - http://$from | sha256sum)"
     done
+    for queue in $(awk '/-q[0-9]+-[rt]x/ {{ print $NF "=" $2 + $3 }}' /proc/interrupts); do
+        echo "events of $queue"
+    done
 done
 """)
 
@@ -59,7 +62,8 @@ def host():
     ramdisk, kernel = linux_guest(INIT, {"data": DATA})
     files = fabric_files(FABRIC) | {"domu/kernel": kernel, "domu/ramdisk": ramdisk, "www/up": UP}
     files["domu/web.cfg"] = xl_config("web", CELL_MAC, 32, "/cells/httpd", line="verbose").encode()
-    files["domu/linux.cfg"] = xl_config("linux", LINUX_MAC, 160, ramdisk="/domu/ramdisk").encode()
+    # A queue for each processor, as its driver does.
+    files["domu/linux.cfg"] = xl_config("linux", LINUX_MAC, 160, ramdisk="/domu/ramdisk", more=["vcpus=2"]).encode()
     with scratch() as folder, XenHost(folder, ["httpd"], files) as xen:
         try:
             print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
@@ -89,6 +93,11 @@ def fetched(xen):
         want = sha256(UP) if address == HOST else sha256(pattern(FETCHED))
         found[address] += digest == want
     return found
+
+
+def rings_used(xen):
+    """The rings of which Linux had events."""
+    return {ring for ring, count in re.findall(r"events of \S+-(q\d-[rt]x)=(\d+)", xen.console("linux")) if int(count) > 0}
 
 
 def fetches_more(xen):
@@ -155,6 +164,10 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
             assert seen["kind"] == "xen" and seen["up"] and seen["details"]["state"].endswith("connected"), seen
             assert {"tso4", "checksum"} <= set(seen["offloads"]), seen
             assert seen["counters"]["faults"] == 0 and seen["counters"]["rx_frames"] > 100, seen
+
+        # Both queues of the Linux guest are used, each way.
+        assert port(xen, "guest")["details"]["queues"] == 2, port(xen, "guest")
+        until("events of each ring", lambda: rings_used(xen) == {"q0-tx", "q0-rx", "q1-tx", "q1-rx"}, 120, 0.5)
 
         reached(xen, "content both ways")
 
