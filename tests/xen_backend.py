@@ -67,6 +67,11 @@ class Switch:
         drops = {reason: int(count) for count, reason in re.findall(rf"^{guest}: dropped on the way in: (\d+) (\S+)$", text, re.M)}
         return int(frames), int(faults), drops
 
+    def traffic(self, guest):
+        """Frames from the guest and to it, and their bytes."""
+        counts = re.search(rf"^{guest}: frames (\d+) in, (\d+) out; bytes (\d+) in, (\d+) out", self.say(), re.M).groups()
+        return tuple(map(int, counts))
+
     def resources(self):
         """Descriptors, threads, mappings of guests' pages, event channels of dom0, and resident memory in KiB."""
         pid = self.xen.run("cat /tmp/switch.pid").text.strip()
@@ -122,3 +127,23 @@ def test_domains_are_destroyed_under_traffic():
         assert frames > 10 * DESTROYS and sent == answered
         assert switch.counters("web")[1:] == (0, {})
         fetch(xen, 1_000_001)
+
+
+@timeout(600)
+def test_tcp_over_ipv6_goes_uncut_both_ways():
+    """Between dom0 and a cell: the frames of each direction are longer than the MTU on the average."""
+    with host("iperf", files=files()) as xen:
+        switch = Switch(xen, "flow")
+        xen.run("ip -6 addr del fd09::1/64 dev br0; ip -6 addr add fd09::1/64 dev tap0")
+        xen.create("flow", "iperf", f"ip={CELL}/24 ip6=fd09::2/64", mac=VIF.format(2))
+        xen.wait_console("flow", "net up")
+        until("the cell answers", lambda: xen.run("ping -6 -c 1 -W 5 fd09::2", check=False).code == 0)
+        for direction, option in enumerate(("-R", "")):
+            before = switch.traffic("flow")
+            text = xen.run(f"iperf -V -c fd09::2 -n 8M {option} -f m", 240).text
+            more = [after - had for had, after in zip(before, switch.traffic("flow"))]
+            frames, size = more[direction], more[2 + direction]
+            print(f"TCP over IPv6 {'to' if direction else 'from'} the cell: {size} bytes in {frames} frames")
+            assert size > 8 << 20, text
+            assert size / frames > 2 * 1514, (frames, size)
+        assert switch.counters("flow")[1:] == (0, {})

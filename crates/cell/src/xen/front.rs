@@ -293,8 +293,8 @@ impl Front {
         None
     }
 
-    /// Whether each queue has room for the largest frame, since its flow is not known before it is built.
-    pub(super) fn prepare(&mut self, stats: &mut DeviceStats) -> bool {
-        self.queues().iter_mut().all(|queue| queue.prepare(stats))
+    /// Whether each queue has room for so many of the largest frames, since their flow is not known before they are built.
+    pub(super) fn prepare(&mut self, frames: usize, stats: &mut DeviceStats) -> bool {
+        self.queues().iter_mut().all(|queue| queue.prepare(frames, stats))
     }
 }

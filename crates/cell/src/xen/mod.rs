@@ -31,6 +31,7 @@ pub(crate) mod grants;
 pub mod hostile;
 pub(crate) mod net;
 mod queue;
+mod segments;
 pub(crate) mod store;
 mod vif;
 

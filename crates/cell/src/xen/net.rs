@@ -22,6 +22,7 @@ use super::Domain;
 use super::addresses::{Addresses, flow, stamp};
 use super::front::{DEFAULT_MTU, Front, Wanted};
 use super::queue::{MAX_PARTS, PAGE};
+use super::segments::Segments;
 use super::vif::{Features, Vif};
 use crate::config::{Config, MAX_VIFS};
 use crate::device::capabilities;
@@ -61,6 +62,8 @@ pub(crate) struct Outgoing {
     addresses: Addresses,
     /// The frame that is being built.
     frame: Vec<u8>,
+    /// Segments of TCP over IPv6 that wait for the next one, until the end of the turn.
+    segments: Segments,
     stats: DeviceStats,
 }
 
@@ -102,6 +105,7 @@ impl XenNet {
                 fronts,
                 addresses: Addresses(config.vifs.iter().map(|vif| vif.addresses()).collect()),
                 frame: heap::buffer(MAX_SEGMENTED_BYTES),
+                segments: Segments::new(heap::buffer(MAX_SEGMENTED_BYTES)),
                 stats: DeviceStats::default(),
             },
             frame: heap::buffer(MAX_FRAME_BYTES),
@@ -340,6 +344,7 @@ impl XenNet {
 
     /// Shows the backends all that was added to the rings, and notifies them where they want that.
     pub(crate) fn flush(&mut self) {
+        self.outgoing.send_segments();
         let Outgoing { fronts, stats, .. } = &mut self.outgoing;
         for queue in fronts.iter_mut().flat_map(Front::queues) {
             queue.flush(stats);
@@ -372,12 +377,18 @@ impl XenNet {
 impl Outgoing {
     /// Makes room for a frame, if that is possible.
     fn prepare(&mut self) -> bool {
+        // Beside what is held.
+        if let Some(front) = self.segments.front()
+            && !self.fronts[front].prepare(2, &mut self.stats)
+        {
+            self.send_segments();
+        }
         let Outgoing { domain, fronts, stats, .. } = self;
         let several = fronts.len() > 1;
         let (mut is_up, mut has_room) = (false, true);
         for front in fronts.iter_mut().filter(|front| front.is_up) {
             is_up = true;
-            if front.prepare(stats) {
+            if front.prepare(1, stats) {
                 front.full_since_ns = None;
             } else if several {
                 let now_ns = domain.clock.now_ns();
@@ -390,9 +401,9 @@ impl Outgoing {
         is_up && has_room
     }
 
-    /// Sends the frame of `len` bytes that was built in `self.frame`.
+    /// Sends the frame of `len` bytes that was built in `self.frame`, or holds it, if its next segment may follow.
     fn send(&mut self, len: usize, segment_bytes: Option<NonZeroU16>) {
-        let Outgoing { fronts, addresses, frame, stats, .. } = self;
+        let Outgoing { fronts, addresses, frame, segments, stats, .. } = self;
         let frame = &mut frame[..len];
         let at = addresses.outgoing(frame);
         let several = fronts.len() > 1;
@@ -401,26 +412,54 @@ impl Outgoing {
         // The stack is told once what is cut for it, by the first backend's features; a later one may not.
         let features = front.features;
         let cuts = if is_ipv6 { features.tcpv6 } else { features.tcpv4 };
-        if segment_bytes.is_some() && !cuts || several && !(front.is_up && front.prepare(stats)) {
+        if segment_bytes.is_some() && !cuts || several && !(front.is_up && front.prepare(1, stats)) {
             stats.tx_dropped += 1;
             return;
         }
         if let (1.., Some(mac)) = (at, front.mac) {
             stamp(frame, mac);
         }
-        let sums = if is_ipv6 { features.checksum6 } else { features.checksum };
-        let header = offload::finish(frame, sums, segment_bytes);
-        let checksum = if header.flags & NEEDS_CSUM != 0 { Checksum::Blank } else { Checksum::None };
-        let gso = (header.gso_type != GSO_NONE).then_some(Gso {
-            kind: if header.gso_type == GSO_TCPV4 { GsoKind::TcpV4 } else { GsoKind::TcpV6 },
-            size: header.gso_size,
-        });
-        stats.tx_frames += 1;
-        stats.tx_bytes += len as u64;
-        let queues = front.queues();
-        let queue = if queues.len() > 1 { flow(frame) % queues.len() } else { 0 };
-        queues[queue].send(frame, checksum, gso);
+        let may_wait = is_ipv6 && features.tcpv6 && segment_bytes.is_none();
+        if may_wait && segments.add(at, frame) {
+            return;
+        }
+        self.send_segments();
+        let Outgoing { fronts, frame, segments, stats, .. } = self;
+        let frame = &mut frame[..len];
+        if !(may_wait && segments.add(at, frame)) {
+            transmit(&mut fronts[at], frame, segment_bytes, stats);
+        }
     }
+
+    /// Sends what is held.
+    fn send_segments(&mut self) {
+        let Outgoing { fronts, segments, stats, .. } = self;
+        let Some((at, packet, segment_bytes)) = segments.take() else { return };
+        let front = &mut fronts[at];
+        // The link may have gone down since there was room.
+        if front.is_up && front.prepare(1, stats) {
+            transmit(front, packet, segment_bytes, stats);
+        } else {
+            stats.tx_dropped += 1;
+        }
+    }
+}
+
+/// Sends a frame over a vif that has room for it.
+fn transmit(front: &mut Front, frame: &mut [u8], segment_bytes: Option<NonZeroU16>, stats: &mut DeviceStats) {
+    let is_ipv6 = frame.get(12..14) == Some(&TYPE_IPV6);
+    let sums = if is_ipv6 { front.features.checksum6 } else { front.features.checksum };
+    let header = offload::finish(frame, sums, segment_bytes);
+    let checksum = if header.flags & NEEDS_CSUM != 0 { Checksum::Blank } else { Checksum::None };
+    let gso = (header.gso_type != GSO_NONE).then_some(Gso {
+        kind: if header.gso_type == GSO_TCPV4 { GsoKind::TcpV4 } else { GsoKind::TcpV6 },
+        size: header.gso_size,
+    });
+    stats.tx_frames += 1;
+    stats.tx_bytes += frame.len() as u64;
+    let queues = front.queues();
+    let queue = if queues.len() > 1 { flow(frame) % queues.len() } else { 0 };
+    queues[queue].send(frame, checksum, gso);
 }
 
 /// Permission to send a frame; without room, to build one that is dropped.

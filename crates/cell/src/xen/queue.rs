@@ -264,21 +264,21 @@ impl Queue {
     }
 
     fn arm_transmit(&mut self, stats: &mut DeviceStats) -> bool {
-        if !self.has_room() && self.fault.is_none() {
+        if !self.has_room(1) && self.fault.is_none() {
             self.reap(stats);
             // Half of what is under way, so that one event makes room for more than one frame.
             let after = self.transmit.ring().outstanding() / 2;
             match self.transmit.arm(&self.transmit_page, after.max(1)) {
-                Ok(may_sleep) => return !may_sleep || self.has_room(),
+                Ok(may_sleep) => return !may_sleep || self.has_room(1),
                 Err(fault) => self.fault = Some(fault),
             }
         }
         self.fault.is_some()
     }
 
-    /// Whether the largest frame would find pages and slots.
-    fn has_room(&self) -> bool {
-        self.free_pages.len() >= MAX_PARTS && self.transmit.free() >= MAX_SLOTS
+    /// Whether so many of the largest frames would find pages and slots.
+    fn has_room(&self, frames: usize) -> bool {
+        self.free_pages.len() >= frames * MAX_PARTS && self.transmit.free() as usize >= frames * MAX_SLOTS as usize
     }
 
     /// Frees the pages of what the backend has sent.
@@ -298,15 +298,15 @@ impl Queue {
         }
     }
 
-    /// Makes room for the largest frame, if that is possible.
-    pub(super) fn prepare(&mut self, stats: &mut DeviceStats) -> bool {
+    /// Makes room for so many of the largest frames, if that is possible.
+    pub(super) fn prepare(&mut self, frames: usize, stats: &mut DeviceStats) -> bool {
         if self.channels.is_none() {
             return false;
         }
-        if !self.has_room() {
+        if !self.has_room(frames) {
             self.reap(stats);
         }
-        self.has_room() && self.fault.is_none()
+        self.has_room(frames) && self.fault.is_none()
     }
 
     /// Sends a frame, for which [`Queue::prepare`] has found room.

@@ -172,6 +172,55 @@ fn frames_are_sent_whole_with_what_is_left_to_the_backend() {
 }
 
 #[test]
+fn segments_of_tcp_over_ipv6_leave_in_one_packet_at_the_end_of_the_turn() {
+    let segment = |at: usize| {
+        let mut frame = std::vec![at as u8; 74 + 1000];
+        frame[..74].fill(0);
+        frame[12..15].copy_from_slice(&[0x86, 0xdd, 0x60]);
+        frame[18..20].copy_from_slice(&1020u16.to_be_bytes());
+        frame[20] = 6;
+        frame[58..62].copy_from_slice(&(1000 * at as u32).to_be_bytes());
+        frame[66..68].copy_from_slice(&[0x50, 0x10]);
+        frame
+    };
+    let (mut device, mut backend) = connected(EVERYTHING);
+    let mut sent = 0;
+    // Until there is no room for a frame, for which no packet may be lost.
+    while send(&mut device, &segment(sent), None) {
+        sent += 1;
+    }
+    device.flush();
+    let (mut got, mut packets) = (0, 0);
+    while let Some((bytes, packet)) = take(queue(&device), &mut backend) {
+        assert!(packet.gso.is_none_or(|gso| gso == Gso { kind: GsoKind::TcpV6, size: 1000 }));
+        assert_eq!(packet.checksum, Checksum::Blank);
+        bytes[74..].chunks(1000).for_each(|payload| {
+            assert!(payload.len() == 1000 && payload.iter().all(|byte| *byte == got as u8), "segment {got}");
+            got += 1;
+        });
+        packets += 1;
+    }
+    assert_eq!((got, device.stats().tx_dropped), (sent, 0));
+    // 61 in each while there is room for more than one packet.
+    assert!(packets <= sent / 61 + 2 * MAX_PARTS && sent > 10 * packets, "{sent} segments in {packets} packets");
+    // Order is kept: what is held goes before any other frame.
+    let (mut device, mut backend) = connected(EVERYTHING);
+    assert!(send(&mut device, &segment(0), None) && send(&mut device, &segment(1), None));
+    assert!(send(&mut device, &plain(60, 1), None));
+    let lengths = [0, 1].map(|_| take(queue(&device), &mut backend));
+    assert!(lengths.iter().all(Option::is_none), "nothing is published before the flush");
+    device.flush();
+    let lengths = [0, 1].map(|_| take(queue(&device), &mut backend).unwrap().0.len());
+    assert_eq!(lengths, [2074, 60]);
+    // A backend that cannot cut them gets them one by one.
+    let (mut device, mut backend) = connected(Features { tcpv6: false, ..EVERYTHING });
+    assert!(send(&mut device, &segment(0), None) && send(&mut device, &segment(1), None));
+    device.flush();
+    let lengths = [0, 1].map(|_| take(queue(&device), &mut backend).unwrap().0.len());
+    assert_eq!(lengths, [1074, 1074]);
+}
+
+#[test]
 fn without_offloads_sums_are_made_here_and_nothing_is_left_to_be_cut() {
     let (mut device, mut backend) = connected(Features::default());
     assert!(send(&mut device, &tcp(9), None));
