@@ -15,10 +15,10 @@
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest as Request};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::fmt;
-use std::fs::File;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -30,6 +30,8 @@ use tombolo_switch::port::Link;
 const IFF_UP: u16 = 1;
 const IFF_RUNNING: u16 = 0x40;
 const ARPHRD_ETHER: u16 = 1;
+/// linux/magic.h: the file system that namespaces are in.
+const NSFS_MAGIC: rustix::fs::FsWord = 0x6e73_6673;
 
 /// What to do where a namespace is not found by its name, or by its path.
 const NAMES: &str = "; `ip netns list` shows those that have names";
@@ -47,6 +49,12 @@ pub enum LinkError {
         named: bool,
         source: std::io::Error,
     },
+    /// What is at the path is no namespace.
+    #[error(
+        "network namespace {}: expected a network namespace, found another kind of file; such a path is like \
+         /proc/1234/ns/net or /run/netns/NAME", path.display()
+    )]
+    NotANamespace { path: PathBuf },
     /// A thread could not enter the namespace.
     #[error("entering a network namespace: {source}; that needs CAP_SYS_ADMIN over it")]
     Enter { source: Errno },
@@ -76,15 +84,46 @@ impl Netns {
     /// The namespace called `name_or_path`: a name as `ip netns` gives them, or a path such as
     /// `/proc/1234/ns/net`.
     ///
+    /// It does not wait for the other end of a FIFO, as whoever gives the path may have put there.
+    ///
     /// # Errors
-    /// [`LinkError::Namespace`] where nothing is there.
+    /// [`LinkError::Namespace`] where nothing is there, [`LinkError::NotANamespace`] where something else is.
     pub fn open(name_or_path: &str) -> Result<Netns, LinkError> {
         let named = !name_or_path.contains('/');
         let path = if named { Path::new("/run/netns").join(name_or_path) } else { PathBuf::from(name_or_path) };
-        match File::open(&path) {
-            Ok(file) => Ok(Netns(Arc::new(file.into()))),
-            Err(source) => Err(LinkError::Namespace { path, named, source }),
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(&path, flags, Mode::empty());
+        let opened = opened.and_then(|fd| Ok((rustix::fs::fstatfs(&fd)?.f_type, fd)));
+        match opened {
+            Ok((kind, fd)) if kind == NSFS_MAGIC => Ok(Netns(Arc::new(fd))),
+            Ok(_) => Err(LinkError::NotANamespace { path }),
+            Err(source) => Err(LinkError::Namespace { path, named, source: source.into() }),
         }
+    }
+
+    /// Whether it is the namespace of the calling thread.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn is_here(&self) -> Result<bool, LinkError> {
+        let of = |fd: BorrowedFd<'_>| {
+            let stat = rustix::fs::fstat(fd).map_err(|source| LinkError::Enter { source })?;
+            Ok::<_, LinkError>((stat.st_dev, stat.st_ino))
+        };
+        Ok(of(self.as_fd())? == of(Netns::open("/proc/thread-self/ns/net")?.as_fd())?)
+    }
+
+    /// What the kernel calls each of the namespaces (`SO_NETNS_COOKIE`): no other one of this boot has the same number, also after
+    /// this one ended. `None` for one that cannot be entered, and for all before Linux 5.14. One thread visits all of them.
+    pub fn cookies(all: impl IntoIterator<Item = Option<Netns>> + Send) -> Vec<Option<u64>> {
+        let cookie = |netns: Option<Netns>| {
+            move_into_link_name_space(netns?.as_fd(), Some(LinkNameSpaceType::Network)).ok()?;
+            sys::netns_cookie(sys::netlink_socket(0).ok()?).ok()
+        };
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| all.into_iter().map(cookie).collect());
+            asked.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
     }
 
     /// A new namespace without a name: it goes away with the last descriptor, process or device in it.
@@ -637,6 +676,46 @@ mod tests {
         assert_eq!(m, golden);
         assert_eq!(route_request(7, ("10.2.0.0".parse().unwrap(), 16), None)[22], 253, "of the link");
         assert_eq!(route_request(7, ("fd00::".parse().unwrap(), 64), None).len(), 16 + 12 + 20 + 8);
+    }
+
+    #[test]
+    fn a_path_to_something_else_is_no_namespace_and_a_fifo_is_not_waited_for() {
+        let dir = std::env::temp_dir().join(format!("tombolo-link-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let fifo = dir.join("fifo");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, Mode::from_raw_mode(0o600)).unwrap();
+        let file = dir.join("file");
+        std::fs::write(&file, "").unwrap();
+        for path in [&fifo, &file, &dir] {
+            let error = Netns::open(path.to_str().unwrap()).unwrap_err();
+            assert!(matches!(error, LinkError::NotANamespace { .. }), "{error}");
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert!(Netns::open("/proc/thread-self/ns/net").unwrap().is_here().unwrap());
+    }
+
+    #[test]
+    fn no_two_namespaces_have_one_cookie_though_one_has_the_inode_of_another() {
+        let (Ok(first), Ok(second)) = (Netns::anonymous(), Netns::anonymous()) else { return };
+        let inode = |netns: &Netns| rustix::fs::fstat(netns).unwrap().st_ino;
+        let [one, two, none, again] =
+            Netns::cookies([Some(first.clone()), Some(second), None, Some(first.clone())])[..]
+        else {
+            panic!()
+        };
+        assert!(one.is_some() && one == again && one != two && none.is_none(), "{one:?} {two:?} {again:?}");
+        assert!(!first.is_here().unwrap());
+        let was = inode(&first);
+        drop(first);
+        // The kernel gives the lowest free number, once it has cleaned up.
+        for _ in 0..2000 {
+            let next = Netns::anonymous().unwrap();
+            assert_ne!(Netns::cookies([Some(next.clone())]), [one]);
+            if inode(&next) == was {
+                return;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
     }
 
     #[test]

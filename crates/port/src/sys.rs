@@ -387,6 +387,18 @@ pub(crate) fn join_promiscuous(socket: impl AsFd, index: u32) -> Result<(), Errn
     set_option(socket, libc::SOL_PACKET, PACKET_ADD_MEMBERSHIP, &membership)
 }
 
+/// What the kernel calls the network namespace of a socket; no two of one boot have the same number.
+pub(crate) fn netns_cookie(socket: impl AsFd) -> Result<u64, Errno> {
+    /// asm-generic/socket.h, since Linux 5.14. The constant of libc is not there for each C library.
+    const SO_NETNS_COOKIE: c_int = 71;
+    let (mut cookie, mut bytes) = (0u64, size_of::<u64>() as u32);
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: `bytes` says how much room `cookie` has; both are ours and live through the call.
+    let result =
+        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, SO_NETNS_COOKIE, (&raw mut cookie).cast(), &raw mut bytes) };
+    check(result as isize).map(|_| cookie)
+}
+
 /// Frames that the kernel dropped since the last time because the socket's buffer was full.
 pub(crate) fn packet_drops(socket: impl AsFd) -> Result<u32, Errno> {
     // struct tpacket_stats: all frames, dropped frames.
