@@ -217,6 +217,82 @@ def test_a_dead_container_does_not_keep_its_namespace_and_a_daemon_may_be_killed
         until("the daemon lets go of dead containers", lambda: not cni.ports(), 60)
 
 
+HOLD = """
+import fcntl, os, struct, time
+fd = os.open("/dev/net/tun", os.O_RDWR)
+fcntl.ioctl(fd, 0x400454CA, struct.pack("16sH22x", b"eth0", 0x5002))
+print("held", flush=True)
+time.sleep(3600)
+"""
+
+
+@timeout(240)
+def test_a_container_cannot_keep_its_fabric_from_starting():
+    with fabric() as f, Namespace() as one, Namespace() as two, Namespace() as three:
+        cni = Cni(f, "1.1.0")
+        spaces = {"swaps": one, "holds": two, "good": three}
+        for name, space in spaces.items():
+            cni("ADD", name, path(space))
+        mac = addresses(one)[1]["address"]
+        for again, kind in enumerate(("veth", "tap"), 1):
+            f.kill()
+            # One has another device in the place of its own, with its MAC address; one has opened its own.
+            one.ip("link", "del", "eth0")
+            if kind == "veth":
+                one.ip("link", "add", "eth0", "address", mac, "type", "veth", "peer", "name", "other")
+            else:
+                one.ip("tuntap", "add", "dev", "eth0", "mode", "tap")
+                one.ip("link", "set", "eth0", "address", mac)
+            with Process(["python3", "-c", HOLD], name="holder", netns=two) as holder:
+                until("the tap is held", lambda: "held" in holder.tail(), 30)
+                f.start()
+                ports = cni.ports()
+                assert {name: port["up"] for name, port in ports.items()} == {"swaps": False, "holds": False, "good": True}, ports
+                parked = {name for name, port in ports.items() if port["details"].get("state") == "parked"}
+                assert parked == {"swaps", "holds"}, ports
+                warnings = f.status()["warnings"]
+                assert any("port swaps: it is parked" in text and "another one than it was given" in text for text in warnings), warnings
+                assert any("port holds: it is parked" in text and "another process uses it" in text for text in warnings), warnings
+                told = f.cli("events", "--json").stdout
+                assert [told.count(f"port {name} is parked") for name in ("swaps", "holds")] == [again, again], told
+                # Its place in the fabric is still its own.
+                assert ports["holds"]["details"]["container"] == "pods/holds/eth0", ports
+            until("the tap is attached again", lambda: cni.ports()["holds"]["up"], 90)
+            assert "port holds is attached again" in f.cli("events", "--json").stdout
+            assert cni.ports()["swaps"]["details"]["state"] == "parked"
+        f.cli("port", "del", "swaps")
+        assert "eth0" in one.ip("link"), "what the container made is its own"
+        cni("DEL", "holds", path(two))
+        cni("DEL", "good", path(three))
+        assert not cni.ports()
+
+
+@timeout(180)
+def test_a_start_that_fails_leaves_containers_their_interfaces():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as host, Namespace() as one, contextlib.ExitStack() as stack:
+        outside.way_out()
+        host.ip("tuntap", "add", "dev", "host0", "mode", "tap")
+        text = FILE.format(name=f"fails{os.getpid()}") + f'[tap.t]\ndevice = "host0"\nadopt = true\nnetns = "{path(host)}"\n'
+        f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
+        cni = Cni(f, "1.1.0")
+        result = cni("ADD", "c1", path(one))
+        before = addresses(one)[1]["ifindex"]
+        f.kill()
+        host.ip("link", "del", "host0")
+        host.ip("link", "add", "host0", "type", "veth", "peer", "name", "other")
+        failed = f.cli("up", f.file, check=False)
+        assert failed.returncode and "single-queue tap" in failed.stderr, failed
+        assert addresses(one)[1]["ifindex"] == before
+        host.ip("link", "del", "host0")
+        host.ip("tuntap", "add", "dev", "host0", "mode", "tap")
+        f.start()
+        assert set(cni.ports()) == {"c1"} and cni.ports()["c1"]["up"]
+        cni("CHECK", "c1", path(one), prevResult=result)
+        cni("DEL", "c1", path(one))
+
+
 @timeout(240)
 def test_containers_stay_on_the_network_when_their_daemon_is_stopped_or_replaced():
     need_root()

@@ -7,6 +7,7 @@ says, as Kata's monitor in Rust is, and the guest is given the addresses and rou
 import contextlib
 import json
 import os
+import signal
 import stat
 import subprocess
 import time
@@ -136,6 +137,31 @@ def test_a_virtual_machine_ends_with_its_namespace_though_another_has_the_path_w
         assert set(vms.ports()) == {"vm1", "vm2"}
         time.sleep(2.5)
         assert set(vms.ports()) == {"vm1", "vm2"}, "the daemon has looked at them"
+
+
+@timeout(180)
+def test_a_virtual_machine_ends_with_its_namespace_though_another_has_its_path_and_inode():
+    with fabric() as f, Namespace() as one:
+        cni = Cni(f, "1.1.0", vm="vhost-user")
+        cni("ADD", "vm1", path(one))
+        assert len(cni.ports()) == 1
+        inode = os.stat(path(one)).st_ino
+        f.process.signal(signal.SIGSTOP)
+        try:
+            subprocess.run(["ip", "netns", "del", str(one)], check=True)
+
+            def same():
+                # The kernel gives the lowest free number, once it has cleaned up.
+                subprocess.run(["ip", "netns", "add", str(one)], check=True)
+                if os.stat(path(one)).st_ino == inode:
+                    return True
+                subprocess.run(["ip", "netns", "del", str(one)], check=True)
+                return False
+
+            until("a namespace with the same inode", same, 60)
+        finally:
+            f.process.signal(signal.SIGCONT)
+        until("the port goes with the first namespace", lambda: not cni.ports(), 30)
 
 
 @timeout(240)

@@ -199,8 +199,14 @@ pub struct ContainerPlace {
     /// Device and inode of that file. A path may lead to another namespace later, such as that of a process whose number was used
     /// again. Zeros where there was none.
     pub inode: (u64, u64),
+    /// What the kernel calls the namespace. An inode is used again, and this number is not. `None` where the kernel does not tell.
+    #[serde(default)]
+    pub cookie: Option<u64>,
     /// Name and MAC address of the tap in there; nothing for a port without one.
     pub tap: Option<(String, [u8; 6])>,
+    /// The index of that tap. `None` in records of earlier versions.
+    #[serde(default)]
+    pub index: Option<u32>,
 }
 
 impl Owner {

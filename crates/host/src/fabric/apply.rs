@@ -745,7 +745,7 @@ impl Running {
     }
 
     fn put_port(&mut self, plan: &Option<PortPlan>) -> Result<(), FabricError> {
-        plan.iter().try_for_each(|plan| self.add_port(plan))
+        plan.iter().try_for_each(|plan| self.add_port_or_park(plan))
     }
 
     /// Makes the ports of a machine that is to start, but those that are there as they should be.

@@ -25,6 +25,10 @@ impl Backoff {
     pub(super) const BRIDGE: Backoff =
         Backoff { first: Duration::from_millis(200), longest: Duration::from_secs(2), failures: 0 };
 
+    /// For the port of a container: what is in the way is in the container's namespace.
+    pub(super) const CONTAINER: Backoff =
+        Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(30), failures: 0 };
+
     /// Notes a failure at `now` of what was started at `since`; how long to wait before it is started again.
     pub(super) fn failed(&mut self, since: Instant, now: Instant) -> Duration {
         let is_calm = now.saturating_duration_since(since) >= CALM;
@@ -60,6 +64,12 @@ mod tests {
         let pauses = [(); 8].map(|()| backoff.failed(now, now).as_millis());
         assert_eq!(pauses, [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
         assert_eq!(backoff.failed(now, now + CALM).as_millis(), 200);
+    }
+
+    #[test]
+    fn a_parked_port_is_tried_every_thirty_seconds_at_least() {
+        let (mut backoff, now) = (Backoff::CONTAINER, Instant::now());
+        assert_eq!([(); 7].map(|()| backoff.failed(now, now).as_secs()), [1, 2, 4, 8, 16, 30, 30]);
     }
 
     #[test]

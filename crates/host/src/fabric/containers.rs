@@ -9,17 +9,21 @@
 //! removes the port where it is not.
 //!
 //! # Invariants
-//! - A namespace is known by the device and inode of its path. A pid that is used again, or a name
-//!   that is given again, is another namespace.
+//! - A namespace is known by the device and inode of its path, and by the kernel's cookie: the kernel
+//!   gives an inode's number to the next namespace, and a cookie never again. A pid that is used
+//!   again, or a name that is given again, is another namespace.
 //! - The device is persistent. It ends with its namespace, with `down`, or the plugin deletes it. So a
 //!   container keeps it while the daemon is away. `down` deletes only what it can tell for the device
 //!   that it had: in the same namespace, with the same name and MAC address.
 //! - A vhost-user port of a container's virtual machine has nothing in the namespace. The namespace
 //!   only tells how long the container lives.
-//! - A daemon that starts forgets the ports whose namespace or device is gone. They are no fault.
-//!
-//! - A container's name comes from who starts it: in Kubernetes, from whoever may create a pod. So it has no more rights than
-//!   that of a DHCP client. The file's author may choose any name.
+//! - A daemon that starts forgets the ports whose namespace or device is gone. They are no fault. A
+//!   port whose device cannot be attached, or is another one than before, is parked
+//!   ([`super::parked`]): a container never keeps its fabric from starting.
+//! - A start that fails leaves the interfaces of the containers that an earlier daemon had.
+//! - A container's name comes from the program that starts it: in Kubernetes, from each user who may
+//!   create a pod. So it has no more rights than that of a DHCP client. The file's author may choose
+//!   any name.
 //!
 //! # Limits
 //! The namespace of a container that dies without DEL is there for up to two seconds.
@@ -28,7 +32,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Weak;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
 use tombolo_port::link::{Interface, LinkError, Netns};
@@ -37,13 +41,33 @@ use tombolo_switch::gateway::{LeaseRecord, is_reserved};
 use super::{FabricError, Running, Say};
 use crate::config::Document;
 use crate::file::{Contained, Fabric, Mac, Tap, Target};
+use crate::plan::PortPlan;
+use crate::preflight::HostFault;
 use crate::rundir::{ContainerPlace, RunDir};
 
 /// How often the namespaces are looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A namespace: device and inode of its file.
-type Inode = (u64, u64);
+/// A namespace: device and inode of its file, and the kernel's cookie where it tells one.
+#[derive(Clone, Copy, Debug)]
+struct Identity {
+    inode: (u64, u64),
+    cookie: Option<u64>,
+}
+
+impl PartialEq for Identity {
+    /// Without a cookie of both, the inodes decide.
+    fn eq(&self, other: &Identity) -> bool {
+        let cookies = self.cookie.zip(other.cookie);
+        self.inode == other.inode && cookies.is_none_or(|(one, two)| one == two)
+    }
+}
+
+impl Identity {
+    fn of(place: &ContainerPlace) -> Identity {
+        Identity { inode: place.inode, cookie: place.cookie }
+    }
+}
 
 /// Where the ports of containers lead, by their names.
 pub(crate) type Containers = BTreeMap<String, ContainerPlace>;
@@ -56,38 +80,53 @@ fn path_of(netns: &str) -> PathBuf {
     if netns.contains('/') { netns.into() } else { Path::new("/run/netns").join(netns) }
 }
 
-fn inode(path: &Path) -> Option<Inode> {
+fn inode(path: &Path) -> Option<(u64, u64)> {
     std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()))
+}
+
+/// The namespaces that are at these paths now. One is open at a time.
+fn identities<'p>(paths: impl Iterator<Item = &'p Path> + Clone + Send) -> Vec<Option<Identity>> {
+    let inodes: Vec<_> = paths.clone().map(inode).collect();
+    let cookies = Netns::cookies(paths.map(|path| Netns::open(&path.to_string_lossy()).ok()));
+    inodes.into_iter().zip(cookies).map(|(inode, cookie)| Some(Identity { inode: inode?, cookie })).collect()
+}
+
+fn identity(path: &Path) -> Option<Identity> {
+    identities([path].into_iter()).into_iter().next().flatten()
 }
 
 /// Whether the tap's device can be taken up: it is there, and has the address that it was given.
 fn is_there(tap: &Tap) -> bool {
     // Where a monitor opens it, the address is its guest's.
-    mac_of(tap.netns.as_deref(), &tap.device).is_some_and(|mac| tap.monitor || mac == tap.mac.0)
+    let found = interface(tap.netns.as_deref(), &tap.device).and_then(|link| link.mac().ok());
+    found.is_some_and(|mac| tap.monitor || mac == tap.mac.0)
 }
 
 /// Whether a container's namespace has ended, or is another one than the daemon before this one saw. `recorded` has what that was.
 fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
-    match (inode(&path_of(member.netns)), recorded.get(member.name)) {
+    match (identity(&path_of(member.netns)), recorded.get(member.name)) {
         (None, _) => true,
-        (Some(now), Some(was)) => now != was.inode,
+        (Some(now), Some(was)) => now != Identity::of(was),
         (Some(_), None) => false,
     }
 }
 
-/// The MAC address of an interface, if it is there. Without a namespace it is one of the host.
-fn mac_of(netns: Option<&str>, device: &str) -> Option<[u8; 6]> {
+/// The interface, if it is there. Without a namespace it is one of the host.
+fn interface(netns: Option<&str>, device: &str) -> Option<Interface> {
     let netns = netns.map(Netns::open).transpose().ok()?;
-    Interface::open(netns.as_ref(), device).ok()?.mac().ok()
+    Interface::open(netns.as_ref(), device).ok()
 }
 
 /// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it stays.
 fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
-    let Some((device, mac)) = place.tap.as_ref().filter(|_| inode(&place.netns) == Some(place.inode)) else {
-        return Ok(());
-    };
+    let is_same = || identity(&place.netns) == Some(Identity::of(place));
+    let Some((device, mac)) = place.tap.as_ref().filter(|_| is_same()) else { return Ok(()) };
     // Paths of namespaces are from text.
     let netns = Netns::open(&place.netns.to_string_lossy())?;
+    if place.index.is_some() && Interface::open(Some(&netns), device).and_then(|link| link.index()).ok() != place.index
+    {
+        return Ok(());
+    }
     Interface::delete_own(&netns, device, *mac).map(drop)
 }
 
@@ -124,17 +163,68 @@ impl Running {
     pub(super) fn note_containers(&mut self) {
         let mut now = Containers::new();
         for member in self.spec.contained() {
-            let noted = self.containers.get(member.name).cloned().unwrap_or_else(|| {
-                let netns = path_of(member.netns);
-                let tap = self.spec.taps.iter().find(|tap| member.word == "tap" && tap.name == member.name);
-                let tap = tap.and_then(|tap| Some((tap.device.clone(), mac_of(Some(member.netns), &tap.device)?)));
-                // One that is gone already has none, which the next look finds.
-                ContainerPlace { inode: inode(&netns).unwrap_or_default(), netns, tap }
-            });
+            let known = self.containers.get(member.name).cloned();
+            // What is in the namespace of a parked port is not what it is to have.
+            let noted = match known {
+                Some(known) if self.is_parked(member.name) || !self.lacks(&member, &known) => known,
+                _ => self.place_of(&member),
+            };
             now.insert(member.name.to_string(), noted);
         }
         self.containers = now;
         self.record_containers();
+    }
+
+    /// The tap of a container's port, if it has one.
+    fn tap_of(&self, member: &Contained<'_>) -> Option<&Tap> {
+        self.spec.taps.iter().find(|tap| member.word == "tap" && tap.name == member.name)
+    }
+
+    /// Whether a note of an earlier version, or of a port that was parked then, lacks what can be known now.
+    fn lacks(&self, member: &Contained<'_>, known: &ContainerPlace) -> bool {
+        self.tap_of(member).is_some() && (known.tap.is_none() || known.index.is_none())
+    }
+
+    fn place_of(&self, member: &Contained<'_>) -> ContainerPlace {
+        let netns = path_of(member.netns);
+        // One that is gone already has none, which the next look finds.
+        let found = identity(&netns).unwrap_or(Identity { inode: (0, 0), cookie: None });
+        let tap = self.tap_of(member).filter(|_| !self.is_parked(member.name));
+        let link = tap.and_then(|tap| interface(Some(member.netns), &tap.device));
+        let index = link.as_ref().and_then(|link| link.index().ok());
+        let tap = link.and_then(|link| Some((link.name().to_string(), link.mac().ok()?)));
+        ContainerPlace { netns, inode: found.inode, cookie: found.cookie, tap, index }
+    }
+
+    /// Whether what is in a container's namespace now is what its port had, as far as it was noted. The error says what is
+    /// there instead.
+    pub(super) fn check_place(&self, plan: &PortPlan) -> Result<(), String> {
+        let Some(place) = self.containers.get(&plan.name) else { return Ok(()) };
+        if identity(&place.netns) != Some(Identity::of(place)) {
+            return Err(format!("the namespace at {} is not that of its container any more", place.netns.display()));
+        }
+        let Some((index, (device, _))) = place.index.zip(place.tap.as_ref()) else { return Ok(()) };
+        match interface(Some(&place.netns.to_string_lossy()), device).map(|link| link.index()) {
+            Some(Ok(found)) if found == index => Ok(()),
+            Some(Ok(found)) => Err(format!(
+                "interface {device} of the container is another one than it was given: expected index {index}, found \
+                 {found}; delete the container's network and add it again"
+            )),
+            _ => Err(format!("the container has no interface {device}")),
+        }
+    }
+
+    /// Whether a fault of this machine is about a container: its port is parked, or its forward takes the place of another.
+    pub(super) fn is_of_container(&self, fault: &HostFault) -> bool {
+        let section = &fault.section[..];
+        let is_forward = |i: &str| {
+            let forward = i.strip_suffix(']').and_then(|i| self.spec.forwards.get(i.parse::<usize>().ok()?));
+            forward.is_some_and(|f| matches!(&f.target, Target::Name(name) if self.is_contained(name)))
+        };
+        match section.split_once('.') {
+            Some(("tap" | "port", name)) => self.is_contained(name),
+            _ => section.strip_prefix("forward[").is_some_and(is_forward),
+        }
     }
 
     /// Another container may have the name next.
@@ -192,8 +282,11 @@ impl Running {
     }
 
     /// The ports of containers: name, the path of the namespace, and which that was.
-    fn containers(&self) -> Vec<(String, PathBuf, Inode)> {
-        let of = |m: Contained<'_>| Some((m.name.to_string(), path_of(m.netns), self.containers.get(m.name)?.inode));
+    fn containers(&self) -> Vec<(String, PathBuf, Identity)> {
+        let of = |m: Contained<'_>| {
+            let was = Identity::of(self.containers.get(m.name)?);
+            Some((m.name.to_string(), path_of(m.netns), was))
+        };
         self.spec.contained().filter_map(of).collect()
     }
 }
@@ -209,13 +302,17 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
             continue;
         }
         // A path may lead to a file system that does not answer.
-        let look = move || all.into_iter().filter(|(_, path, was)| inode(path) != Some(*was)).collect::<Vec<_>>();
+        let look = move || {
+            let now = identities(all.iter().map(|(_, path, _)| path.as_path()));
+            let gone = all.into_iter().zip(now).filter(|((_, _, was), now)| *now != Some(*was));
+            gone.map(|(member, _)| member).collect::<Vec<_>>()
+        };
         let Ok(gone) = tokio::task::spawn_blocking(look).await else { continue };
         for (name, _, was) in gone {
             let Some(running) = me.upgrade() else { return };
             let mut running = running.lock().await;
             // It may have been removed and added again meanwhile.
-            if running.applying || running.containers.get(&name).map(|place| place.inode) != Some(was) {
+            if running.applying || running.containers.get(&name).map(Identity::of) != Some(was) {
                 continue;
             }
             match running.remove(&name) {
@@ -223,6 +320,11 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
                 Err(error) => (running.say)(&format!("port {name}: its container has ended: {error}")),
             }
             running.note_containers();
+        }
+        let Some(running) = me.upgrade() else { return };
+        let mut running = running.lock().await;
+        if !running.applying {
+            running.try_parked(Instant::now());
         }
     }
 }
@@ -242,15 +344,27 @@ mod tests {
         );
         let spec = crate::file::parse(&text, Path::new("/x/demo.toml")).unwrap();
         let has_gone = |recorded: &Containers| has_gone(&spec.contained().next().unwrap(), recorded);
-        let place = ContainerPlace { netns: path.clone(), inode: inode(&path).unwrap(), tap: None };
+        let place = ContainerPlace { netns: path.clone(), inode: inode(&path).unwrap(), ..ContainerPlace::default() };
         let recorded = Containers::from([("vm".into(), place)]);
         assert!(!has_gone(&recorded));
         assert!(!has_gone(&Containers::new()), "a record of an earlier version has none");
+        assert_eq!(identity(&path).map(|now| now.cookie), Some(None), "only a namespace has a cookie");
         std::fs::rename(&path, dir.path().join("old")).unwrap();
         std::fs::write(&path, "").unwrap();
         assert!(has_gone(&recorded), "there is a namespace at the path, and it is not the container's");
         std::fs::remove_file(&path).unwrap();
         assert!(has_gone(&recorded) && has_gone(&Containers::new()));
+    }
+
+    #[test]
+    fn a_namespace_with_the_inode_of_one_before_it_is_another_by_its_cookie() {
+        let path = Path::new("/proc/thread-self/ns/net");
+        let now = identity(path).unwrap();
+        // Without the right to enter it, there is no cookie to tell.
+        let Some(cookie) = now.cookie else { return };
+        let other = Identity { cookie: Some(cookie + 1), ..now };
+        assert!(now == identity(path).unwrap() && now != other);
+        assert!(now == Identity { cookie: None, ..now }, "a record of an earlier version");
     }
 
     #[test]

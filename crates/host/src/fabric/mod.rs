@@ -44,6 +44,7 @@ mod injected;
 mod leases;
 mod machine;
 mod network;
+mod parked;
 mod passt;
 mod ports;
 mod rates;
@@ -530,12 +531,17 @@ impl Running {
         let standing = standing::Standing::listening(self.left_listeners());
         let begun = Instant::now();
         loop {
-            let mut faults = preflight::faults(&self.spec, Some(&standing));
+            let all = preflight::faults(&self.spec, Some(&standing));
+            // What a container has done to its namespace keeps no other member from its network: its port is parked.
+            let (of_containers, mut faults): (Vec<_>, Vec<_>) = all.into_iter().partition(|f| self.is_of_container(f));
             // The passt and the taps of a daemon that was killed an instant ago are on their way out.
             let passes = self.dir().leftover.is_some() && begun.elapsed() < LEAVING;
             if passes && faults.iter().any(preflight::HostFault::may_pass) {
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
+            }
+            for preflight::HostFault { section, key, expected, found, .. } in of_containers {
+                (self.say)(&format!("[{section}] {key}: expected {expected}, found {found}"));
             }
             return match plan {
                 Ok(plan) => refuse_faults(faults, &self.file, self.spec.which()).map(|()| plan),
@@ -611,7 +617,7 @@ impl Running {
             notify::took_over();
         }
         for port in &plan.ports {
-            self.add_port(port)?;
+            self.add_port_or_park(port)?;
         }
         if self.taking_over {
             self.teach();
@@ -1219,7 +1225,8 @@ impl Running {
         FabricError::Unknown { what, name: name.into(), hint }
     }
 
-    /// Takes everything down. With `quietly`, nothing is said of what could not be removed.
+    /// Takes everything down. With `quietly`, the start has failed: nothing is said of what could not be removed, and containers
+    /// that an earlier daemon had keep their interfaces and their record. The next daemon takes them up.
     ///
     /// # Errors
     /// Domains of Xen that may run on; then the runtime folder stays with the record of them.
@@ -1276,7 +1283,10 @@ impl Running {
         for name in names {
             self.drop_port(&name);
         }
-        self.delete_taps_of_containers().await;
+        let keeps_containers = quietly && !self.containers.is_empty();
+        if !keeps_containers {
+            self.delete_taps_of_containers().await;
+        }
         self.networks.values().for_each(Net::stop_leases);
         for net in self.networks.values() {
             net.finish_leases(&say);
@@ -1315,6 +1325,15 @@ impl Running {
             return Err(FabricError::State(format!(
                 "all is down but the Xen domains {names}, which may run on: `tombolo down --fabric {fabric}` tries again, and `xl destroy` ends one"
             )));
+        }
+        if keeps_containers {
+            dir.record(|o| {
+                (o.standing, o.ending, o.left) = (None, false, true);
+                o.settled.clear();
+            });
+            let n = self.containers.len();
+            say(&format!("{n} container(s) keep their interfaces, which the next `up` takes up"));
+            return Ok(());
         }
         if let Err(error) = dir.remove() {
             trouble("the runtime directory", &error);

@@ -17,6 +17,7 @@ use tombolo_switch::port::{HandOver, Port};
 use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Restart;
 
+use super::parked::Parked;
 use super::passt::Passt;
 use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file;
@@ -31,6 +32,8 @@ pub(crate) struct RunningPort {
     pub(super) passt: Option<Passt>,
     /// What a tunnel is told of the members behind it.
     pub(super) directory: Option<Directory>,
+    /// Where it stands for a container's port that could not be attached.
+    pub(super) parked: Option<Parked>,
 }
 
 impl RunningPort {
@@ -90,9 +93,32 @@ impl Running {
         self.workers.iter().enumerate().find(|(_, w)| w.spec.name == *name)
     }
 
-    /// Opens a planned port and hands it to its network's worker.
+    /// The settings that a port begins with.
+    fn settings_of(&self, plan: &PortPlan) -> PortSettings {
+        let file::Traffic { roles, storm, rates, marking, ref vlans, .. } = plan.traffic;
+        let rates = self.changed_rates(&plan.name).unwrap_or(rates);
+        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
+        PortSettings { guard, mac_limit: None, storm, rates, labels: plan.labels(), vlans: vlans.clone(), marking }
+    }
+
+    /// Hands a port that is open to the worker of its network, as the planned one.
+    pub(super) fn hand_to_worker(&mut self, plan: &PortPlan, port: Box<dyn Port>) -> Result<(), FabricError> {
+        let fail = error(plan);
+        let (worker, running) = self.worker_of(&plan.network).ok_or_else(|| fail(&"its network has no worker"))?;
+        let net = self.networks.get(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
+        let reserved = running.thread.handle().reserve()?;
+        let token = reserved.token();
+        running.thread.handle().add_port(reserved, net.id, &plan.name, port, self.settings_of(plan))?;
+        let plan = plan.clone();
+        let running = RunningPort { plan, worker, token, passt: None, directory: None, parked: None };
+        self.ports.insert(running.plan.name.clone(), running);
+        Ok(())
+    }
+
+    /// Opens a planned port and hands it to its network's worker. It takes the place of the same port that is parked.
     pub(crate) fn add_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
         let fail = error(plan);
+        self.check_place(plan).map_err(|why| fail(&why))?;
         // Ports of a vhost-user frontend take it themselves.
         let own = matches!(plan.attachment, Attachment::VhostUser { .. });
         let handed = if own { None } else { self.take_port(&plan.name) };
@@ -104,12 +130,13 @@ impl Running {
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
         let Opened { port, restart, passt, handle: told, directory } = self.open(plan, registration, handed)?;
-        let file::Traffic { roles, storm, rates, marking, ref vlans, .. } = plan.traffic;
-        let rates = self.changed_rates(&plan.name).unwrap_or(rates);
-        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
-        let (labels, vlans) = (plan.labels(), vlans.clone());
-        let settings = PortSettings { guard, mac_limit: None, storm, rates, labels, vlans, marking };
+        let settings = self.settings_of(plan);
         let handle = worker.thread.handle();
+        // The one that is parked under this name has its addresses until here.
+        let parked = self.is_parked(&plan.name);
+        if let Some(port) = self.ports.get(&plan.name).filter(|_| parked) {
+            let _ = handle.remove_port(port.token);
+        }
         let added = match restart {
             Some(restart) => handle.add_lasting_port(reserved, net.id, &plan.name, port, restart, settings),
             None => handle.add_port(reserved, net.id, &plan.name, port, settings),
@@ -123,9 +150,12 @@ impl Running {
                 return Err(error);
             }
         }
+        if let (Err(_), true) = (&added, parked) {
+            self.ports.remove(&plan.name);
+        }
         added?;
         let watched = passt.as_ref().map(|p| p.process.id());
-        let running = RunningPort { plan: plan.clone(), worker: index, token, passt, directory };
+        let running = RunningPort { plan: plan.clone(), worker: index, token, passt, directory, parked: None };
         self.ports.insert(plan.name.clone(), running);
         if let Some(pid) = watched {
             self.record_passt(&plan.name, pid);
