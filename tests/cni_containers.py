@@ -142,7 +142,7 @@ def test_a_pod_takes_no_name_that_its_neighbours_trust_or_that_a_client_has():
         text = FILE.format(name=f"names{os.getpid()}") + f'[tap.host]\nnetns = "{path(host)}"\n'
         f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
         cni = Cni(f, "1.1.0")
-        for name in ("wpad", "isatap", "localhost", "local", "127", "gateway", "router", "host"):
+        for name in ("wpad", "isatap", "localhost", "local", "127", "gateway", "router", "host", "gateway-lan", "gateway-dmz", "uplink-dmz", "span-dmz"):
             result = cni("ADD", "c1", path(one), args=f"K8S_POD_NAME={name}")
             assert set(cni.ports()) == {"c1"}, name
             cni("DEL", "c1", path(one))
@@ -291,6 +291,77 @@ def test_a_start_that_fails_leaves_containers_their_interfaces():
         assert set(cni.ports()) == {"c1"} and cni.ports()["c1"]["up"]
         cni("CHECK", "c1", path(one), prevResult=result)
         cni("DEL", "c1", path(one))
+
+
+@timeout(120)
+def test_a_path_that_is_no_containers_namespace_is_told_and_not_waited_for():
+    with fabric() as f, Namespace() as one:
+        cni = Cni(f, "1.1.0")
+        with scratch() as folder:
+            fifo = folder / "fifo"
+            os.mkfifo(fifo)
+            begun = time.monotonic()
+            assert "expected a network namespace, found another kind of file" in refused(5, cni, "ADD", "c1", fifo)
+            cni("DEL", "c1", fifo)
+            assert time.monotonic() - begun < 20 * SLOW, "nothing waits for the FIFO's other end"
+        # A container with the host's network: the fabric's own namespace.
+        for here in (path(f.netns), "/proc/self/ns/net"):
+            assert "found that of the host" in refused(4, cni, "ADD", "c1", here)
+        assert "eth0" not in f.netns.ip("link") and not cni.ports()
+        # So it is for others who add a container's member.
+        mac = "02:00:00:00:00:77"
+        section = f'[port.own]\nkind = "vhost-user"\ncontainer = "pods/c1/eth0"\nnetns = "{path(f.netns)}"\nmac = "{mac}"\n'
+        assert "namespace of the fabric itself" in refused_by(f, section)
+        cni("ADD", "c1", path(one))
+        cni("DEL", "c1", path(one))
+
+
+@timeout(180)
+def test_calls_for_one_attachment_come_one_after_the_other():
+    with fabric() as f, Namespace() as one:
+        cni = Cni(f, "1.1.0")
+        for _ in range(6):
+            calls = [cni.start("ADD", "c1", path(one)) for _ in range(4)]
+            results = [cni.finish(call) for call in calls]
+            assert all(result == results[0] for result in results), results
+            assert addresses(one)[1]["address"] == results[0]["interfaces"][0]["mac"]
+            cni("CHECK", "c1", path(one), prevResult=results[0])
+            calls = [cni.start(command, "c1", path(one)) for command in ("ADD", "DEL", "ADD", "DEL")]
+            for call in calls:
+                cni.finish(call)
+            cni("DEL", "c1", path(one))
+            assert not cni.ports() and "eth0" not in one.ip("link")
+
+
+@timeout(180)
+def test_del_at_a_daemon_that_does_not_answer_is_to_be_tried_again():
+    with fabric() as f, Namespace() as one:
+        cni = Cni(f, "1.1.0")
+        cni("ADD", "c1", path(one))
+        f.process.signal(signal.SIGSTOP)
+        try:
+            assert "did not answer within" in refused(11, cni, "DEL", "c1", path(one))
+        finally:
+            f.process.signal(signal.SIGCONT)
+        assert "eth0" not in one.ip("link")
+        assert set(cni.ports()) == {"c1"}, "the daemon has not heard of it"
+        cni("DEL", "c1", path(one))
+        assert not cni.ports()
+
+
+@timeout(120)
+def test_a_section_of_the_file_does_not_take_a_containers_port():
+    with fabric() as f, Namespace() as one:
+        cni = Cni(f, "1.1.0")
+        result = cni("ADD", "c1", path(one), args="K8S_POD_NAME=web")
+        before = f.file.read_text()
+        f.file.write_text(before + '[port.web]\nkind = "stream"\n')
+        failed = f.cli("apply", f.file, check=False)
+        assert failed.returncode and '"web" is the name of a container that runs (pods/c1/eth0)' in failed.stderr, failed
+        cni("CHECK", "c1", path(one), prevResult=result)
+        cni("DEL", "c1", path(one))
+        f.cli("apply", f.file)
+        assert f.port("web")["kind"] == "stream"
 
 
 @timeout(240)

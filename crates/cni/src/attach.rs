@@ -1,6 +1,7 @@
 //! The commands: what is made in the container's namespace and in the fabric, and taken out again.
 //!
 //! # Order
+//! Calls for one attachment come one after the other ([`Fabric::turn`]).
 //! ADD makes a persistent tap in the namespace first, then has the fabric attach to it, then adds
 //! the route. So at each step what is left after a kill is in the namespace, and ends with it.
 //! DEL removes the port first: the daemon's descriptor would keep the namespace alive.
@@ -150,6 +151,19 @@ fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<(), CniErr
     }
 }
 
+/// Opens the container's namespace.
+///
+/// # Errors
+/// It is that of this program: a container with the host's network has no interface of its own.
+fn open_container(path: &str) -> Result<Netns, CniError> {
+    let netns = Netns::open(path).map_err(system)?;
+    if netns.is_here().map_err(system)? {
+        let what = format!("expected the network namespace of a container, found that of the host at {path:?}");
+        return Err(CniError::Environment { name: "CNI_NETNS", what });
+    }
+    Ok(netns)
+}
+
 fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     let config = &config.with_args(environment)?;
     let (container, interface, path) = (environment.container()?, environment.interface()?, environment.need_netns()?);
@@ -163,7 +177,10 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     let fabric = Fabric::new(config)?;
     let status = fabric.status()?;
     let mtu = fabric.network(&status)?.mtu;
-    let netns = Netns::open(path).map_err(system)?;
+    let netns = open_container(path)?;
+    let _turn = fabric.turn(mac)?;
+    // Another call may have changed it while this one waited.
+    let status = fabric.status()?;
     let has_ipv6 = match config.vm {
         // The guest of a monitor configures IPv6 itself: firecracker-go-sdk takes results with one address only.
         Some(Vm::Tap) => false,
@@ -344,16 +361,14 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
     // ADD makes nothing in a namespace whose path it refuses.
     let path = environment.netns().unwrap_or_default();
     let identity = config.identity(container, interface);
-    let removed = Fabric::new(config).and_then(|fabric| match fabric.status() {
-        Ok(status) => {
-            let mut all = fabric.containers(&status).into_iter().filter(|found| found.container == identity);
-            all.try_for_each(|found| fabric.remove(&found.name))
-        }
-        Err(error) => Err(error),
+    let fabric = Fabric::new(config)?;
+    let _turn = fabric.turn(mac_of(config, &identity))?;
+    let removed = fabric.status().and_then(|status| {
+        let mut all = fabric.containers(&status).into_iter().filter(|found| found.container == identity);
+        all.try_for_each(|found| fabric.remove(&found.name))
     });
     let cleared = (|| {
         if config.vm == Some(Vm::VhostUser) {
-            let fabric = Fabric::new(config)?;
             return forget_vm(config, &fabric.socket(mac_of(config, &identity)), container, interface);
         }
         // Of a namespace that is gone there is nothing left.
@@ -362,8 +377,9 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
         delete_device(&netns, &device_name(&netns, interface, config, mac)?, mac)
     })();
     match removed {
-        // Whether its daemon is down or only slow: it forgets the port when it finds that the device or the namespace is gone.
-        Err(CniError::Again(why)) => {
+        // The next daemon forgets the port when it finds that the device or the namespace is gone. One that is only slow does not
+        // look at the device: the runtime tries again.
+        Err(CniError::Away(why)) => {
             // A runtime that does not read has ended.
             let _ = writeln!(std::io::stderr(), "tombolo-cni: DEL: {why}; the port is forgotten by the next daemon");
             cleared

@@ -27,7 +27,10 @@ pub(crate) enum CniError {
     /// A file or device that could not be used.
     #[error("{0}")]
     System(String),
-    /// The daemon is away for now.
+    /// There is no daemon.
+    #[error("{0}")]
+    Away(String),
+    /// The daemon is there and did not answer, or another call for the same attachment is under way.
     #[error("{0}")]
     Again(String),
     /// The daemon is there and does something else: what was asked for was not done.
@@ -54,7 +57,7 @@ impl CniError {
             CniError::System(_) => 5,
             CniError::Decode(_) => 6,
             CniError::Config(_) => 7,
-            CniError::Again(_) | CniError::Busy(_) => 11,
+            CniError::Away(_) | CniError::Again(_) | CniError::Busy(_) => 11,
             CniError::NotAvailable(_) => 50,
             CniError::Refused(_) => 100,
             CniError::Differs { .. } => 101,

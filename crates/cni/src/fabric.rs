@@ -1,8 +1,12 @@
 //! The fabric, asked over its API: its networks, the ports of containers, free addresses.
 
 use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use tombolo_host::api::client::{Client, ClientError};
 use tombolo_host::api::report::{Fault, NetworkReport, PortReport, ProblemReport, RangeReport, Status};
@@ -14,6 +18,10 @@ use crate::request::{Config, Mapping};
 
 /// Times that another address is tried where one was taken meanwhile.
 const TRIES: usize = 32;
+
+/// How long the turn of an attachment is waited for, and how often is looked.
+const TURN: Duration = Duration::from_secs(60);
+const LOOK: Duration = Duration::from_millis(10);
 
 /// A running fabric.
 pub(crate) struct Fabric<'c> {
@@ -56,10 +64,11 @@ impl From<ClientError> for CniError {
     fn from(error: ClientError) -> CniError {
         let text = error.to_string();
         match error {
+            // The runtime tries again later.
+            error if error.is_absent() => CniError::Away(text),
             ClientError::Refused { .. } | ClientError::Broken { .. } => CniError::Refused(text),
             ClientError::Denied { .. } | ClientError::Sink(_) | ClientError::System(_) => CniError::System(text),
             ClientError::Busy { .. } => CniError::Busy(text),
-            // Absent: the runtime tries again later.
             _ => CniError::Again(text),
         }
     }
@@ -171,6 +180,35 @@ impl<'c> Fabric<'c> {
         let folder = root.join(&config.fabric);
         let client = Client::new(&config.fabric, &folder.join("api.sock"))?;
         Ok(Fabric { client, config, folder })
+    }
+
+    /// The turn of an attachment: calls for it come one after the other, as a runtime may have given up on an ADD that still runs
+    /// when it calls DEL. It ends with the returned file. There is none without the fabric's folder, and so without a daemon.
+    ///
+    /// # Errors
+    /// The turn does not come: the call that has it is stopped, or waits for the daemon.
+    pub(crate) fn turn(&self, mac: Mac) -> Result<Option<File>, CniError> {
+        // Attachments share few files, so that there is nothing to clean up.
+        let path = self.folder.join(format!("cni-{:x}.lock", mac.0[5] & 15));
+        let file = match OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(CniError::System(format!("{}: {error}", path.display()))),
+        };
+        let begun = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(Some(file)),
+                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => std::thread::sleep(LOOK),
+                Err(TryLockError::WouldBlock) => {
+                    let text = format!("another call of the plugin has {} for {} s", path.display(), TURN.as_secs());
+                    return Err(CniError::Again(format!("{text}; try again")));
+                }
+                Err(TryLockError::Error(error)) => {
+                    return Err(CniError::System(format!("{}: {error}", path.display())));
+                }
+            }
+        }
     }
 
     /// The vhost-user socket of a virtual machine. No two have the same MAC address.

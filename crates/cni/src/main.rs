@@ -6,7 +6,8 @@
 //! (docs/kubernetes.md). [`request`] checks what comes in, [`attach`] carries it out, [`fabric`]
 //! talks to the daemon, [`dan`] writes the files
 //! that Kata reads, [`error`] has the codes. Nothing is kept between two calls: what is needed
-//! is in the fabric and follows from the container's ID. So parallel calls need no lock.
+//! is in the fabric and follows from the container's ID. So calls for different attachments run in
+//! parallel.
 #![forbid(unsafe_code)]
 
 mod attach;

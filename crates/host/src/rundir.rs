@@ -680,7 +680,15 @@ impl RunDir {
         // Leases and logs stay; without any there is nothing to keep the folder for.
         let _ = fs::remove_dir(&self.state);
         fs::remove_file(self.path.join("lock")).map_err(system("removing", &self.path))?;
-        fs::remove_dir(&self.path).map_err(system("removing", &self.path))?;
+        // A call of the CNI plugin that came meanwhile has made a lock of its own.
+        if fs::remove_dir(&self.path).is_err() {
+            for entry in fs::read_dir(&self.path).into_iter().flatten().flatten() {
+                if entry.file_name().to_str().is_some_and(|name| name.starts_with("cni-") && name.ends_with(".lock")) {
+                    let _ = fs::remove_file(entry.path());
+                }
+            }
+            fs::remove_dir(&self.path).map_err(system("removing", &self.path))?;
+        }
         kept
     }
 }

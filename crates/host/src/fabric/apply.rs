@@ -43,7 +43,7 @@ use crate::config::Document;
 use crate::difference::{
     Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
 };
-use crate::file::{self, Fabric, Forward};
+use crate::file::{self, Contained, Fabric, Forward};
 use crate::plan::{self, Facts, Plan, PortGuard, PortPlan};
 use crate::preflight;
 
@@ -198,6 +198,16 @@ impl Running {
     /// never had. One that the file has now is the file's.
     fn with_additions(&self, spec: Fabric, own: &[String]) -> Result<(Fabric, Vec<String>), FabricError> {
         let recorded = self.dir.as_ref().map(|dir| dir.owner().additions.clone()).unwrap_or_default();
+        // A member of the file would end the container's, as the one that it was until now.
+        let mut was = self.spec.contained().filter(|member| own.iter().any(|name| name == member.name));
+        let is_other =
+            |was: &Contained<'_>| !spec.contained().any(|now| (now.name, now.container) == (was.name, was.container));
+        if let Some(Contained { name, container, .. }) = was.find(is_other) {
+            return Err(FabricError::State(format!(
+                "\"{name}\" is the name of a container that runs ({container}): give the section of the file another name, or \
+                 end the container first"
+            )));
+        }
         let mut misfit = None;
         let mut kept = Vec::new();
         let mut additions = Vec::new();

@@ -45,6 +45,9 @@ use crate::plan::PortPlan;
 use crate::preflight::HostFault;
 use crate::rundir::{ContainerPlace, RunDir};
 
+/// What the names of the fabric's own ports begin with. The names of their networks follow.
+const OWN: [&str; 3] = ["gateway-", "uplink-", "span-"];
+
 /// How often the namespaces are looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -109,6 +112,11 @@ fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
         (Some(now), Some(was)) => now != Identity::of(was),
         (Some(_), None) => false,
     }
+}
+
+/// Whether it is the namespace of this program.
+fn is_here(netns: &str) -> bool {
+    Netns::open(netns).and_then(|netns| netns.is_here()).unwrap_or(false)
 }
 
 /// The interface, if it is there. Without a namespace it is one of the host.
@@ -267,6 +275,16 @@ impl Running {
         for member in spec.contained().filter(|member| names.iter().any(|name| name == member.name)) {
             let (word, name) = (member.word, member.name);
             let refused = |why: String| Err(FabricError::State(format!("[{word}.{name}]: {why}; choose another name")));
+            if OWN.iter().any(|prefix| name.starts_with(prefix)) {
+                // Also where there is no such network yet: it may come with the next file.
+                let text =
+                    "the fabric gives such names to ports of its own: gateway-NETWORK, uplink-NETWORK and span-NETWORK";
+                return refused(text.into());
+            }
+            if is_here(member.netns) {
+                let text = format!("netns {:?} is the namespace of the fabric itself", member.netns);
+                return Err(FabricError::State(format!("[{word}.{name}]: {text}, and no container's")));
+            }
             if is_reserved(name) {
                 return refused("programs look this name up by themselves, so no container has it".into());
             }
