@@ -364,6 +364,32 @@ def test_a_section_of_the_file_does_not_take_a_containers_port():
         assert f.port("web")["kind"] == "stream"
 
 
+@timeout(120)
+def test_rules_lose_the_name_of_a_container_that_ends_and_what_was_changed_stays():
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        cni = Cni(f, "1.1.0")
+        cni("ADD", "c1", path(one), args="K8S_POD_NAME=web")
+        cni("ADD", "c2", path(two), args="K8S_POD_NAME=db")
+        f.cli("rule", "add", "deny", "--from", "web", "--to", "db", "--protocol", "tcp", "--port", "22")
+        f.cli("rule", "add", "deny", "--from", "db", "--protocol", "tcp", "--port", "23")
+        # What a rule names is no port for `port del` while its container runs; nothing else keeps a container from ending.
+        cni("DEL", "c1", path(one))
+        assert set(cni.ports()) == {"db"}
+        changes = json.loads(f.cli("config", "--json").stdout)["changes"]
+        assert [rule["from"] for rule in changes["rule"]] == ["db"], changes
+        f.kill()
+        f.start()
+        assert json.loads(f.cli("config", "--json").stdout)["changes"] == changes, "they fit still"
+        assert set(cni.ports()) == {"db"}
+        # So it is for one that ends while no daemon runs.
+        f.kill()
+        two.ip("link", "del", "eth0")
+        f.start()
+        assert not cni.ports()
+        changes = json.loads(f.cli("config", "--json").stdout)["changes"]
+        assert "rule" not in changes and "db" not in str(changes), changes
+
+
 @timeout(240)
 def test_containers_stay_on_the_network_when_their_daemon_is_stopped_or_replaced():
     need_root()

@@ -233,3 +233,32 @@ def test_a_change_by_the_api_is_checked_as_a_file_is():
             done = fabric.cli(*words, check=False)
             assert done.returncode == code and says in done.stderr, (words, done)
         fabric.down()
+
+
+@timeout(120)
+def test_a_member_that_a_rule_names_is_not_removed_before_the_rule():
+    with members(text()) as (fabric, _):
+        fabric.cli("rule", "add", "deny", "--from", "web", "--to", "db")
+        done = fabric.cli("port", "del", "web", check=False)
+        assert done.returncode == 1 and 'the configuration names "web" in rule' in done.stderr, done
+        assert any(port["name"] == "web" for port in fabric.status()["ports"])
+        fabric.cli("rule", "rm", "1")
+        fabric.cli("port", "del", "web")
+        assert not any(port["name"] == "web" for port in fabric.status()["ports"])
+
+
+@timeout(120)
+def test_a_start_goes_without_a_change_that_the_machine_refuses_by_then():
+    with members(text()) as (fabric, _):
+        fabric.cli("set", "tap.web.guard=mac")
+        subprocess.run(["ip", "netns", "add", "tmb-passes"], check=True)
+        try:
+            fabric.cli("set", "tap.passes.netns=tmb-passes", "tap.passes.network=lan")
+            assert any(port["name"] == "passes" for port in fabric.status()["ports"])
+            fabric.kill()
+        finally:
+            subprocess.run(["ip", "netns", "del", "tmb-passes"], check=True)
+        fabric.start()
+        ports = {port["name"] for port in fabric.status()["ports"]}
+        assert "web" in ports and "passes" not in ports, ports
+        assert json.loads(fabric.cli("config", "--json").stdout)["changes"] == {}

@@ -878,7 +878,7 @@ impl Running {
     }
 
     /// Has every switch judge by the file's rules; one whose rules are the same goes on undisturbed. Returns why one does not.
-    fn settle_policies(&self) -> Vec<String> {
+    pub(super) fn settle_policies(&self) -> Vec<String> {
         let settle = |spec: &file::Network| {
             let (_, worker) = self.worker_of(&spec.name)?;
             let net = self.networks.get(&spec.name)?;

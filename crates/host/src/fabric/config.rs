@@ -223,21 +223,65 @@ fn without_additions(
     (own, base.with(root))
 }
 
-/// `root` without a tap or port; with `forwards`, also without the forwards to it.
-fn without_member(root: &Value, name: &str, forwards: bool) -> Value {
+/// Whether a section is in a group of this name, which rules and mirrors may mean.
+fn is_group(root: &Value, name: &str) -> bool {
+    let has = |section: &Value| {
+        let groups = section.get("groups").and_then(Value::as_array);
+        groups.is_some_and(|groups| groups.iter().any(|group| group == name))
+    };
+    let sections = MEMBERS.into_iter().filter_map(|word| root.get(word)?.as_object());
+    sections.flat_map(|all| all.values()).any(has)
+}
+
+/// A rule or mirror without a member. `None` if it is about no other.
+fn without_name(item: &Value, name: &str) -> Option<Value> {
+    let mut item = item.clone();
+    for key in ["from", "to"] {
+        match item.get_mut(key) {
+            Some(Value::String(text)) if text == name => return None,
+            Some(Value::Array(list)) => {
+                let before = list.len();
+                list.retain(|value| value != name);
+                if list.is_empty() && before != 0 {
+                    return None;
+                }
+            }
+            _ => {}
+        }
+    }
+    Some(item)
+}
+
+/// `root` without a tap or port. With `all`, also without what names it: the forwards to it, and its name in rules and mirrors.
+fn without_member(root: &Value, name: &str, all: bool) -> Value {
     let mut root = root.clone();
     for word in ["tap", "port"] {
         if let Some(Value::Object(all)) = root.get_mut(word) {
             all.remove(name);
         }
     }
-    if let (true, Some(Value::Array(all))) = (forwards, root.get_mut("forward")) {
+    if !all {
+        return root;
+    }
+    if let Some(Value::Array(all)) = root.get_mut("forward") {
         all.retain(|forward| target(forward) != Some(name));
+    }
+    if is_group(&root, name) {
+        return root;
+    }
+    for word in ["rule", "mirror"] {
+        let Some(Value::Array(list)) = root.get_mut(word) else { continue };
+        *list = list.iter().filter_map(|item| without_name(item, name)).collect();
+        if list.is_empty()
+            && let Some(root) = root.as_object_mut()
+        {
+            root.remove(word);
+        }
     }
     root
 }
 
-/// `changes` of `base` once these members are removed from it, with the forwards to them.
+/// `changes` of `base` once these members are removed from it, with all that names them.
 pub(super) fn changes_without(
     base: Option<&Document>,
     changes: &Map<String, Value>,
@@ -393,11 +437,25 @@ impl Running {
         }
     }
 
-    /// Takes note that a tap or port of the configuration was removed; with `forwards`, those to it too.
-    pub(super) fn note_removed(&mut self, name: &str, forwards: bool) {
+    /// Takes note that a tap or port of the configuration was removed; with `all`, what names it too.
+    pub(super) fn note_removed(&mut self, name: &str, all: bool) {
         let Some(base) = &self.base else { return };
-        let changes = changes_to(base, &without_member(&with_changes(base, &self.changes()), name, forwards));
+        let before = with_changes(base, &self.changes());
+        let after = without_member(&before, name, all);
+        let policy_changed = ["rule", "mirror"].iter().any(|word| before.get(*word) != after.get(*word));
+        let changes = changes_to(base, &after);
         self.dir().record(|o| o.changes = changes);
+        if !policy_changed {
+            return;
+        }
+        let base = self.base.clone();
+        let fabric = changed(&self.spec, base.as_ref(), &self.changes(), &self.file.clone());
+        match fabric {
+            Ok(fabric) => (self.spec.rules, self.spec.mirrors) = (fabric.rules, fabric.mirrors),
+            Err(error) => (self.say)(&format!("the rules and mirrors that name \"{name}\" stay: {error}")),
+        }
+        self.settle_policies().iter().for_each(|error| (self.say)(error));
+        (self.say)(&format!("rules and mirrors name \"{name}\" no more, since its container has ended"));
     }
 
     /// The keys that were changed since the file was read, and that a file of this content says otherwise.
@@ -488,6 +546,20 @@ mod tests {
         assert_eq!(Value::Object(left), json!({"port": {}, "forward": [forward("a:80")]}));
         let gone = changes_without(Some(&base), &Map::new(), ["a"].iter());
         assert_eq!(Value::Object(gone), json!({"tap": {"a": null}}));
+    }
+
+    #[test]
+    fn rules_and_mirrors_lose_the_name_of_a_container_that_has_ended_unless_it_is_a_groups() {
+        let base = Document::read("name = \"d\"\n[tap.a]\n").unwrap();
+        let rule = |from: Value| json!({"action": "deny", "from": from});
+        let changes = json!({"tap": {"a": {"groups": ["front"]}}, "port": {"pod": {}, "front": {}},
+            "rule": [rule(json!("pod")), rule(json!(["pod", "a"])), rule(json!("front"))],
+            "mirror": [{"from": "a", "to": "pod"}]});
+        let changes = changes.as_object().unwrap();
+        let left = Value::Object(changes_without(Some(&base), changes, ["pod"].iter()));
+        assert_eq!((&left["rule"], left.get("mirror")), (&json!([rule(json!(["a"])), rule(json!("front"))]), None));
+        let left = Value::Object(changes_without(Some(&base), changes, ["front"].iter()));
+        assert_eq!(left["rule"], changes["rule"], "members of the group are there");
     }
 
     #[test]
