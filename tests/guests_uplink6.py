@@ -4,11 +4,13 @@ the fabric's host, and a host of the world outside, each in a namespace of its o
 import contextlib
 import hashlib
 import ipaddress
+import json
 import os
 import re
 import signal
 import socket
 import threading
+import time
 
 from daytwo_ipv6 import addresses, automatic, local, packet, send
 from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
@@ -263,6 +265,39 @@ def test_members_reach_the_world_by_each_way_and_all_is_undone():
             assert ask(auto, proto, WORLD, PORT) == HOME
         fabric.down()
         nothing_changed(home, before, fabric)
+
+
+@timeout(180)
+def test_a_scan_from_outside_has_few_addresses_asked_for_and_keeps_no_member_from_being_reached():
+    with world(f"scan{os.getpid()}", 'uplink6 = "routed"') as (fabric, _, (auto, six, home, far), _):
+        assert far.answers(FIXED), "it has answered, so it is known"
+        with Inside(six):
+            heard = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86DD))
+        heard.bind(("six", 0))
+        heard.settimeout(0.2)
+        with Inside(far):
+            scanner = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+        sent = 4000
+        for n in range(sent):
+            scanner.sendto(b"scan", (f"{PREFIX}7:{n + 1:x}", 9))
+        asked = set()
+        begun = time.monotonic()
+        while time.monotonic() - begun < 4:
+            with contextlib.suppress(TimeoutError):
+                frame = heard.recv(2000)
+                # A neighbour solicitation, and the address that it is for.
+                if frame[20] == 58 and frame[54] == 135:
+                    asked.add(frame[62:78])
+        scanned = {target for target in asked if target[:12] == ipaddress.IPv6Address(f"{PREFIX}7:1").packed[:12]}
+        assert 0 < len(scanned) < 600, f"{len(scanned)} of {sent}"
+        counters = json.loads(home.run("nft", "-j", "list", "counters").stdout)["nftables"]
+        dropped = [c["counter"]["packets"] for c in counters if c.get("counter", {}).get("name") == "silent_0"]
+        assert len(dropped) == 1 and dropped[0] >= sent - 600, counters
+        for n in range(300):
+            scanner.sendto(b"scan", (f"{PREFIX}8:{n + 1:x}", 9))
+        assert ask(far, "tcp", FIXED, PORT) == WORLD, "a member that is known is reached at once"
+        scanner.close()
+        heard.close()
 
 
 @timeout(180)

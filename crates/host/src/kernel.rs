@@ -26,6 +26,9 @@
 //! back: both let connections from outside in, since the members' addresses are known there.
 //! Whatever translates keeps states: nftables has no stateless NPTv6.
 //!
+//! Where connections from outside are let in, those to addresses that no member has shown to be its
+//! own are bounded: the host would ask the whole network for each address that a scan tries.
+//!
 //! Linux does not take the answers to a connection from ::1 that was translated: IPv6 has no
 //! `route_localnet`. Nor can it translate between the families. [`crate::relay`] does both.
 //!
@@ -71,6 +74,14 @@ pub fn table(fabric: &str) -> String {
 /// The chain of a table with the forwards of connections from outside.
 const FORWARDS: &str = "forwards";
 
+/// First packets of connections from outside to addresses of a network that no member has shown to be its own: so many in a
+/// second, and so many at once. Each may have the host send three neighbour solicitations to all members.
+const SILENT_RATE: u32 = 50;
+const SILENT_BURST: u32 = 100;
+/// How long a member is known after it has answered, and how many are.
+const KNOWN_MINUTES: u32 = 10;
+const MOST_KNOWN: u32 = 4096;
+
 /// How the names of all taps of kernel uplinks begin ([`crate::plan::kernel_device`]).
 const DEVICES: &str = "tb-*";
 
@@ -80,10 +91,11 @@ const DEVICES: &str = "tb-*";
 pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> String {
     let table = table(fabric);
     let (mut inwards, mut outwards) = (String::new(), String::new());
+    let (mut sets, mut neighbours) = (String::new(), String::new());
     let mut early = String::new();
     let mut dnat = String::new();
     let mut source = String::new();
-    for uplink in uplinks {
+    for (i, uplink) in uplinks.iter().enumerate() {
         let (device, subnet) = (&uplink.device, uplink.network.subnet);
         let _ = writeln!(early, "    iifname \"{device}\" ip daddr 127.0.0.0/8 counter drop");
         // Nobody outside has an address of the network: who says so means to be taken for a member or for the gateway.
@@ -93,6 +105,9 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
         if uplink.network.router6().is_some()
             && let Some(base) = uplink.network.ipv6
         {
+            if uplink.network.uplink6.lets_in() {
+                silent(i, device, base, [&mut sets, &mut neighbours, &mut inwards]);
+            }
             six(uplink, base, [&mut inwards, &mut outwards, &mut dnat, &mut source]);
         }
         // Answers and forwards come in, nothing else; what leaves has an address of the network.
@@ -128,13 +143,36 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
         let _ = writeln!(rest, "    meta nfproto {family} counter drop");
     }
     format!(
-        "table inet {table} {{}}\ndelete table inet {table}\ntable inet {table} {{\n  \
+        "table inet {table} {{}}\ndelete table inet {table}\ntable inet {table} {{\n{sets}  \
          chain early {{\n    type filter hook prerouting priority raw; policy accept;\n{early}  }}\n  \
          chain forward {{\n    type filter hook forward priority filter; policy accept;\n{inwards}{outwards}{rest}  }}\n  \
          chain {FORWARDS} {{\n    type nat hook prerouting priority dstnat; policy accept;\n{dnat}  }}\n  \
          chain own {{\n    type nat hook output priority -100; policy accept;\n{dnat}  }}\n  \
-         chain source {{\n    type nat hook postrouting priority srcnat; policy accept;\n{source}  }}\n}}\n"
+         chain source {{\n    type nat hook postrouting priority srcnat; policy accept;\n{source}  }}\n  \
+         chain neighbours {{\n    type filter hook input priority filter; policy accept;\n{neighbours}  }}\n}}\n"
     )
+}
+
+/// Bounds the solicitations that packets from outside cause. Behind a prefix of 2^64 addresses nearly all are nobody's: the host
+/// asks all members of the network for each address that a scan tries, and its table of neighbours fills up. Members that answer
+/// are known for a while, and packets to them are not bounded. Only first packets of connections are looked at, so that the
+/// bypass still takes all others.
+fn silent(i: usize, device: &str, base: Ipv6Addr, [sets, neighbours, inwards]: [&mut String; 3]) {
+    let _ = writeln!(
+        sets,
+        "  set members_{i} {{ type ipv6_addr; flags dynamic,timeout; timeout {KNOWN_MINUTES}m; size {MOST_KNOWN}; }}\n  \
+         counter silent_{i} {{ }}"
+    );
+    let _ = writeln!(
+        neighbours,
+        "    iifname \"{device}\" ip6 saddr {base}/64 icmpv6 type {{ nd-neighbor-advert, nd-neighbor-solicit }} \
+         update @members_{i} {{ ip6 saddr }}"
+    );
+    let _ = writeln!(
+        inwards,
+        "    oifname \"{device}\" ip6 daddr {base}/64 ct state new ip6 daddr != @members_{i} \
+         limit rate over {SILENT_RATE}/second burst {SILENT_BURST} packets counter name \"silent_{i}\" drop"
+    );
 }
 
 /// The rules for IPv6 of one uplink, whose network has the prefix `base`: those of the chains `forward` inwards and outwards,
@@ -449,6 +487,11 @@ mod tests {
         let routed = of("\"routed\"");
         assert!(routed.contains("oifname \"tb-a-b-lan\" ip6 daddr fd00:1:2:3::/64 accept"), "{routed}");
         assert!(!routed.contains("ip6 saddr fd00:1:2:3::/64 oifname"), "{routed}");
+        let bounded =
+            "ip6 daddr != @members_0 limit rate over 50/second burst 100 packets counter name \"silent_0\" drop";
+        let (bound, taken) = (routed.find(bounded), routed.find("ip6 daddr fd00:1:2:3::/64 accept"));
+        assert!(bound.is_some() && bound < taken, "{routed}");
+        assert!(!of("\"masquerade\"").contains("silent"), "only answers come in");
         let prefix = of("{ prefix = \"2001:db8:5:6::/64\" }");
         for line in [
             "snat ip6 prefix to ip6 saddr map { fd00:1:2:3::/64 : 2001:db8:5:6::/64 }",

@@ -239,6 +239,11 @@ pub enum Uplink6 {
 }
 
 impl Uplink6 {
+    /// Whether connections from outside are let in, besides those of forwards.
+    pub fn lets_in(self) -> bool {
+        matches!(self, Self::Routed | Self::Prefix(_))
+    }
+
     /// As in the file.
     pub fn text(self) -> String {
         match self {
