@@ -2,11 +2,13 @@
 Traffic shows that a change acts, and that members which it is not about lose no frame."""
 
 import json
+import os
 import subprocess
 import sys
 
 from daytwo_policy import ADDRESS, connects, denied, members, text
 from lib import Process, timeout, until
+from lib.fabric import PROGRAM
 from lib.http import socket_in
 
 # Sends a numbered datagram every few milliseconds until standard input is closed; prints how many.
@@ -262,3 +264,18 @@ def test_a_start_goes_without_a_change_that_the_machine_refuses_by_then():
         ports = {port["name"] for port in fabric.status()["ports"]}
         assert "web" in ports and "passes" not in ports, ports
         assert json.loads(fabric.cli("config", "--json").stdout)["changes"] == {}
+
+
+@timeout(120)
+def test_variables_that_are_set_to_nothing_are_not_set_and_a_killed_fabric_is_named():
+    with members(text()) as (fabric, _):
+        environment = dict(os.environ, TOMBOLO_RUNTIME="", TOMBOLO_STATE="", TOMBOLO_QEMU="", TOMBOLO_FABRIC="")
+        asked = subprocess.run([str(PROGRAM), "status", "--file", str(fabric.file)], env=environment, capture_output=True, text=True, check=False)
+        assert "no socket at /run/tombolo/" in asked.stderr, asked
+        fabric.kill()
+        empty = fabric.folder / "elsewhere"
+        empty.mkdir()
+        environment = dict(os.environ, **fabric.env)
+        down = subprocess.run([str(PROGRAM), "down"], cwd=empty, env=environment, capture_output=True, text=True, check=False)
+        assert down.returncode and f"the daemon of {fabric.name} left" in down.stderr and f"`tombolo down --fabric {fabric.name}`" in down.stderr, down
+        fabric.start()

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use clap::Args;
+use tombolo_host::environment::variable;
 
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -48,14 +49,14 @@ pub(crate) struct Lab {
 impl Lab {
     pub(crate) fn run(self) -> Result<Exit, Failure> {
         let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
-        let lab = find(std::env::var_os("TOMBOLO_LAB").map(PathBuf::from), &program)?;
+        let lab = find(variable("TOMBOLO_LAB").map(PathBuf::from), &program)?;
         let python = interpreter(candidates(std::env::var_os("PATH").as_deref()))?;
         if self.arguments.first().is_some_and(|word| word == "run") && !python.missing.is_empty() {
             out::tell!("tombolo lab: it measures, but reports need more: {}", apt_line(&python.missing));
         }
         let mut command = Command::new(&python.path);
         command.args(["-m", "tombolo_lab"]).args(&self.arguments).env("PYTHONPATH", python_path(&lab));
-        if std::env::var_os("TOMBOLO_PROGRAM").is_none() {
+        if variable("TOMBOLO_PROGRAM").is_none() {
             // What the lab measures is this program, not another one in PATH.
             command.env("TOMBOLO_PROGRAM", &program);
         }
@@ -97,7 +98,7 @@ fn places(program: &Path) -> Vec<PathBuf> {
 /// The lab before what PYTHONPATH holds already.
 fn python_path(lab: &Path) -> OsString {
     let mut value = lab.as_os_str().to_os_string();
-    if let Some(more) = std::env::var_os("PYTHONPATH").filter(|more| !more.is_empty()) {
+    if let Some(more) = variable("PYTHONPATH") {
         value.push(":");
         value.push(more);
     }

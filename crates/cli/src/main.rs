@@ -61,7 +61,7 @@ Fabric: --fabric or $TOMBOLO_FABRIC, else that of --file, else that of ./tombolo
 Files: runtime files are in $TOMBOLO_RUNTIME, else /run/tombolo (root) or $XDG_RUNTIME_DIR/tombolo; leases in
 $TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.
 
-Variables:
+Variables (one that is set to nothing is not set):
   TOMBOLO_FABRIC   the fabric to use, same as --fabric
   TOMBOLO_RUNTIME  folder of runtime files: locks, sockets, consoles, logs; its path must be short
   TOMBOLO_STATE    folder of files that outlive a fabric: leases and logs
@@ -237,7 +237,14 @@ fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> 
 
 /// The definition of the flags, with the examples of each command.
 fn command() -> clap::Command {
-    examples::add(Cli::command())
+    let command = examples::add(Cli::command());
+    // One that is set to nothing is not set.
+    match std::env::var_os("TOMBOLO_FABRIC") {
+        Some(empty) if empty.is_empty() => {
+            command.mut_arg("fabric", |fabric| fabric.env(clap::builder::Resettable::Reset))
+        }
+        _ => command,
+    }
 }
 
 fn taken(words: &[OsString]) -> Result<Cli, clap::Error> {

@@ -2,6 +2,8 @@
 
 use std::io::{self, IsTerminal, Write};
 
+use tombolo_host::environment::variable;
+
 use crate::exit::Failure;
 
 /// Writes a line to standard error. Unlike `eprintln!` it does not panic where that is full or closed: a daemon whose log
@@ -36,7 +38,7 @@ pub(crate) fn json(value: &impl serde::Serialize) -> Result<(), Failure> {
 
 /// Whether colour may be used on standard output: a terminal, and no NO_COLOR (no-color.org).
 pub(crate) fn colour() -> bool {
-    let unwanted = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+    let unwanted = variable("NO_COLOR").is_some();
     let dumb = std::env::var_os("TERM").is_some_and(|t| t == "dumb");
     io::stdout().is_terminal() && !unwanted && !dumb
 }

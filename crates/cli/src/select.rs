@@ -80,10 +80,17 @@ impl Select {
         let running = rundir::running(root);
         match running.as_slice() {
             [one] => Ok(one.clone()),
-            [] => Err(Failure::failed(format!(
-                "no fabric runs (looked in {}), and there is no ./{DEFAULT_FILE}; `tombolo up FILE` starts one",
-                root.display()
-            ))),
+            [] => Err(Failure::failed(match rundir::left(root).as_slice() {
+                [] => format!(
+                    "no fabric runs (looked in {}), and there is no ./{DEFAULT_FILE}; `tombolo up FILE` starts one",
+                    root.display()
+                ),
+                left @ [first, ..] => format!(
+                    "no fabric runs, but there is what the daemon of {} left that was killed or stopped: `tombolo up` with its \
+                     file starts the next one, and `tombolo down --fabric {first}` ends what is left",
+                    left.join(" and of ")
+                ),
+            })),
             several => Err(Failure::misused(format!(
                 "which fabric? These run: {}; name one with --fabric",
                 several.join(", ")

@@ -43,4 +43,5 @@ pub mod web;
 pub mod xen;
 
 /// The form of captures, for commands that write some which no port makes.
+pub use tombolo_shm::environment;
 pub use tombolo_switch::pcapng;

@@ -18,6 +18,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
 use rustix::process::Pid;
+use tombolo_shm::environment::variable;
 use tombolo_shm::passing;
 
 /// How long a manager that is busy is waited for.
@@ -56,7 +57,7 @@ fn period_for(period: Option<&str>, pid: Option<&str>, me: u32) -> Option<Durati
 /// The variable with the watchdog's period for a daemon that a reload starts: that of the main process, which the manager
 /// names to a reload in `MAINPID`.
 pub fn watchdog_for_daemon() -> Option<(&'static str, String)> {
-    std::env::var_os("NOTIFY_SOCKET")?;
+    variable("NOTIFY_SOCKET")?;
     let main = std::env::var("MAINPID").ok()?.parse().ok().and_then(Pid::from_raw)?;
     let environment = std::fs::read(format!("/proc/{}/environ", main.as_raw_nonzero())).ok()?;
     Some((PERIOD, value_of(PERIOD, &environment)?))
@@ -94,7 +95,7 @@ fn tell(text: &str) {
 
 /// Where the manager listens, if there is one.
 fn socket() -> Option<io::Result<UnixDatagram>> {
-    let place = std::env::var_os("NOTIFY_SOCKET")?;
+    let place = variable("NOTIFY_SOCKET")?;
     let address = match place.as_encoded_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
         _ => SocketAddr::from_pathname(&place),

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
+use tombolo_shm::environment::variable;
 
 use crate::fabric::Say;
 use crate::fabric::standing::Standing;
@@ -221,14 +222,14 @@ impl Owner {
 
 /// The folder that holds the runtime directories of all fabrics of this user.
 pub fn runtime_root() -> Result<PathBuf, RunDirError> {
-    if let Some(path) = std::env::var_os("TOMBOLO_RUNTIME") {
+    if let Some(path) = variable("TOMBOLO_RUNTIME") {
         // Children carry the path as their mark, and may be looked for from another folder.
         return Ok(std::path::absolute(&path).unwrap_or_else(|_| path.into()));
     }
     if rustix::process::geteuid().is_root() {
         return Ok("/run/tombolo".into());
     }
-    std::env::var_os("XDG_RUNTIME_DIR").map(|d| Path::new(&d).join("tombolo")).ok_or(RunDirError::NoPlace)
+    variable("XDG_RUNTIME_DIR").map(|d| Path::new(&d).join("tombolo")).ok_or(RunDirError::NoPlace)
 }
 
 /// The folder of what outlives a fabric of that name: leases, logs, events.
@@ -237,14 +238,14 @@ pub fn state_folder(fabric: &str) -> PathBuf {
 }
 
 fn state_root() -> PathBuf {
-    if let Some(path) = std::env::var_os("TOMBOLO_STATE") {
+    if let Some(path) = variable("TOMBOLO_STATE") {
         return path.into();
     }
     if rustix::process::geteuid().is_root() {
         return "/var/lib/tombolo".into();
     }
-    let home = std::env::var_os("HOME").map(|h| Path::new(&h).join(".local/state"));
-    let base = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).or(home);
+    let home = variable("HOME").map(|h| Path::new(&h).join(".local/state"));
+    let base = variable("XDG_STATE_HOME").map(PathBuf::from).or(home);
     base.unwrap_or_else(|| "/tmp".into()).join("tombolo")
 }
 
@@ -343,6 +344,15 @@ pub fn left_owners(root: &Path) -> Vec<Owner> {
     let running = running(root);
     let runs = |folder: &Path| running.iter().any(|name| folder.ends_with(name));
     owners(root).filter(|(folder, _)| !runs(folder)).map(|(_, owner)| owner).collect()
+}
+
+/// The names of these fabrics.
+pub fn left(root: &Path) -> Vec<String> {
+    let running = running(root);
+    let names = owners(root).filter_map(|(folder, _)| folder.file_name()?.to_str().map(String::from));
+    let mut names: Vec<String> = names.filter(|name| !running.contains(name)).collect();
+    names.sort();
+    names
 }
 
 /// A fabric whose daemon was killed, under its lock: no daemon of it starts until this is dropped.

@@ -32,6 +32,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 
 use crate::process;
 use tombolo_calls::hello::is_name;
+use tombolo_shm::environment::variable;
 
 /// How long the lock is waited for: it is held for a few system calls.
 const LOCKED: Duration = Duration::from_secs(2);
@@ -68,12 +69,12 @@ fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FolderEr
 /// # Errors
 /// [`FolderError::NoPlace`].
 pub fn services() -> Result<PathBuf, FolderError> {
-    let root = if let Some(path) = std::env::var_os("TOMBOLO_RUNTIME") {
+    let root = if let Some(path) = variable("TOMBOLO_RUNTIME") {
         PathBuf::from(path)
     } else if rustix::process::geteuid().is_root() {
         "/run/tombolo".into()
     } else {
-        let base = std::env::var_os("XDG_RUNTIME_DIR").ok_or(FolderError::NoPlace)?;
+        let base = variable("XDG_RUNTIME_DIR").ok_or(FolderError::NoPlace)?;
         Path::new(&base).join("tombolo")
     };
     Ok(root.join("services"))

@@ -7,6 +7,7 @@
 //! * [`guest`] – mapping a guest's memory, which its owner can take away.
 //! * [`section`] – memory that one side writes and the other can only read, and which neither can take away.
 //! * [`doorbell`] – wake-ups, which are eventfds.
+//! * [`environment`] – environment variables, of which empty ones are not set.
 //! * [`foreign`] – finding out what a peer's descriptor is, and closing it, without waiting for the peer.
 //! * [`futex`] – sleeping on a word of shared memory.
 //! * [`class`] – the scheduling class of a thread.
@@ -22,6 +23,7 @@
 pub mod class;
 pub mod credentials;
 pub mod doorbell;
+pub mod environment;
 pub mod foreign;
 pub mod fork;
 pub mod futex;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use tombolo_ring::ivshmem::protocol::CALLS;
 use tombolo_ring::vxlan::{self, Vni};
+use tombolo_shm::environment::variable;
 use toml::de::{DeTable, DeValue};
 
 use super::across;
@@ -1164,7 +1165,7 @@ fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool, low: 
 /// Where apps are looked for: `$TOMBOLO_APPS`, beside the program, the source tree, `lib/tombolo/apps` of the prefix that
 /// the program is installed in, `/usr/lib/tombolo/apps`.
 fn app_folders() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = std::env::var_os("TOMBOLO_APPS").map(PathBuf::from).into_iter().collect();
+    let mut folders: Vec<PathBuf> = variable("TOMBOLO_APPS").map(PathBuf::from).into_iter().collect();
     if let Ok(exe) = std::env::current_exe() {
         for up in exe.ancestors().skip(1).take(4) {
             folders.push(up.join("apps"));

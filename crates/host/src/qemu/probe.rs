@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use tombolo_shm::environment::variable;
+
 use crate::run::{LIMIT, RunError, run, run_with};
 
 const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
@@ -75,7 +77,7 @@ pub fn which(name: &str) -> Option<PathBuf> {
 
 /// Finds QEMU: `$TOMBOLO_QEMU`, else the PATH; runs it for its version.
 pub fn find() -> Result<Qemu, ProbeError> {
-    let path = std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from).or_else(|| which(BINARY));
+    let path = variable("TOMBOLO_QEMU").map(PathBuf::from).or_else(|| which(BINARY));
     with_version(path.ok_or(ProbeError::NoQemu { tried: BINARY })?, LIMIT)
 }
 
