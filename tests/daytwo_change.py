@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from daytwo_policy import ADDRESS, connects, denied, members, text
-from lib import Process, timeout, until
+from lib import Process, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.http import socket_in
 
@@ -279,3 +279,26 @@ def test_variables_that_are_set_to_nothing_are_not_set_and_a_killed_fabric_is_na
         down = subprocess.run([str(PROGRAM), "down"], cwd=empty, env=environment, capture_output=True, text=True, check=False)
         assert down.returncode and f"the daemon of {fabric.name} left" in down.stderr and f"`tombolo down --fabric {fabric.name}`" in down.stderr, down
         fabric.start()
+
+
+@timeout(60)
+def test_what_is_for_one_machine_takes_no_machine_and_a_pipe_is_no_file():
+    with scratch() as folder:
+        file, fifo = folder / "one.toml", folder / "fifo"
+        file.write_text('name = "one"\n[network.lan]\n')
+        os.mkfifo(fifo)
+        environment = dict(os.environ, TOMBOLO_RUNTIME=str(folder / "run"), TOMBOLO_STATE=str(folder / "state"))
+
+        def refused(*words):
+            done = subprocess.run([str(PROGRAM), *map(str, words)], env=environment, capture_output=True, text=True, timeout=30, check=False)
+            assert done.returncode == 2, (words, done)
+            return done.stderr
+
+        for words in (("up", "--machine", "a", file), ("check", "--machine", "a", file), ("down", "-f", file, "--machine", "a")):
+            assert "expected a section [machine.a], since --machine names that" in refused(*words), words
+        assert "expected a regular file" in refused("up", fifo)
+        file.write_text('name = "all"\n[machine.a]\naddress = "192.0.2.1"\n[machine.b]\naddress = "192.0.2.2"\n[network.lan]\n')
+        # A command names an option that it takes.
+        assert "--machine NAME" in refused("down", "-f", file)
+        said = refused("status", "-f", file)
+        assert "--fabric NAME-MACHINE" in said and "--machine NAME" not in said, said

@@ -47,7 +47,7 @@ impl Select {
     /// The fabric's name, that of a machine where one is named.
     pub(crate) fn name_on(&self, root: &Path, of: &OfMachine) -> Result<String, Failure> {
         if of.machine.is_none() {
-            return self.name(root);
+            return self.name_of_this(root);
         }
         let path = self.file.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
         let name = file::name_of(path, of.which())?;
@@ -60,8 +60,20 @@ impl Select {
         }
     }
 
-    /// The fabric's name.
+    /// The fabric's name, for a command without `--machine`.
     pub(crate) fn name(&self, root: &Path) -> Result<String, Failure> {
+        let with_hint = |failure| match failure {
+            Failure::Said(exit, text) => {
+                let hint = "name the fabric of this machine: --fabric NAME-MACHINE";
+                Failure::Said(exit, text.replace(file::SAY_WHICH, hint))
+            }
+            other => other,
+        };
+        self.name_of_this(root).map_err(with_hint)
+    }
+
+    /// The fabric's name; what is said of a machine that is not known is to name it.
+    fn name_of_this(&self, root: &Path) -> Result<String, Failure> {
         if let Some(name) = &self.fabric {
             // It becomes a piece of a path.
             if name.is_empty() || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-') {
@@ -100,15 +112,19 @@ impl Select {
 
     /// A client of the fabric.
     pub(crate) fn client(&self) -> Result<Client, Failure> {
-        self.client_on(&OfMachine::default())
+        let root = rundir::runtime_root()?;
+        client_of(&root, &self.name(&root)?)
     }
 
     /// A client of the fabric, on a machine where one is named.
     pub(crate) fn client_on(&self, of: &OfMachine) -> Result<Client, Failure> {
         let root = rundir::runtime_root()?;
-        let name = self.name_on(&root, of)?;
-        Ok(Client::new(&name, &rundir::api_socket(&root, &name))?)
+        client_of(&root, &self.name_on(&root, of)?)
     }
+}
+
+fn client_of(root: &Path, name: &str) -> Result<Client, Failure> {
+    Ok(Client::new(name, &rundir::api_socket(root, name))?)
 }
 
 #[cfg(test)]

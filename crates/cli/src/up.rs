@@ -99,6 +99,7 @@ impl Up {
         if let Some(starter) = self.answer_on_stdout {
             return serve_as_daemon(&path, self.of.which(), self.start(), starter);
         }
+        is_file(&path)?;
         let spec = file::load_on(&path, self.of.which())?;
         if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
             let found =
@@ -299,6 +300,20 @@ fn summary(status: &Status, took: Duration) -> String {
         out::counted(status.ports.len(), "port"),
         out::counted(status.forwards.len(), "forward"),
     )
+}
+
+/// A fabric's file is read again: for the places of faults, by the daemon in the background, and by the daemon that follows. So
+/// it is no pipe.
+fn is_file(path: &Path) -> Result<(), Failure> {
+    match std::fs::metadata(path) {
+        Ok(found) if !found.is_file() => Err(Failure::misused(format!(
+            "{}: expected a regular file, which the next daemon can read again, found a {}; write it to a file first",
+            path.display(),
+            if found.is_dir() { "folder" } else { "pipe or device" }
+        ))),
+        // Reading it tells what is wrong.
+        _ => Ok(()),
+    }
 }
 
 fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Failure> {

@@ -57,7 +57,10 @@ pub struct Here {
     pub is_chosen: bool,
 }
 
-/// Which machine of a file for several is meant. Without meaning for other files.
+/// The hint where no machine is named. Commands without `--machine` say something else.
+pub const SAY_WHICH: &str = "say which one this is: --machine NAME";
+
+/// Which machine of a file for several is meant. A name is a fault with any other file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Which<'a> {
     /// The only one, or else the one that has this host's name.
@@ -470,11 +473,20 @@ fn choose<'a>(
             false => format!("no --machine, and the host name {asked:?}"),
         };
         let hint = near(asked, names.clone()).filter(|_| is_named);
-        let hint = hint.or_else(|| (!is_named).then(|| "say which one this is: --machine NAME".into()));
+        let hint = hint.or_else(|| (!is_named).then(|| SAY_WHICH.into()));
         let place = places.first().cloned().unwrap_or(0..0);
         out.say(&place, "machine", format!("the name of a machine of the file ({list})"), found, hint);
     }
     None
+}
+
+/// Complains that a machine was named for a file that has none.
+pub(super) fn without_machines(which: Which<'_>, out: &mut Complaints<'_>) {
+    if let Which::Named(name) = which {
+        let expected = format!("a section [machine.{name}], since --machine names that");
+        let hint = Some("leave --machine out: the file is for one machine".to_string());
+        out.say(&(0..0), "machine", expected, "no section [machine.NAME]", hint);
+    }
 }
 
 /// This host's name, without its domain.
@@ -495,7 +507,11 @@ pub(super) fn name_of(root: &DeTable<'_>, base: String, which: Which<'_>, out: &
     machines.retain(|(name, ..)| clean_name(name).is_some());
     machines.sort_by_key(|(_, _, span, _)| span.start);
     if machines.is_empty() {
-        return Some(base);
+        let is_named = matches!(which, Which::Named(_)) && root.get("machine").is_none();
+        if is_named {
+            without_machines(which, out);
+        }
+        return (!is_named).then_some(base);
     }
     let places: Vec<_> = machines.iter().map(|(_, _, span, _)| span.clone()).collect();
     let names = machines.iter().map(|(name, ..)| name.as_str());
@@ -587,6 +603,9 @@ mod tests {
             index.is_none() && error.contains("(node-1, node-2), found no --machine, and the host name \"h\""),
             "{error}"
         );
+        let alone = parse_on("name = \"t\"\n[network.lan]\n", Path::new("/x/t.toml"), Which::Named("b"));
+        let error = alone.unwrap_err().to_string();
+        assert!(error.contains("expected a section [machine.b]") && error.contains("leave --machine out"), "{error}");
         assert!(choose(&["a"], Which::Named("b"), "h").0.is_none(), "also where there is one only");
     }
 

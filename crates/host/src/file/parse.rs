@@ -138,6 +138,9 @@ fn read(text: &str, path: &Path, start: Fabric, part: Part, which: Which<'_>) ->
     };
     let mut result = None;
     let problems = if hosts.list.is_empty() || !is_whole {
+        if is_whole && errors.is_empty() && root.get("machine").is_none() {
+            hosts::without_machines(which, &mut out);
+        }
         result = Some(one(&mut out, &mut spots, None));
         out.finish()
     } else {
