@@ -27,7 +27,7 @@ BEYOND_IT = {
     "forward-ipv6-without-a-way", "forward-one-port-of-passt",
     "forward-to-a-member-of-another-network", "forward-to-address-outside", "forward-to-unknown-address", "forward-unknown-member",
     "forward-without-uplink", "gateway-outside", "guard-ip-without-address", "iommu-on-microvm", "ip-of-the-gateway", "ip-outside",
-    "ip6-wrong", "link-one-end", "link-region-too-small", "link-twice", "link-unknown-machine", "microvm-from-disk", "missing-guest",
+    "ip6-of-cells", "ip6-wrong", "ipv6-twice", "link-one-end", "link-region-too-small", "link-twice", "link-unknown-machine", "microvm-from-disk", "missing-guest",
     "missing-image", "more-macs-than-networks", "network-not-given-among-two", "no-network", "overlapping-subnets",
     "region-no-power-of-two", "reserved-name", "reserved-port-name", "router-is-gateway", "tap-address-beside-kernel-uplink",
     "tap-that-learns-its-own-router", "unknown-app", "uplink6-user",

@@ -72,6 +72,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.idle_keys_of_members();
     check.guards();
     check.own_addresses6();
+    check.cells6();
     check.containers6();
     super::policy::check(&mut check);
     forwards(fabric, spots, out);
@@ -149,6 +150,24 @@ impl Check<'_, '_, '_> {
                     let found = format!("{}, which overlaps {} of network \"{}\"", n.subnet, other.subnet, other.name);
                     self.fault((at, "subnet"), &[(that, "subnet")], "a subnet of its own", found, None);
                 }
+                if let Some(prefix) = n.ipv6.filter(|prefix| other.ipv6 == Some(*prefix)) {
+                    let found = format!("{prefix}/64, which is that of network \"{}\"", other.name);
+                    self.fault((at, "ipv6"), &[(that, "ipv6")], "a prefix of its own", found, None);
+                }
+                let outside = |n: &Network| match n.uplink6 {
+                    Uplink6::Prefix(prefix) => Some(prefix),
+                    _ => None,
+                };
+                let taken = [outside(other), other.ipv6];
+                if let Some(prefix) = n.ipv6.filter(|prefix| outside(other) == Some(*prefix)) {
+                    let found = format!("{prefix}/64, which that of network \"{}\" is translated to", other.name);
+                    self.fault((at, "ipv6"), &[(that, "uplink6")], "a prefix of its own", found, None);
+                }
+                if let Some(prefix) = outside(n).filter(|prefix| taken.contains(&Some(*prefix))) {
+                    let found = format!("{prefix}/64, which is that of network \"{}\"", other.name);
+                    let leans_on = [(that, "ipv6"), (that, "uplink6")];
+                    self.fault((at, "uplink6"), &leans_on, "a prefix of its own", found, None);
+                }
                 if let (Uplink::Bridge { device: a }, Uplink::Bridge { device: b }) = (&other.uplink, &n.uplink)
                     && a == b
                 {
@@ -203,6 +222,34 @@ impl Check<'_, '_, '_> {
                     let leans_on = [(&at[..], "network"), (&net_at, "ipv6")];
                     let found = format!("{ip}, which is the {word}'s");
                     self.fault((&at, "ip6"), &leans_on, "an address that no other member has", found, None);
+                }
+            }
+        }
+    }
+
+    /// Complains about an IPv6 address of a cell that it could not use, or that another cell gives itself, too. A cell has the
+    /// first address of its list that is in the network's prefix, always. Other members may share one that moves between them.
+    fn cells6(&mut self) {
+        let fabric = self.fabric;
+        let is_cell = |name: &str| fabric.machines.iter().any(|m| m.name == name && m.kind == MachineKind::Cell);
+        for n in &fabric.networks {
+            let Some(prefix) = n.ipv6 else { continue };
+            let net_at = path_of(&n.name);
+            let mut taken: HashMap<Ipv6Addr, String> = HashMap::new();
+            for (name, _, all) in fabric.addresses6(&n.name).into_iter().filter(|(name, ..)| is_cell(name)) {
+                let Some(first) = all.first() else { continue };
+                let at = section_of_member(fabric, &name);
+                let leans_on = [(&at[..], "network"), (&net_at, "ipv6"), (&at, "count")];
+                let Some(own) = all.iter().find(|ip| n.has_host(IpAddr::V6(**ip))) else {
+                    let expected = format!("an address within {prefix}/64 of network \"{}\"", n.name);
+                    let hint = "a cell gives itself the first address of the prefix that is in the list".to_string();
+                    self.fault((&at, "ip6"), &leans_on, expected, first.to_string(), Some(hint));
+                    continue;
+                };
+                if let Some(other) = taken.insert(*own, at.clone()) {
+                    let found = format!("{own}, which is that of [{other}]");
+                    let leans_on = [&leans_on[..], &[(&other, "ip6")]].concat();
+                    self.fault((&at, "ip6"), &leans_on, "an address that no other cell has", found, None);
                 }
             }
         }
