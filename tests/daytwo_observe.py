@@ -98,8 +98,10 @@ def test_what_happened_overnight_is_told_also_after_a_crash_and_when_the_fabric_
 @timeout(240)
 def test_logs_are_merged_by_time_and_followed():
     with standing("lo") as fabric:
-        follower = Process([PROGRAM, "logs", "-F", "web"], name="logs", env=fabric.env, cwd=fabric.folder)
+        follower = Process([PROGRAM, "logs", "-f", "web"], name="logs", env=fabric.env, cwd=fabric.folder)
         first = until("a line of web's console", lambda: fabric.cli("logs", "web").stdout.splitlines())
+        # Its daemon runs in the foreground, as a service's does.
+        assert "is up after" in fabric.cli("logs", "daemon").stdout, fabric.cli("logs").stdout
         assert all("  web  " in line for line in first), first
         # Its time may differ: the list may have been made before the daemon saw the line.
         text = first[0].split("  ", 1)[1]
@@ -140,8 +142,11 @@ def test_fabrics_are_listed_waited_for_and_several_machines_are_stopped():
         done = fabric.cli("cell", "stop", "web", "nobody", "db", check=False)
         assert done.returncode == 3 and "web, db" in done.stdout and "nobody" in done.stderr, (done.stdout, done.stderr)
         assert fabric.cli("wait", "--for", "exit", "web").returncode == 0
+        never = fabric.cli("wait", "--for", "lease", "web", check=False)
+        assert never.returncode == 1, "its lease is still kept"
         both = json.loads(fabric.cli("cell", "restart", "web", "db", "--json").stdout)
         assert [machine["state"] for machine in both["machines"]] == ["running", "running"], both
+        fabric.cli("wait", "--for", "lease", "web")
         # One that was added stays when it is restarted.
         fabric.cli("cell", "run", "httpd", "--name", "more", "--accel", "tcg")
         first = fabric.machine("more")["pid"]
@@ -153,6 +158,27 @@ def test_fabrics_are_listed_waited_for_and_several_machines_are_stopped():
         found = json.loads(fabric.cli("ls", "--json").stdout)["fabrics"]
         assert [(line["state"], line["file"]) for line in found] == [("killed", str(fabric.file))], found
         fabric.start()
+
+
+MORE = """
+[worker.main]
+[worker.second]
+[network.more]
+worker = "second"
+[cell.late]
+app = "httpd"
+network = "more"
+accel = "tcg"
+"""
+
+
+@timeout(240)
+def test_a_worker_that_came_later_tells_of_its_ports_too():
+    with standing("wk") as fabric:
+        fabric.file.write_text(fabric.file.read_text() + MORE)
+        fabric.cli("apply", fabric.file)
+        # Nothing else happens in the fabric that could have the ports looked at.
+        until("the port's start", lambda: "port-up" in kinds(events(fabric), "late"), 30)
 
 
 @timeout(240)

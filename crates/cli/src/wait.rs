@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use tombolo_host::api::report::{MachineReport, Status};
+use tombolo_host::api::report::{LeaseReport, MachineReport, Status};
 use tombolo_rpc::folder;
 
 use crate::exit::{Exit, Failure};
@@ -103,11 +103,21 @@ fn lease(status: &Status, name: &str) -> State {
         Ok(m) => m,
         Err(never) => return never,
     };
-    let mut leases = status.networks.iter().flat_map(|n| &n.leases);
-    match leases.any(|l| l.name.as_deref() == Some(name) && l.expires_s.is_some()) {
+    let mut leases = status.networks.iter().flat_map(|n| &n.leases).filter(|l| l.name.as_deref() == Some(name));
+    match leases.any(|l| l.expires_s.is_some() && is_of_this_run(m, l)) {
         true => State::Met(Exit::Done),
         false if is_over(m) => State::Never(how(m)),
         false => State::NotYet(format!("{name} has not asked for its address yet; it is {}", m.state)),
+    }
+}
+
+/// Leases outlive machines: one of an earlier run says nothing of this one. Of a machine that runs on from before this daemon it is
+/// not known when it asked.
+fn is_of_this_run(machine: &MachineReport, lease: &LeaseReport) -> bool {
+    match (lease.given_s, machine.uptime_s) {
+        (Some(given), Some(uptime)) => given <= uptime,
+        (None, Some(_)) => machine.adopted,
+        (_, None) => false,
     }
 }
 
@@ -232,5 +242,27 @@ mod tests {
         assert_eq!(exit(&status("failed", None, false), "web"), State::Met(Exit::Failed));
         assert!(matches!(exit(&status("failed", Some(1.0), false), "web"), State::NotYet(_)));
         assert!(matches!(lease(&runs, "web"), State::NotYet(_)));
+    }
+
+    #[test]
+    fn a_lease_of_an_earlier_run_is_none_of_this_one() {
+        let mut machine = status("running", None, true).machines.remove(0);
+        let mut of_this_run = |uptime: Option<f64>, given: Option<f64>, adopted: bool| {
+            (machine.uptime_s, machine.adopted) = (uptime, adopted);
+            let lease = LeaseReport {
+                mac: "02:00:00:00:00:01".into(),
+                ip: std::net::Ipv4Addr::LOCALHOST.into(),
+                name: Some("web".into()),
+                fixed: false,
+                expires_s: Some(3000),
+                given_s: given,
+            };
+            is_of_this_run(&machine, &lease)
+        };
+        assert!(of_this_run(Some(5.0), Some(4.0), false));
+        assert!(!of_this_run(Some(5.0), Some(6.0), false), "it started again");
+        assert!(!of_this_run(Some(5.0), None, false), "so did the daemon");
+        assert!(of_this_run(Some(5.0), None, true), "it runs on from before the daemon");
+        assert!(!of_this_run(None, Some(6.0), false), "it does not run");
     }
 }

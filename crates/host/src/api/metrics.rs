@@ -470,6 +470,7 @@ mod tests {
         "busy_poll_us",
         "cpu",
         "expires_s",
+        "given_s",
         "version",
         "protocol",
         "vectors",

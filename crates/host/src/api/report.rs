@@ -178,6 +178,9 @@ pub struct LeaseReport {
     pub fixed: bool,
     /// Seconds until it ends; `None` for one that has not been asked for yet or does not end.
     pub expires_s: Option<u64>,
+    /// Seconds since it was given or renewed; `None` for one that an earlier daemon gave, or that has not been asked for yet.
+    #[serde(default)]
+    pub given_s: Option<f64>,
 }
 
 /// A cell or VM.

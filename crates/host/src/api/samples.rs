@@ -70,6 +70,7 @@ pub(crate) fn status() -> Status {
                 name: Some("web".into()),
                 fixed: true,
                 expires_s: Some(3599),
+                given_s: Some(1.5),
             }],
             counters: BTreeMap::from([("dhcp_acks".into(), next()), ("dns_queries".into(), next())]),
             bypass: Some(BypassReport {

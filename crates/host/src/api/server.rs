@@ -674,6 +674,14 @@ mod tests {
                 assert_eq!(named, parameters, "{path}: parameters of the path");
                 assert!(operation["summary"].as_str().is_some_and(|s| !s.is_empty()), "{method} {path}");
                 assert!(operation["responses"]["403"].is_object(), "{method} {path}");
+                // Whatever has a body that is read as a whole may be sent too much of it, and too slowly.
+                let kinds = &operation["requestBody"]["content"];
+                let has_body = kinds.as_object().is_some_and(|kinds| !kinds.contains_key("application/octet-stream"));
+                for status in ["408", "413"] {
+                    assert_eq!(operation["responses"][status].is_object(), has_body, "{status} of {method} {path}");
+                }
+                let may_fail = matches!(path.as_str(), "/v1/apply" | "/v1/config") && method != "get";
+                assert!(!may_fail || operation["responses"]["500"].is_object(), "{method} {path}");
             }
         }
         said.sort();

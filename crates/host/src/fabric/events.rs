@@ -33,7 +33,7 @@ use tokio::sync::{Notify, watch};
 use tombolo_switch::gateway::{LeaseChange, LeaseStore};
 use tombolo_switch::port::Link;
 
-use super::{Running, Say};
+use super::{Running, RunningWorker, Say};
 use crate::api::report::{EventReport, Events as Answer, SCHEMA};
 use crate::file::Mac;
 use crate::log::shown;
@@ -482,11 +482,7 @@ pub(crate) struct Watched {
 impl Running {
     /// Adds events when links and faults of ports change, from now on.
     pub(crate) fn watch_ports(&self) {
-        for worker in &self.workers {
-            let news = self.watched.news.clone();
-            // A worker that has ended is reported by itself.
-            let _ = worker.thread.handle().on_change(move || news.notify_one());
-        }
+        self.workers.iter().for_each(|worker| self.watch_worker(worker));
         let (news, me): (_, Weak<_>) = (self.watched.news.clone(), self.me.clone());
         // What changed before anything watched.
         news.notify_one();
@@ -506,6 +502,13 @@ impl Running {
                 tokio::time::sleep(PAUSE).await;
             }
         });
+    }
+
+    /// Has the ports of a worker watched, also of one that is added later.
+    pub(crate) fn watch_worker(&self, worker: &RunningWorker) {
+        let news = self.watched.news.clone();
+        // A worker that has ended is reported by itself.
+        let _ = worker.thread.handle().on_change(move || news.notify_one());
     }
 
     /// Tells what has changed since the last look; whether all of it was.
@@ -578,13 +581,30 @@ pub(crate) struct LeaseWatch {
     untold: u64,
     /// Hears of each change that is none of a time alone.
     news: Arc<Notify>,
+    given: GivenLeases,
+}
+
+/// When each lease was given or renewed by this daemon.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct GivenLeases(Arc<Mutex<HashMap<IpAddr, Instant>>>);
+
+impl GivenLeases {
+    fn table(&self) -> MutexGuard<'_, HashMap<IpAddr, Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Seconds since the lease of `address` was given or renewed.
+    pub(crate) fn age_s(&self, address: IpAddr) -> Option<f64> {
+        self.table().get(&address).map(|at| at.elapsed().as_secs_f64())
+    }
 }
 
 impl LeaseWatch {
-    pub(crate) fn new(network: &str, events: Events, stored: &LeaseStore) -> LeaseWatch {
+    /// `given` has the times that were noted for the network before, and those of this watch.
+    pub(crate) fn new(network: &str, events: Events, stored: &LeaseStore, given: GivenLeases) -> LeaseWatch {
         let holders = stored.leases.iter().map(|lease| (lease.address, lease.mac)).collect();
         let (network, news) = (network.into(), Arc::default());
-        LeaseWatch { network, events, holders, ration: Ration::leases(), untold: 0, news }
+        LeaseWatch { network, events, holders, ration: Ration::leases(), untold: 0, news, given }
     }
 
     /// The same, which also notifies `news` of each such change.
@@ -593,6 +613,10 @@ impl LeaseWatch {
     }
 
     pub(crate) fn note(&mut self, change: &LeaseChange, now: Instant) {
+        match change {
+            LeaseChange::Bound(lease) => _ = self.given.table().insert(lease.address, now),
+            LeaseChange::Freed(address) => _ = self.given.table().remove(address),
+        }
         let (kind, name, text) = match change {
             LeaseChange::Bound(lease) => {
                 if self.holders.insert(lease.address, lease.mac) == Some(lease.mac) {
@@ -739,7 +763,8 @@ mod tests {
             name: (n == 1).then(|| "web".into()),
             expires_unix_secs: 0,
         };
-        let mut watch = LeaseWatch::new("lan", events.clone(), &LeaseStore { leases: vec![lease(9, 9)] });
+        let mut watch =
+            LeaseWatch::new("lan", events.clone(), &LeaseStore { leases: vec![lease(9, 9)] }, GivenLeases::default());
         let now = Instant::now();
         for _ in 0..3 {
             watch.note(&LeaseChange::Bound(lease(1, 1)), now);

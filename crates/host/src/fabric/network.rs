@@ -22,7 +22,7 @@ use tombolo_switch::mac::MacSettings;
 use tombolo_switch::policy::Labels;
 use tombolo_switch::worker::Restart;
 
-use super::events::LeaseWatch;
+use super::events::{GivenLeases, LeaseWatch};
 use super::leases::{LeaseFiles, LeaseKeeper};
 use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
@@ -45,6 +45,8 @@ pub(crate) struct Net {
     pub(crate) gateway: Option<GatewayHandle>,
     /// Writes the gateway's leases.
     leases: Option<LeaseKeeper>,
+    /// When the gateway gave them.
+    pub(super) given: GivenLeases,
     /// Names that the gateway has from us.
     names: Vec<String>,
     /// The router that the gateway was told to advertise, if it was told.
@@ -102,7 +104,9 @@ impl Running {
             settings: WorkerSettings { budget: spec.budget as usize, busy_poll },
         };
         let thread = WorkerThread::start(&config)?;
-        self.workers.push(RunningWorker { spec, thread, started: Instant::now() });
+        let worker = RunningWorker { spec, thread, started: Instant::now() };
+        self.watch_worker(&worker);
+        self.workers.push(worker);
         Ok(())
     }
 
@@ -127,7 +131,16 @@ impl Running {
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
-        let net = Net { id, gateway: None, leases: None, names: vec![], router6: None, lost6: vec![], serving: None };
+        let net = Net {
+            id,
+            gateway: None,
+            leases: None,
+            given: GivenLeases::default(),
+            names: vec![],
+            router6: None,
+            lost6: vec![],
+            serving: None,
+        };
         self.networks.insert(spec.name.clone(), net);
         self.start_gateway(spec, id)
     }
@@ -181,13 +194,15 @@ impl Running {
             Err(error) => Err(error.to_string()),
         });
         handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), restart, settings)?;
-        let watch = LeaseWatch::new(&spec.name, self.events.clone(), &stored).telling(self.span.news.clone());
+        let given = self.networks.get(&spec.name).map(|net| net.given.clone()).unwrap_or_default();
+        let watch =
+            LeaseWatch::new(&spec.name, self.events.clone(), &stored, given.clone()).telling(self.span.news.clone());
         let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone(), watch)
             .map_err(|error| fail(format!("starting the thread that keeps leases: {error}")))?;
         let serving = Some(self.serve_gateway(spec, gateway.clone(), &keeper));
         let lost6 = self.networks.remove(&spec.name).map(|net| net.lost6).unwrap_or_default();
         let (gateway, leases) = (Some(gateway), Some(keeper));
-        let net = Net { id, gateway, leases, names: vec![], router6: None, lost6, serving };
+        let net = Net { id, gateway, leases, given, names: vec![], router6: None, lost6, serving };
         self.networks.insert(spec.name.clone(), net);
         Ok(())
     }

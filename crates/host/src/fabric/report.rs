@@ -248,6 +248,7 @@ impl Running {
                 name: Some(name.to_string()),
                 fixed: true,
                 expires_s: by_address.get(&ip).map(|l| l.expires_unix_secs.saturating_sub(now)),
+                given_s: net.given.age_s(ip),
             });
         }
         for lease in stored.leases.iter().filter(|l| !fixed_addresses.contains(&l.address)) {
@@ -257,6 +258,7 @@ impl Running {
                 name: lease.name.clone(),
                 fixed: false,
                 expires_s: Some(lease.expires_unix_secs.saturating_sub(now)),
+                given_s: net.given.age_s(lease.address),
             });
         }
         leases.sort_by_key(|l| l.ip);
