@@ -49,6 +49,7 @@ mod wait;
 mod web;
 
 use std::ffi::OsString;
+use std::path::Path;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use exit::{Exit, Failure};
@@ -231,8 +232,31 @@ fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> 
             cli.command = Command::Lab(lab::Lab { arguments: words[2..].to_vec() });
             Ok(cli)
         }
-        _ => taken(&words),
+        _ => taken(&followed(words)),
     }
+}
+
+/// `-f` is `--file` of every command, and what other programs' `logs -f` follows with. So after `logs` and `events` it is `-F`,
+/// unless a file follows it.
+fn followed(mut words: Vec<OsString>) -> Vec<OsString> {
+    let is_file = |word: &OsString| {
+        let path = Path::new(word);
+        path.extension().is_some_and(|end| end == "toml") || path.is_file()
+    };
+    // The command is the first word that is neither a flag nor the value of one.
+    let mut at = 1;
+    while let Some(word) = words.get(at).filter(|word| word.as_encoded_bytes().starts_with(b"-")) {
+        at += if ["-f", "--file", "--fabric"].iter().any(|flag| word == flag) { 2 } else { 1 };
+    }
+    if words.get(at).is_some_and(|word| word == "logs" || word == "events") {
+        let end = words.iter().position(|word| word == "--").unwrap_or(words.len());
+        for at in at + 1..end {
+            if words[at] == "-f" && !words.get(at + 1).is_some_and(is_file) {
+                words[at] = "-F".into();
+            }
+        }
+    }
+    words
 }
 
 /// The definition of the flags, with the examples of each command.
@@ -278,6 +302,24 @@ mod tests {
         let command = Cli::command();
         command.clone().debug_assert();
         look(&command);
+    }
+
+    #[test]
+    fn logs_and_events_follow_by_the_flag_of_other_programs_too() {
+        let read = |line: &str| followed(line.split(' ').map(OsString::from).collect());
+        for (line, as_if) in [
+            ("tombolo logs -f", "tombolo logs -F"),
+            ("tombolo logs -f web db", "tombolo logs -F web db"),
+            ("tombolo --fabric lab events web -f", "tombolo --fabric lab events web -F"),
+            ("tombolo logs -f lab.toml", "tombolo logs -f lab.toml"),
+            ("tombolo -f lab.toml logs -f", "tombolo -f lab.toml logs -F"),
+            ("tombolo exec db -- docker logs -f web", "tombolo exec db -- docker logs -f web"),
+            ("tombolo exec logs tail -f events", "tombolo exec logs tail -f events"),
+            ("tombolo status -f lab", "tombolo status -f lab"),
+        ] {
+            assert_eq!(read(line), as_if.split(' ').map(OsString::from).collect::<Vec<_>>(), "{line}");
+            assert!(parse(line.split(' ').map(OsString::from)).is_ok(), "{line}");
+        }
     }
 
     #[test]

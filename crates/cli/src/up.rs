@@ -16,7 +16,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::Args;
@@ -327,10 +327,18 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
             out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
         );
     }
-    // Progress is for a terminal only; what happens once the fabric is up is always printed.
+    // Progress is for a terminal only; what happens once the fabric is up is always printed, and is in its log too. Until then the
+    // folder of the log may be another daemon's.
     let stands = Arc::new(AtomicBool::new(false));
     let aloud = stands.clone();
+    let log: Arc<OnceLock<Mutex<log::Log>>> = Arc::default();
+    let kept = log.clone();
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
+        if let Some(log) = kept.get() {
+            let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+            // A full disk is no reason to end.
+            let _ = log.write(&format!("{} ", timestamp(SystemTime::now())), line);
+        }
         if tty || aloud.load(Ordering::Relaxed) || line.starts_with(rundir::WAITING) {
             line.lines().for_each(|line| out::tell!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
         }
@@ -339,6 +347,14 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
     daemon::run(spec, path, say, start, |status, took| {
         notify::stands();
         stands.store(true, Ordering::Relaxed);
+        if let Some(mut opened) = log_of(&name) {
+            let version = env!("CARGO_PKG_VERSION");
+            let _ = opened.write(
+                &format!("{} ", timestamp(SystemTime::now())),
+                &format!("tombolo {version} runs {}: {}", path.display(), summary(status, took)),
+            );
+            let _ = log.set(Mutex::new(opened));
+        }
         tell_all(status);
         let rest = if io::stdout().is_terminal() { "; Ctrl-C ends it" } else { "" };
         // The reader of our output may have gone; the fabric is up all the same.
@@ -350,10 +366,14 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
     Ok(Exit::Done)
 }
 
+/// The log of the fabric's daemon.
+fn log_of(name: &str) -> Option<log::Log> {
+    log::Log::open(&rundir::runtime_root().ok()?.join(name).join("log")).ok()
+}
+
 /// Writes to the daemon's log, which is its standard error until the log is rotated.
 fn log_say(path: &Path, which: Which<'_>) -> tombolo_host::fabric::Say {
-    let folder = file::name_of(path, which).ok().and_then(|name| Some(rundir::runtime_root().ok()?.join(name)));
-    let log = folder.and_then(|folder| log::Log::open(&folder.join("log")).ok()).map(Mutex::new);
+    let log = file::name_of(path, which).ok().and_then(|name| log_of(&name)).map(Mutex::new);
     Arc::new(move |line: &str| {
         let head = format!("{} ", timestamp(SystemTime::now()));
         let Some(log) = &log else {
