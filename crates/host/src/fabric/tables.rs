@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use super::{FabricError, Running};
 use crate::api::report::{MacReport, NeighbourReport, SCHEMA, Tables};
 use crate::file::Mac;
+use tombolo_switch::vlan::DEFAULT;
 
 impl Running {
     /// The tables of all networks at this instant.
@@ -25,7 +26,10 @@ impl Running {
             for entry in handle.macs(net.id)? {
                 let Some(port) = names.get(&u32::from(entry.port)) else { continue };
                 let mac = Mac(entry.address.bytes()).to_string();
-                places.insert(mac.clone(), port.clone());
+                // Addresses are of the gateway's VLAN, where a station is in several.
+                if entry.vlan.is_none_or(|vlan| vlan == DEFAULT) || !places.contains_key(&mac) {
+                    places.insert(mac.clone(), port.clone());
+                }
                 let age_ms = entry.age.map(|age| age.0 / 1_000_000);
                 macs.push(MacReport { network: spec.name.clone(), mac, port: port.clone(), age_ms, vlan: entry.vlan });
             }

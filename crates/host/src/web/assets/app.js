@@ -230,7 +230,7 @@ async function showTables() {
     key: `${n.network} ${n.ip} ${n.source}`, cells: [n.ip, n.name ?? "–", n.mac ?? "–", n.port ?? "–", n.network, n.source],
   })), "no neighbours yet");
   fill($("mac-table"), tables.macs.slice(0, 1000).map((m) => ({
-    key: `${m.network} ${m.mac}`, cells: [m.mac, m.port, m.network, m.age_ms == null ? "pinned" : span(m.age_ms / 1000)],
+    key: `${m.network} ${m.mac} ${m.vlan}`, cells: [m.mac, m.port, m.vlan ? `${m.network}, VLAN ${m.vlan}` : m.network, m.age_ms == null ? "pinned" : span(m.age_ms / 1000)],
   })), "no addresses learned yet");
 }
 
