@@ -39,7 +39,7 @@ PARTS = {
 }
 COMPLETIONS = {
     "bash": "share/bash-completion/completions/tombolo",
-    "zsh": "share/zsh/vendor-completions/_tombolo",
+    "zsh": "share/zsh/{zsh}/_tombolo",
     "fish": "share/fish/vendor_completions.d/tombolo.fish",
 }
 # Parts of the harness that experiments use, beside the lab itself.
@@ -122,7 +122,7 @@ class Install:
         self.printed("tombolo", "man", "--out", pages)
         for page in sorted(pages.iterdir()):
             self.add(f"share/man/man{page.suffix[1:]}/{page.name}.gz", gzip.compress(page.read_bytes(), mtime=0))
-        for shell, place in COMPLETIONS.items():
+        for shell, place in self.completions():
             self.add(place, self.printed("tombolo", "completions", shell))
         for example in sorted((ROOT / "examples").glob("*.toml")):
             self.add(f"share/doc/tombolo/examples/{example.name}", example)
@@ -130,6 +130,11 @@ class Install:
         for file in ("prometheus/tombolo.rules.yml", "grafana/tombolo.json"):
             self.add(f"share/tombolo/{file}", ROOT / "packaging" / file)
         self.notices("tombolo")
+
+    def completions(self):
+        """Shells and where they look. zsh of distributions reads folders of its own below /usr; below other prefixes site-functions."""
+        folder = "vendor-completions" if str(self.options.prefix) == "/usr" else "site-functions"
+        return [(shell, place.format(zsh=folder)) for shell, place in COMPLETIONS.items()]
 
     def agent(self):
         self.add("bin/tombolo-agent", self.options.built / "tombolo-agent", 0o755)
@@ -153,7 +158,7 @@ class Install:
             self.add(f"lib/systemd/{manager}/tombolo-span@.service", self.unit(ROOT / "packaging/systemd" / source))
         self.manual(program, 8, "--include", ROOT / "packaging/tombolo-span.h2m",
                     "--name", "tells the fabrics of several machines which member is where")
-        for shell, place in COMPLETIONS.items():
+        for shell, place in self.completions():
             self.add(place.replace("tombolo", "tombolo-span"), self.printed(program, "--completions", shell))
         self.add("share/doc/tombolo-span/examples/home.span.toml", ROOT / "packaging/home.span.toml")
         self.notices("tombolo-span")

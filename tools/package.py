@@ -168,8 +168,6 @@ def bare_root():
 
 def oci():
     """An image of the bare system with the program and tombolo-span, in OCI's layout, as a tar; gives its path."""
-    if not list(OUT.glob("tombolo_*.deb")) or not list(OUT.glob("tombolo-span_*.deb")):
-        deb()
     made = epoch()
     with tempfile.TemporaryDirectory(dir=OUT, prefix="oci.") as folder:
         layout, layer = Path(folder) / "layout", Path(folder) / "layer"
@@ -226,6 +224,9 @@ def main():
         print(root(), root(WITH_SYSTEMD), sep="\n")
     if "reproducible" in words:
         reproducible()
+    # The image is made of Debian's packages, of this tree.
+    if "oci" in words:
+        words.append("deb")
     for kind, build in kinds.items():
         if kind in words or "all" in words:
             made = build()
