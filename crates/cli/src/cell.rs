@@ -74,7 +74,7 @@ pub(crate) struct Run {
     /// ip, mac or off
     #[arg(long, conflicts_with = "sections")]
     guard: Option<String>,
-    /// no or on-failure
+    /// no, on-failure or always
     #[arg(long, conflicts_with = "sections")]
     restart: Option<String>,
     /// Extra argument for QEMU; repeat it for more

@@ -512,6 +512,8 @@ impl Check<'_, '_, '_> {
         let found = match std::fs::metadata(path) {
             Ok(meta) if meta.is_file() => return,
             Ok(_) => format!("{}, which is not a file", path.display()),
+            // What this user may not see is no fault of the file: the start finds it, with all other faults of the machine.
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return,
             Err(error) => format!("{}: {error}", path.display()),
         };
         let made_by = if path.parent().is_some_and(|p| p.ends_with("build/guest")) {
