@@ -296,6 +296,10 @@ def test_a_scan_from_outside_has_few_addresses_asked_for_and_keeps_no_member_fro
         for n in range(300):
             scanner.sendto(b"scan", (f"{PREFIX}8:{n + 1:x}", 9))
         assert ask(far, "tcp", FIXED, PORT) == WORLD, "a member that is known is reached at once"
+        # A change of the rules makes another table, in which it is known too.
+        fabric.cli("forward", "add", "[::]:8099", f"[{FIXED}]:{PORT}")
+        sets = home.run("nft", "-j", "list", "sets").stdout
+        assert FIXED in sets, sets
         scanner.close()
         heard.close()
 

@@ -106,7 +106,8 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
             && let Some(base) = uplink.network.ipv6
         {
             if uplink.network.uplink6.lets_in() {
-                silent(i, device, base, [&mut sets, &mut neighbours, &mut inwards]);
+                let members = members_of(&uplink.network.name);
+                silent(i, &members, device, base, [&mut sets, &mut neighbours, &mut inwards, &mut outwards]);
             }
             six(uplink, base, [&mut inwards, &mut outwards, &mut dnat, &mut source]);
         }
@@ -157,20 +158,33 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
 /// asks all members of the network for each address that a scan tries, and its table of neighbours fills up. Members that answer
 /// are known for a while, and packets to them are not bounded. Only first packets of connections are looked at, so that the
 /// bypass still takes all others.
-fn silent(i: usize, device: &str, base: Ipv6Addr, [sets, neighbours, inwards]: [&mut String; 3]) {
+///
+/// A member is known by its neighbour discovery with the host, and by connections that it opens: not every system answers the
+/// host's link-local address from an address of the prefix.
+fn silent(
+    i: usize,
+    members: &str,
+    device: &str,
+    base: Ipv6Addr,
+    [sets, neighbours, inwards, outwards]: [&mut String; 4],
+) {
     let _ = writeln!(
         sets,
-        "  set members_{i} {{ type ipv6_addr; flags dynamic,timeout; timeout {KNOWN_MINUTES}m; size {MOST_KNOWN}; }}\n  \
+        "  set {members} {{ type ipv6_addr; flags dynamic,timeout; timeout {KNOWN_MINUTES}m; size {MOST_KNOWN}; }}\n  \
          counter silent_{i} {{ }}"
     );
     let _ = writeln!(
         neighbours,
         "    iifname \"{device}\" ip6 saddr {base}/64 icmpv6 type {{ nd-neighbor-advert, nd-neighbor-solicit }} \
-         update @members_{i} {{ ip6 saddr }}"
+         update @{members} {{ ip6 saddr }}"
+    );
+    let _ = writeln!(
+        outwards,
+        "    iifname \"{device}\" ip6 saddr {base}/64 ct state new update @{members} {{ ip6 saddr }}"
     );
     let _ = writeln!(
         inwards,
-        "    oifname \"{device}\" ip6 daddr {base}/64 ct state new ip6 daddr != @members_{i} \
+        "    oifname \"{device}\" ip6 daddr {base}/64 ct state new ip6 daddr != @{members} \
          limit rate over {SILENT_RATE}/second burst {SILENT_BURST} packets counter name \"silent_{i}\" drop"
     );
 }
@@ -272,9 +286,47 @@ fn listeners(json: &str) -> Vec<(Proto, SocketAddr)> {
     rules.filter_map(of_rule).collect()
 }
 
-/// Puts the rules in force.
+/// The set of a network's members that have shown an address to be theirs. Names of networks have no underscore.
+fn members_of(network: &str) -> String {
+    format!("members_{}", network.replace('-', "_"))
+}
+
+/// Puts the rules in force. Members that are known stay known: the table is another one, and an idle member says nothing before it
+/// is asked.
 pub fn apply(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> Result<(), KernelError> {
-    nft("-f - (making the table)", &rules(fabric, uplinks, forwarding))
+    let mut text = rules(fabric, uplinks, forwarding);
+    let table = table(fabric);
+    for uplink in uplinks.iter().filter(|uplink| uplink.network.uplink6.lets_in()) {
+        let (set, Some(base)) = (members_of(&uplink.network.name), uplink.network.ipv6) else { continue };
+        let line = format!("  set {set} {{");
+        if !text.contains(&line) {
+            continue;
+        }
+        let known = known(&table, &set).into_iter().filter(|ip| ip.segments()[..4] == base.segments()[..4]);
+        let known: Vec<_> = known.map(|ip| ip.to_string()).collect();
+        if !known.is_empty() {
+            let _ = writeln!(text, "add element inet {table} {set} {{ {} }}", known.join(", "));
+        }
+    }
+    nft("-f - (making the table)", &text)
+}
+
+/// The addresses in a set of the table that is in force; none where there is no such set.
+fn known(table: &str, set: &str) -> Vec<Ipv6Addr> {
+    let Some(program) = which("nft") else { return vec![] };
+    let output = run(Command::new(program).args(["-j", "list", "set", "inet", table, set]), b"", LIMIT);
+    let said = output.ok().filter(|output| output.status.success()).map(|output| output.stdout).unwrap_or_default();
+    elements(&String::from_utf8_lossy(&said))
+}
+
+/// The elements of a set of addresses, from nft's JSON: each is the address, or has it beside its timeout.
+fn elements(json: &str) -> Vec<Ipv6Addr> {
+    let Ok(value) = serde_json::from_str::<serde_json::Value>(json) else { return vec![] };
+    let sets = value["nftables"].as_array().into_iter().flatten().filter_map(|object| object["set"]["elem"].as_array());
+    let address = |element: &serde_json::Value| {
+        element["elem"]["val"].as_str().or(element.as_str()).and_then(|text| text.parse().ok())
+    };
+    sets.flatten().filter_map(address).collect()
 }
 
 /// Removes a table; one that is not there is no error.
@@ -456,6 +508,18 @@ mod tests {
     }
 
     #[test]
+    fn known_members_are_read_from_what_nft_says() {
+        // nft 1.0.6.
+        let json = r#"{"nftables": [{"metainfo": {"json_schema_version": 1}}, {"set": {"family": "inet", "name": "members_lan",
+            "table": "tombolo_a", "type": "ipv6_addr", "handle": 2, "size": 4096, "flags": ["timeout", "dynamic"], "timeout": 600,
+            "elem": [{"elem": {"val": "fd00::5", "timeout": 600, "expires": 597}}, "fd00::6", 7, {"elem": {}}]}}]}"#;
+        assert_eq!(elements(json), ["fd00::5", "fd00::6"].map(|ip| ip.parse::<Ipv6Addr>().unwrap()));
+        for other in ["", "{}", r#"{"nftables":[{"set":{}},{"set":{"elem":3}}]}"#] {
+            assert!(elements(other).is_empty(), "{other}");
+        }
+    }
+
+    #[test]
     fn the_table_says_what_the_file_says() {
         let text = rules("a-b", &uplinks(SIX), [false; 2]);
         assert!(text.starts_with("table inet tombolo_a_b {}\ndelete table inet tombolo_a_b\n"));
@@ -488,7 +552,7 @@ mod tests {
         assert!(routed.contains("oifname \"tb-a-b-lan\" ip6 daddr fd00:1:2:3::/64 accept"), "{routed}");
         assert!(!routed.contains("ip6 saddr fd00:1:2:3::/64 oifname"), "{routed}");
         let bounded =
-            "ip6 daddr != @members_0 limit rate over 50/second burst 100 packets counter name \"silent_0\" drop";
+            "ip6 daddr != @members_lan limit rate over 50/second burst 100 packets counter name \"silent_0\" drop";
         let (bound, taken) = (routed.find(bounded), routed.find("ip6 daddr fd00:1:2:3::/64 accept"));
         assert!(bound.is_some() && bound < taken, "{routed}");
         assert!(!of("\"masquerade\"").contains("silent"), "only answers come in");
