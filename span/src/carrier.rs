@@ -46,7 +46,7 @@ use tombolo_span::message::{MAX_CHANGE_BYTES, MAX_QUESTION_BYTES, MAX_STATE_BYTE
 use zenoh::Wait;
 use zenoh::config::Config;
 use zenoh::key_expr::KeyExpr;
-use zenoh::qos::CongestionControl;
+use zenoh::qos::{CongestionControl, Priority};
 use zenoh::query::{ConsolidationMode, Query, QueryTarget};
 use zenoh::sample::SampleKind;
 
@@ -521,7 +521,9 @@ impl World {
         let _ = match order {
             Order::Tell(bytes) => {
                 let change = format!("{base}/{machine}/change");
-                session.put(change, bytes).congestion_control(CongestionControl::Drop).wait()
+                let put = session.put(change, bytes).congestion_control(CongestionControl::Drop);
+                // zenoh sends what is urgent first, without end. Calls that fill a link would keep machines from being heard.
+                put.priority(Priority::RealTime).wait()
             }
             Order::Ask { machine, bytes } => {
                 let (sender, begin) = (heard.clone(), Instant::now());
@@ -540,7 +542,7 @@ impl World {
                     }
                 };
                 let get = session.get(&key).payload(bytes).target(QueryTarget::All);
-                let get = get.congestion_control(CongestionControl::Drop);
+                let get = get.congestion_control(CongestionControl::Drop).priority(Priority::RealTime);
                 get.consolidation(ConsolidationMode::None).timeout(ANSWER_TIMEOUT).callback(answered).wait()
             }
         };

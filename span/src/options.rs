@@ -307,6 +307,15 @@ impl Args {
                 ));
             }
         }
+        for Said { value, at } in &routers {
+            let is = |other: &String| *other == value.name;
+            if machine.as_ref().is_some_and(|machine| is(&machine.value))
+                || peers.iter().any(|peer| is(&peer.value.name))
+            {
+                // Its certificate would be a machine's, which may call services.
+                faults.push(format!("{at}: expected a name that no machine has, found {value}"));
+            }
+        }
         for list in [&exports, &imports] {
             for (number, Said { value, at }) in list.iter().enumerate() {
                 let is_peer = |machine: &&String| peers.iter().any(|peer| peer.value.name == **machine);
@@ -481,6 +490,7 @@ mod tests {
         for (more, fault) in [
             (&["--peer", "b=192.0.2.2:1"][..], "--peer b=192.0.2.2:1: expected the machine's name alone"),
             (&["--peer", "b", "--listen", "192.0.2.1:1"], "--listen: expected nothing where there is a router"),
+            (&["--peer", "hub"], "--router hub=192.0.2.9:7447: expected a name that no machine has"),
             (&["--peer", "b", "--peer", "b"], "--peer b: expected each other machine once"),
             (&["--peer", "b", "--import", "calc=c"], "--import calc=c: expected machines that peer names, found c"),
             (&["--peer", "b", "--export", "x", "--export", "x"], "--export x: expected each service once"),

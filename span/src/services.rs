@@ -12,7 +12,7 @@ use tombolo_remote::machine::{Export, Exporter, Import, Importer, Offer, Pick, R
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::Access;
 
-use crate::options::{Callers, Options};
+use crate::options::{Callers, Options, Shared};
 use crate::say;
 use crate::streams::{Streams, Zenoh};
 
@@ -33,6 +33,15 @@ pub struct Crossing {
     streams: Arc<Streams>,
 }
 
+/// The machines that may call an exported service. All are the other machines, and not everything that has a certificate of the same
+/// authority: a router has one too. Without keys nothing tells machines apart.
+fn allowed(export: &Shared, options: &Options, has_keys: bool) -> Vec<String> {
+    match export.machines.is_empty() && has_keys {
+        true => options.peers.iter().map(|peer| peer.name.clone()).collect(),
+        false => export.machines.clone(),
+    }
+}
+
 impl Services {
     /// What the settings say; reads the keys, if they are needed.
     ///
@@ -46,8 +55,10 @@ impl Services {
         if has_any {
             folder::services().map_err(|error| error.to_string())?;
         }
-        let offers =
-            exports.iter().map(|export| Offer { service: export.service.clone(), allow: export.machines.clone() });
+        let offers = exports.iter().map(|export| Offer {
+            service: export.service.clone(),
+            allow: allowed(export, options, identity.is_some()),
+        });
         let export = Export { offers: offers.collect(), ..Export::default() };
         let access = Access { everybody: *callers == Callers::Everybody, ..Access::default() };
         let import = |service: &str, machines: &[String]| Import {
@@ -95,5 +106,32 @@ impl Drop for Crossing {
         self.export = None;
         // The other machines hear of it before the session ends.
         self.streams.finish();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::{export, peer};
+
+    #[test]
+    fn an_export_for_all_is_for_the_other_machines_and_not_for_a_router() {
+        let mut options = Options {
+            fabric: "f".into(),
+            machine: "a".into(),
+            listen: None,
+            peers: vec![peer("b").unwrap(), peer("c").unwrap()],
+            routers: vec![peer("hub=192.0.2.9:7447").unwrap()],
+            exports: vec![],
+            imports: vec![],
+            callers: Callers::Everybody,
+            keys: None,
+            site: "s".into(),
+            lease: 5,
+        };
+        options.exports = vec![export("calc").unwrap(), export("time=b").unwrap()];
+        assert_eq!(allowed(&options.exports[0], &options, true), ["b", "c"]);
+        assert_eq!(allowed(&options.exports[1], &options, true), ["b"]);
+        assert!(allowed(&options.exports[0], &options, false).is_empty(), "without keys names prove nothing");
     }
 }

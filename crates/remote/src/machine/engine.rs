@@ -74,6 +74,14 @@ impl fmt::Display for Origin {
 }
 
 impl Origin {
+    /// Whether a certificate with these names may speak for it. Without encryption there is none, and an address is no name.
+    pub(super) fn is_proven_by(&self, names: Option<&[String]>) -> bool {
+        match (self, names) {
+            (Origin::Machine(name), Some(names)) => names.contains(name),
+            _ => true,
+        }
+    }
+
     fn ip(&self) -> Option<IpAddr> {
         match self {
             Origin::Address(address) => Some(address.ip()),
@@ -253,5 +261,21 @@ impl Drop for TcpListening {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_is_who_its_certificate_says() {
+        let names = |names: &[&str]| Some(names.iter().map(|name| name.to_string()).collect::<Vec<_>>());
+        let one = Origin::Machine("node-1".into());
+        assert!(one.is_proven_by(names(&["node-1", "192.0.2.1"]).as_deref()));
+        assert!(!one.is_proven_by(names(&["hub"]).as_deref()), "the router, in the machine's place");
+        assert!(one.is_proven_by(None), "nothing is encrypted");
+        let address = Origin::Address(([192, 0, 2, 1], 7).into());
+        assert!(address.is_proven_by(names(&["node-1"]).as_deref()));
     }
 }

@@ -219,7 +219,11 @@ impl Shared {
     fn serve(&self, socket: Socket, from: &Origin, id: u64) -> Result<(), MachineError> {
         let until = Instant::now() + HANDSHAKE;
         let (mut end, machines, service) = answer(socket, self.identity.as_ref(), until)?;
-        let verdict = self.judge(machines.as_deref(), &service, id);
+        // A way that is another machine's, such as a router's, proves nothing of who speaks: the certificate does.
+        let verdict = match from.is_proven_by(machines.as_deref()) {
+            true => self.judge(machines.as_deref(), &service, id),
+            false => Verdict::Denied,
+        };
         let mut timed = Timed { end: &mut end, until };
         timed.write_all(&hello::verdict(verdict)).map_err(stream("the verdict"))?;
         if verdict != Verdict::Welcome {
