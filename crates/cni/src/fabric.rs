@@ -188,8 +188,8 @@ impl<'c> Fabric<'c> {
     /// # Errors
     /// The turn does not come: the call that has it is stopped, or waits for the daemon.
     pub(crate) fn turn(&self, mac: Mac) -> Result<Option<File>, CniError> {
-        // Attachments share few files, so that there is nothing to clean up.
-        let path = self.folder.join(format!("cni-{:x}.lock", mac.0[5] & 15));
+        // Attachments share 256 files, so that there is nothing to clean up.
+        let path = self.folder.join(format!("cni-{:02x}.lock", mac.0[5]));
         let file = match OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -283,12 +283,14 @@ impl<'c> Fabric<'c> {
             let ip = match self.config.ip {
                 Some(ip) => ip,
                 None => free_address((base, prefix), network.own_range, &used, seed).ok_or_else(|| {
-                    let of = match network.own_range {
-                        Some(RangeReport { from, to }) => format!("{from} to {to}, this machine's part of it"),
-                        None => network.subnet.clone(),
+                    let (of, larger) = match network.own_range {
+                        Some(RangeReport { from, to }) => {
+                            (format!("{from} to {to}, this machine's part of it"), "larger subnet or `dhcp` range")
+                        }
+                        None => (network.subnet.clone(), "larger subnet"),
                     };
                     let text = format!("network \"{}\" has no free address left in {of}", network.name);
-                    CniError::Refused(format!("{text}; give it a larger subnet"))
+                    CniError::Refused(format!("{text}; give it a {larger}"))
                 })?,
             };
             let is_free = |name: &&String| !status.ports.iter().any(|p| p.name == **name);

@@ -1127,8 +1127,7 @@ fn bypass(s: &mut Section<'_, '_, '_, '_>) -> Option<Vec<String>> {
     }
 }
 
-/// The default range leaves the low sixteenth for the gateway, the router and fixed addresses, at least the first `low - 1`.
-/// All of a subnet but its first addresses, at least `low`.
+/// All of a subnet but its low sixteenth, which is for the gateway, the router and fixed addresses: at least the first `low - 1`.
 fn whole_range(subnet: Subnet, low: u32) -> Dhcp {
     let low = (subnet.hosts() / 16).clamp(3, 256).max(low);
     Dhcp { from: subnet.nth(low), to: subnet.nth(subnet.hosts()), lease_s: DEFAULT_LEASE_S }
