@@ -436,6 +436,56 @@ mod tests {
         assert_eq!(slaac.poll_at(), Some(TWO_HOURS_NS), "less than two hours stay as they are");
     }
 
+    /// Options of any kind, length and content, in advertisements whose checksum is right.
+    #[test]
+    fn no_options_get_more_out_of_it_than_it_has_room_for() {
+        let mut state = 11u64;
+        let mut next = move |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % below
+        };
+        let (mut changes, mut slaac) = (0, Slaac::new(MAC, true, 0));
+        for round in 0..20_000u64 {
+            if round % 64 == 0 {
+                slaac = Slaac::new(MAC, true, 0);
+            }
+            let mut options = Vec::new();
+            for _ in 0..next(5) {
+                let mut option = match next(4) {
+                    0 => {
+                        prefix([0xfd01, 0xfd02, 0xfe80, 0xff02, 0x2001][next(5)], next(9000) as u32, next(9000) as u32)
+                    }
+                    1 => rdnss(next(9000) as u32),
+                    2 => [&[LINK_MTU, 1, 0, 0][..], &(next(3000) as u32).to_be_bytes()].concat(),
+                    _ => (0..8 * (1 + next(4))).map(|_| next(256) as u8).collect(),
+                };
+                for _ in 0..next(3) {
+                    let at = next(option.len());
+                    option[at] = next(256) as u8;
+                }
+                // Its end may be missing.
+                option.truncate(option.len() - if next(16) == 0 { next(option.len()) } else { 0 });
+                options.push(option);
+            }
+            let now = round * SECOND_NS / 8;
+            changes += usize::from(slaac.receive(&advert(next(10_000) as u16, &options), now));
+            slaac.expire(now);
+            assert!(slaac.addresses().count() <= MAX_PREFIXES);
+            for own in slaac.addresses() {
+                let octets = own.address().octets();
+                let is_local = octets[0] == 0xff || octets[0] == 0xfe && octets[1] & 0xc0 == 0x80;
+                assert!(matches!(own.prefix_len(), 64 | 128) && !is_local && octets[..8] != [0; 8], "{own}");
+            }
+            assert!(slaac.mtu().is_none_or(|mtu| mtu >= 1280));
+            assert!(slaac.router().is_none_or(|router| router == ROUTER));
+            assert!(
+                slaac.poll_at().is_none_or(|at| at > now || slaac.must_solicit(now)),
+                "{round}: it does not ask for the past"
+            );
+        }
+        assert!(changes > 1_000, "{changes}");
+    }
+
     #[test]
     fn what_is_invalid_changes_nothing_and_the_tables_are_bounded() {
         let good = advert(1800, &[prefix(0xfd01, 7200, 3600), rdnss(600)]);
