@@ -101,6 +101,8 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
         // Nobody outside has an address of the network: who says so means to be taken for a member or for the gateway.
         let _ = writeln!(inwards, "    iifname != \"{device}\" oifname \"{device}\" ip saddr {subnet} counter drop");
         let _ = writeln!(source, "    ip saddr {subnet} oifname != \"{device}\" counter masquerade");
+        // A member that comes by a forward to a member of its own network: the answer has to come back through the host.
+        let _ = writeln!(source, "    ip saddr {subnet} oifname \"{device}\" ct status dnat counter masquerade");
         let _ = writeln!(source, "    ip saddr 127.0.0.0/8 oifname \"{device}\" counter masquerade");
         if uplink.network.router6().is_some()
             && let Some(base) = uplink.network.ipv6
@@ -201,6 +203,7 @@ fn six(uplink: &KernelUplink, base: Ipv6Addr, [inwards, outwards, dnat, source]:
     let _ = writeln!(inwards, "    oifname \"{device}\" ip6 daddr {own}{known} accept");
     let _ = writeln!(inwards, "    oifname \"{device}\" ip6 daddr {own} ct status dnat accept");
     let _ = writeln!(outwards, "    iifname \"{device}\" ip6 saddr {own} accept");
+    let _ = writeln!(source, "    ip6 saddr {own} oifname \"{device}\" ct status dnat counter masquerade");
     match uplink.network.uplink6 {
         Uplink6::Masquerade => {
             let _ = writeln!(source, "    ip6 saddr {own} oifname != \"{device}\" counter masquerade");
@@ -550,7 +553,7 @@ mod tests {
         let of = |way: &str| rules("a-b", &uplinks(&format!("{SIX}uplink6 = {way}\n")), [false; 2]);
         let routed = of("\"routed\"");
         assert!(routed.contains("oifname \"tb-a-b-lan\" ip6 daddr fd00:1:2:3::/64 accept"), "{routed}");
-        assert!(!routed.contains("ip6 saddr fd00:1:2:3::/64 oifname"), "{routed}");
+        assert!(!routed.contains("ip6 saddr fd00:1:2:3::/64 oifname !="), "{routed}");
         let bounded =
             "ip6 daddr != @members_lan limit rate over 50/second burst 100 packets counter name \"silent_0\" drop";
         let (bound, taken) = (routed.find(bounded), routed.find("ip6 daddr fd00:1:2:3::/64 accept"));
