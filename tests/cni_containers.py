@@ -425,6 +425,15 @@ def test_containers_stay_on_the_network_when_their_daemon_is_stopped_or_replaced
             return [int(pid) for pid in own if f"{f.folder}/run" in cmdline(pid)]
 
         works("ADD")
+        # A container that ends while no daemon runs is not kept alive by what the daemon left.
+        with Namespace() as short:
+            outside.ip("link", "add", "outer", "type", "veth", "peer", "name", "inner", "netns", str(short))
+            cni("ADD", "c3", path(short))
+            f.process.signal(signal.SIGTERM)
+            ended()
+        until("the end of a namespace while no daemon runs", lambda: "outer" not in outside.ip("link"), 10)
+        f.start()
+        works("the end of a container meanwhile")
         for how, number in (("SIGTERM", signal.SIGTERM), ("SIGUSR2", signal.SIGUSR2)):
             f.process.signal(number)
             ended()
@@ -1110,6 +1119,13 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         assert {(w["proto"], w["listen"], w["to"]) for w in f.status()["forwards"]} == {
             ("tcp", "0.0.0.0:8080", "c1:80"), ("tcp", "127.0.0.1:8081", "c1:80"), ("udp", "0.0.0.0:8053", "c1:53"),
             ("tcp", "[::1]:8084", "c1:80"), ("tcp", "[2001:db8:5::1]:8085", "c1:80")}
+        # A container of the same network, and this one itself, by the host's addresses.
+        inside = stack.enter_context(Namespace())
+        cni("ADD", "c9", path(inside))
+        for space in (inside, one):
+            for address, port in (("198.51.100.2", "8080"), ("2001:db8:5::1", "8085")):
+                until(f"{address} from {space}", lambda: listens(space, address, port), 30)  # noqa: B023
+        cni("DEL", "c9", path(inside))
         cni("CHECK", "c1", path(one), prevResult=result, **config)
         more = {"runtimeConfig": {"portMappings": [{"hostPort": 9999, "containerPort": 9}]}}
         assert "9999" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result, **more)

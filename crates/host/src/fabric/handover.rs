@@ -297,8 +297,13 @@ impl Running {
             );
         }
         self.dir().record(|o| o.left = true);
+        // A tap keeps its namespace alive, and a container may end before the next daemon is there. That one attaches by the
+        // interface's name.
+        let taps = self.spec.contained().filter(|member| member.word == "tap");
+        let taps: Vec<_> = taps.map(|member| Shelf::final_name(member.name)).collect();
         let result = self.stand_still(false).and_then(|(standstill, store, names)| match store.linger(LINGER) {
             Ok(()) => {
+                store.forget_all(&taps);
                 std::mem::forget(standstill);
                 Ok(())
             }
