@@ -192,7 +192,8 @@ impl<'c> Fabric<'c> {
         let path = self.folder.join(format!("cni-{:02x}.lock", mac.0[5]));
         let file = match OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path) {
             Ok(file) => file,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            // Another user has no turn: what it asks for, the daemon refuses.
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => return Ok(None),
             Err(error) => return Err(CniError::System(format!("{}: {error}", path.display()))),
         };
         let begun = Instant::now();
@@ -266,7 +267,9 @@ impl<'c> Fabric<'c> {
         let mac = device.mac.to_string();
         let mut taken = BTreeSet::new();
         let mut last = None;
-        for attempt in 0..TRIES {
+        // How many of the wanted names cannot be had.
+        let mut names_lost = 0;
+        for _ in 0..TRIES {
             let status = self.status()?;
             let network = self.network(&status)?;
             let (base, prefix) = subnet_of(network).ok_or_else(|| {
@@ -295,7 +298,7 @@ impl<'c> Fabric<'c> {
             };
             let is_free = |name: &&String| !status.ports.iter().any(|p| p.name == **name);
             let name =
-                wanted.iter().skip(attempt.min(wanted.len() - 1)).find(is_free).unwrap_or(&wanted[wanted.len() - 1]);
+                wanted.iter().skip(names_lost.min(wanted.len() - 1)).find(is_free).unwrap_or(&wanted[wanted.len() - 1]);
             let ip6 = match device.has_ipv6 {
                 true => address6(network, self.config.ip6, ip)?,
                 false => None,
@@ -339,7 +342,13 @@ impl<'c> Fabric<'c> {
                     let text = error.to_string();
                     let fixed =
                         self.config.ip.is_some() || self.config.ip6.is_some_and(|ip6| text.contains(&ip6.to_string()));
-                    if fixed && attempt + 1 >= wanted.len() {
+                    // A name is given up only where it is what was lost.
+                    let of_address =
+                        text.contains(&ip.to_string()) || ip6.is_some_and(|ip6| text.contains(&ip6.to_string()));
+                    if !of_address {
+                        names_lost += 1;
+                    }
+                    if fixed && (of_address || names_lost >= wanted.len()) {
                         return Err(error.into());
                     }
                     taken.insert(ip);
