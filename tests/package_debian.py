@@ -80,14 +80,16 @@ class Fetching:
         until("another page", lambda: self.good > before, PATIENCE_S)
 
 
-def next_version(deb, folder):
-    """The same package with a later version, as an upgrade."""
+def next_version(deb, folder, name="next", program=None):
+    """The same package with a later version, as an upgrade; with the text `program` in place of its program."""
     folder.mkdir(exist_ok=True)
-    unpacked = folder / "next"
+    unpacked = folder / name
     subprocess.run(["dpkg-deb", "-R", deb, unpacked], check=True)
     control = unpacked / "DEBIAN/control"
-    control.write_text(re.sub(r"^(Version: .*)$", r"\1+next", control.read_text(), flags=re.M))
-    path = folder / "tombolo_next.deb"
+    control.write_text(re.sub(r"^(Version: .*)$", rf"\1+{name}", control.read_text(), flags=re.M))
+    if program is not None:
+        (unpacked / "usr/bin/tombolo").write_text(program)
+    path = folder / f"tombolo_{name}.deb"
     subprocess.run(["dpkg-deb", "--root-owner-group", "-Znone", "-b", unpacked, path], check=True, stdout=subprocess.DEVNULL)
     return path
 
@@ -262,18 +264,6 @@ class Service:
         return json.loads(self.bare.run("tombolo", "status", "--json", "--fabric", "demo").stdout)["machines"][0]["pid"]
 
 
-def broken(deb, folder):
-    """A later version whose program does not run."""
-    unpacked = folder / "broken"
-    subprocess.run(["dpkg-deb", "-R", deb, unpacked], check=True)
-    control = unpacked / "DEBIAN/control"
-    control.write_text(re.sub(r"^(Version: .*)$", r"\1+zbroken", control.read_text(), flags=re.M))
-    (unpacked / "usr/bin/tombolo").write_text("#!/bin/sh\nexit 1\n")
-    path = folder / "tombolo_broken.deb"
-    subprocess.run(["dpkg-deb", "--root-owner-group", "-Znone", "-b", unpacked, path], check=True, stdout=subprocess.DEVNULL)
-    return path
-
-
 @timeout(1200)
 def test_a_running_service_is_upgraded_by_its_packages_scripts_and_purged():
     debs, [main] = package.debs(), package.OUT.glob("tombolo_*.deb")
@@ -311,7 +301,7 @@ def test_a_running_service_is_upgraded_by_its_packages_scripts_and_purged():
             assert program_of(bare, upgraded).endswith("/usr/bin/tombolo"), program_of(bare, upgraded)
             assert service.cell() == cell, "the cell runs on"
             # A version that cannot take over leaves the daemon of before at its work, and the package is installed all the same.
-            bare.install(broken(main, Path(folder)))
+            bare.install(next_version(main, Path(folder), "zbroken", "#!/bin/sh\nexit 1\n"))
             fetching.again()
             assert service.main_pid() == upgraded and program_of(bare, upgraded).endswith("(deleted)")
             # With a good version again, the next reload works.

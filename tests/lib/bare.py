@@ -4,7 +4,6 @@
 no network and no mount of this machine; of /dev it has what every program needs, and KVM's and the taps' devices.
 """
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from .machine import BUILD, ROOT, need_program, need_root
 from .process import PATIENCE_S, Process, children, until
-from .systemd import cgroup_root
+from .systemd import cgroup_root, remove_cgroup
 
 sys.path.insert(0, str(ROOT / "tools"))
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "net/tun", "kvm")
@@ -102,10 +101,7 @@ class Bare:
             # The kernel kills the rest of its PID namespace, and its mounts go with that.
             self.process.kill()
         if self.cgroup and self.cgroup.exists():
-            with contextlib.suppress(TimeoutError):
-                until("the end of all processes", lambda: not (self.cgroup / "cgroup.events").read_text().count("populated 1"), 20)
-            for path, _, _ in os.walk(self.cgroup, topdown=False):
-                os.rmdir(path)
+            remove_cgroup(self.cgroup)
         if self.folder:
             # A mount that a dying process still holds is not in this namespace.
             shutil.rmtree(self.folder)

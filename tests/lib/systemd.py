@@ -50,6 +50,14 @@ def cgroup_root():
     raise Skip("no cgroup v2 hierarchy is mounted, which systemd needs")
 
 
+def remove_cgroup(cgroup):
+    """Removes a cgroup of the test's, with those below it, once its processes have ended."""
+    with contextlib.suppress(TimeoutError):
+        until("the end of all processes", lambda: not (cgroup / "cgroup.events").read_text().count("populated 1"), 20)
+    for path, _, _ in os.walk(cgroup, topdown=False):
+        os.rmdir(path)
+
+
 class Manager:
     """systemd in the network namespace `space`, with the files `units` ({name: text}). `folders` can be written by its services."""
 
@@ -97,10 +105,7 @@ class Manager:
         if self.process:
             # The kernel kills the others of a PID namespace with its process 1, and that with this one (--kill-child).
             self.process.kill()
-        with contextlib.suppress(TimeoutError):
-            until("the end of all processes", lambda: not (self.cgroup / "cgroup.events").read_text().count("populated 1"), 20)
-        for path, _, _ in os.walk(self.cgroup, topdown=False):
-            os.rmdir(path)
+        remove_cgroup(self.cgroup)
 
     def words(self, *argv):
         """The words before which a command runs beside the manager, in all of its namespaces."""
