@@ -262,6 +262,11 @@ impl Session {
         self.slots.is_overdue(token, || now_ns)
     }
 
+    /// Whether its caller has nothing to wait for: the call has ended, or the token names none.
+    pub fn is_settled(&self, token: Token) -> bool {
+        self.slots.is_settled(token)
+    }
+
     /// When a call under way ends by itself; `u64::MAX` where it does not.
     pub fn until_ns(&self, token: Token) -> u64 {
         self.slots.until_ns(token)

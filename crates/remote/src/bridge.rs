@@ -101,7 +101,8 @@ impl Bridge {
             }
             let service = self.service.as_ref().map(|name| self.register(name, calls)).transpose()?;
             tell(true);
-            while !calls.wait_down(LOOK) {}
+            // What arrives wakes a thread that serves, where there is one.
+            while !(if self.target.is_some() { calls.wait_end(LOOK) } else { calls.wait_down(LOOK) }) {}
             // Those whose requests are under way have been hung up on by now; the name goes.
             drop(service);
             tell(false);

@@ -1,11 +1,15 @@
 //! Calls with one peer, from any thread: blocking or not, both ways.
 //!
-//! This module has no thread of its own. One of the threads that wait (a caller, a server) sleeps
-//! on the link's doorbells, and takes what arrives for all of them. The others wait for it on a
-//! condition variable. One of them takes its place when it has what it waited for. A thread that
-//! takes something while another one sleeps on the doorbells wakes that one, since the peer has
-//! been told that we are awake. So nothing happens while no thread waits: a peer's requests are
-//! served while a thread serves ([`Calls::serve`]).
+//! This module has no thread of its own. One of the threads that wait (a caller, a server), the
+//! leader, sleeps on the link's doorbells or the connection, and takes what arrives for all of them.
+//! Each of the others waits on a condition variable of its own, and is woken when there is something
+//! for it ([`Interest`]): a reply wakes its caller, and a request one server. Another one becomes the
+//! leader when the leader has what it waited for. All servers of a connection lead at the same time:
+//! the kernel wakes one of them for what arrives, so that none has to wake the next one.
+//!
+//! A thread that takes something while the leader sleeps on a link's doorbells wakes it, since the
+//! peer has been told that we are awake. So nothing happens while no thread waits: a peer's requests
+//! are served while a thread serves ([`Calls::serve`]).
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -38,14 +42,27 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 /// Called when a request that is being served is cancelled.
 type Hook = Box<dyn FnOnce() + Send>;
 
+/// What a thread waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Interest {
+    /// The end of this call.
+    Reply(Token),
+    /// A request to serve, by any one of those that wait for one.
+    Request,
+    /// Anything that changes.
+    Change,
+}
+
 struct CallsState {
     transport: RemoteTransport,
     /// For requests that are being served.
     hooks: Vec<(RequestId, Hook)>,
-    /// One of those that wait sleeps on the doorbells.
-    leader: bool,
+    /// Those that sleep on the doorbells or the connection: one, or some that all wait for requests.
+    leaders: Vec<Interest>,
     /// The others.
-    followers: u32,
+    followers: Vec<(Interest, Arc<Condvar>)>,
+    /// A thread waits for the connection's end ([`Calls::wait_end`]).
+    has_watcher: bool,
     /// Requests that threads of [`Calls::serve`] work on.
     serving: u32,
     /// Calls that wait for room, by deadline and then in the order in which they came.
@@ -56,9 +73,35 @@ struct CallsState {
     taken_back: Vec<(Token, Instant)>,
 }
 
+impl CallsState {
+    /// Whether a thread with this interest may sleep on the doorbells or the connection.
+    fn may_lead(&self, interest: Interest) -> bool {
+        let all_serve = || interest == Interest::Request && self.leaders.iter().all(|other| *other == interest);
+        self.leaders.is_empty() || self.transport.stream().is_some() && all_serve()
+    }
+
+    /// Whether a thread with this interest has to look. Requests that wait are counted down in `requests`.
+    fn concerns(&self, interest: Interest, requests: &mut usize) -> bool {
+        // Each wait ends with the peer, or goes on in another way.
+        if !self.transport.is_up() || transport::server_is_gone(&self.transport) {
+            return true;
+        }
+        match interest {
+            Interest::Reply(token) => {
+                self.transport.session().is_settled(token) || self.taken_back.iter().any(|(of, _)| *of == token)
+            }
+            Interest::Request => {
+                let any = *requests > 0;
+                *requests = requests.saturating_sub(1);
+                any
+            }
+            Interest::Change => true,
+        }
+    }
+}
+
 struct Shared {
     state: Mutex<CallsState>,
-    turn: Condvar,
     wakers: Wakers,
     workers: u32,
 }
@@ -78,14 +121,15 @@ impl Calls {
         let state = Mutex::new(CallsState {
             transport,
             hooks: Vec::new(),
-            leader: false,
-            followers: 0,
+            leaders: Vec::new(),
+            followers: Vec::new(),
+            has_watcher: false,
             serving: 0,
             waiting: BTreeSet::new(),
             waited: 0,
             taken_back: Vec::new(),
         });
-        Calls(Arc::new(Shared { state, turn: Condvar::new(), wakers, workers: options.workers.max(1) }))
+        Calls(Arc::new(Shared { state, wakers, workers: options.workers.max(1) }))
     }
 
     /// Takes a seat on the link whose server listens at `path`. The peer need not be there yet, and may come and go.
@@ -125,10 +169,15 @@ impl Calls {
 
     /// Follows the peer, and has others look where something came for them. Returns whether anything did.
     fn turn(&self, state: &mut CallsState) -> bool {
+        self.turn_for(state, None)
+    }
+
+    /// As [`Calls::turn`], for a thread that then looks for what it waits for itself.
+    fn turn_for(&self, state: &mut CallsState, own: Option<Interest>) -> bool {
         let was_deaf = transport::server_is_gone(&state.transport);
         let any = state.transport.turn(now_ns()) | (was_deaf != transport::server_is_gone(&state.transport));
         if any {
-            self.tell(state);
+            self.tell(state, own);
             let CallsState { transport, hooks, .. } = state;
             for (_, hook) in hooks.extract_if(.., |(id, _)| transport.session().is_taken_back(*id)) {
                 hook();
@@ -137,32 +186,61 @@ impl Calls {
         any
     }
 
-    /// Has the others look.
-    fn tell(&self, state: &CallsState) {
-        if state.followers > 0 {
-            self.0.turn.notify_all();
+    /// Has the others look for which there is something. A request is left to a thread that serves itself (`own`).
+    fn tell(&self, state: &CallsState, own: Option<Interest>) {
+        let mut requests =
+            state.transport.session().pending().saturating_sub(usize::from(own == Some(Interest::Request)));
+        let mut nudges = false;
+        for leader in &state.leaders {
+            nudges |= state.concerns(*leader, &mut requests);
         }
-        if state.leader {
+        // On a link the leader has told the peer that it sleeps, which no longer holds.
+        if nudges || !state.leaders.is_empty() && state.transport.link().is_some() {
+            // If it concerns several, each of them wakes the next one.
             self.0.wakers.nudge.ring();
+        }
+        for (interest, turn) in &state.followers {
+            if state.concerns(*interest, &mut requests) {
+                turn.notify_one();
+            }
+        }
+        if state.has_watcher && !state.transport.is_up() {
+            self.0.wakers.end.ring();
         }
     }
 
-    /// Works on the transport. Others look where the link broke by that, or where the connection takes no more.
+    /// The end of a call was fetched, so that another one may begin.
+    fn has_room(&self, state: &CallsState) {
+        if !state.waiting.is_empty() {
+            self.tell(state, None);
+        }
+    }
+
+    /// Works on the transport. Others look where the link broke by that. Where the connection takes no more, the leader
+    /// hears when it does.
     fn with<T>(&self, state: &mut CallsState, work: impl FnOnce(&mut RemoteTransport) -> T) -> T {
         let was_up = state.transport.is_up();
         let done = work(&mut state.transport);
-        if was_up != state.transport.is_up() || transport::has_unsent(&state.transport) {
-            self.tell(state);
+        if was_up != state.transport.is_up() {
+            self.tell(state, None);
+        }
+        if !state.leaders.is_empty() && transport::has_input(&state.transport) {
+            self.0.wakers.nudge.ring();
         }
         done
     }
 
-    /// Waits until `ready` gives something, or `until`.
-    fn wait<T>(&self, until: Instant, mut ready: impl FnMut(&mut CallsState) -> Option<T>) -> Option<T> {
+    /// Waits until `ready` gives something, or `until`. `interest` says when it may.
+    fn wait<T>(
+        &self,
+        until: Instant,
+        interest: Interest,
+        mut ready: impl FnMut(&mut CallsState) -> Option<T>,
+    ) -> Option<T> {
         let mut backoff = Backoff::default();
         let mut state = self.lock();
         let found = loop {
-            if self.turn(&mut state) {
+            if self.turn_for(&mut state, Some(interest)) {
                 backoff.found();
             }
             if let Some(found) = ready(&mut state) {
@@ -172,28 +250,39 @@ impl Calls {
             if left.is_zero() {
                 break None;
             }
-            if state.leader {
-                state.followers += 1;
-                state = self.0.turn.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
-                state.followers -= 1;
+            if !state.may_lead(interest) {
+                let turn = Arc::new(Condvar::new());
+                state.followers.push((interest, turn.clone()));
+                state = turn.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
+                state.followers.retain(|(_, other)| !Arc::ptr_eq(other, &turn));
                 continue;
             }
             if !self.with(&mut state, |transport| transport.arm()) {
                 continue;
             }
-            state.leader = true;
-            let listens = transport::listens(&state.transport);
+            state.leaders.push(interest);
+            let listens = !transport::server_is_gone(&state.transport);
             drop(state);
             let is_heard = self.0.wakers.wait(left, listens, &mut backoff);
             state = self.lock();
-            state.leader = false;
+            if let Some(at) = state.leaders.iter().position(|leader| *leader == interest) {
+                state.leaders.swap_remove(at);
+            }
             if is_heard {
                 transport::hear(&mut state.transport);
             }
         };
-        if state.followers > 0 {
-            // Another thread's turn to sleep on the doorbells.
-            self.0.turn.notify_all();
+        if !state.leaders.is_empty() {
+            let is_next = !state.transport.is_up() || state.transport.session().pending() > 0;
+            if is_next && state.transport.stream().is_some() {
+                self.0.wakers.nudge.ring();
+            }
+        } else {
+            // Another thread's turn to sleep on the doorbells: rather one that something arrives for.
+            let next = state.followers.iter().max_by_key(|(interest, _)| *interest != Interest::Change);
+            if let Some((_, turn)) = next {
+                turn.notify_one();
+            }
         }
         found
     }
@@ -207,7 +296,7 @@ impl Calls {
 
     /// Waits until the peer is there; false where it did not come in time, or never will: the connection or the link's server has ended.
     pub fn wait_up(&self, timeout: Duration) -> bool {
-        let found = self.wait(Instant::now() + timeout, |state| {
+        let found = self.wait(Instant::now() + timeout, Interest::Change, |state| {
             let ended = state.transport.is_over() || transport::server_is_gone(&state.transport);
             (state.transport.is_up() || ended).then(|| state.transport.is_up())
         });
@@ -219,7 +308,30 @@ impl Calls {
         let ended = |state: &mut CallsState| {
             (!state.transport.is_up() || transport::server_is_gone(&state.transport)).then_some(())
         };
-        self.wait(Instant::now() + timeout, ended).is_some()
+        self.wait(Instant::now() + timeout, Interest::Change, ended).is_some()
+    }
+
+    /// As [`Calls::wait_down`], where other threads take what arrives, or nothing is to be taken until one calls: on a
+    /// connection this thread listens to its end only. So a reply or a request wakes the thread that it is for, and not
+    /// first this one.
+    pub(crate) fn wait_end(&self, timeout: Duration) -> bool {
+        let until = after(timeout);
+        let mut state = self.lock();
+        self.turn(&mut state);
+        if state.transport.stream().is_some() && state.transport.is_up() && !state.has_watcher {
+            state.has_watcher = true;
+            drop(state);
+            let is_heard = self.0.wakers.wait_end(timeout);
+            state = self.lock();
+            state.has_watcher = false;
+            self.turn(&mut state);
+            if !is_heard || !state.transport.is_up() {
+                return !state.transport.is_up();
+            }
+            // The other side has ended, and what it left has to be taken before that is seen.
+        }
+        drop(state);
+        self.wait_down(until.saturating_duration_since(Instant::now()))
     }
 
     /// Whether the server of the link has ended, with its fabric. The link itself goes on, but
@@ -307,7 +419,7 @@ impl Calls {
             state.waiting.insert(turn);
             (transport::server_is_gone(&state.transport), turn)
         };
-        let sent = self.wait(until, |state| {
+        let sent = self.wait(until, Interest::Change, |state| {
             // Where the peer is not there, each is told so at once.
             if state.transport.is_up() && state.waiting.first() != Some(&turn) {
                 return None;
@@ -321,7 +433,7 @@ impl Calls {
         state.waiting.remove(&turn);
         if !state.waiting.is_empty() {
             // The next one's turn.
-            self.tell(&state);
+            self.tell(&state, None);
         }
         drop(state);
         let token = sent.unwrap_or(Err(over))?;
@@ -335,7 +447,7 @@ impl Calls {
         let end = loop {
             // An earlier end of the wait, since the call was taken back meanwhile.
             let mut sooner = None;
-            let end = self.wait(until, |state| {
+            let end = self.wait(until, Interest::Reply(token), |state| {
                 // Who waits would not be told that the peer dies.
                 let is_lost = !was_deaf && transport::server_is_gone(&state.transport);
                 let end = state.transport.fetch(token, None);
@@ -349,7 +461,10 @@ impl Calls {
                 None => break end.unwrap_or(Err(over)),
             }
         };
-        self.lock().taken_back.retain(|(of, _)| *of != token);
+        let mut state = self.lock();
+        state.taken_back.retain(|(of, _)| *of != token);
+        self.has_room(&state);
+        drop(state);
         if matches!(end, Err(CallError::DeadlineExceeded | CallError::Timeout | CallError::ProviderGone)) {
             self.give_up(token);
         }
@@ -371,14 +486,22 @@ impl Calls {
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         let mut state = self.lock();
         self.turn(&mut state);
-        self.with(&mut state, |transport| transport.poll(token, now_ns()))
+        let end = self.with(&mut state, |transport| transport.poll(token, now_ns()));
+        if end.is_some() {
+            self.has_room(&state);
+        }
+        end
     }
 
     /// Waits for the end of a call, which is its deadline at the latest; `None` where it is still under way after `timeout`.
     pub fn wait_for(&self, token: Token, timeout: Duration) -> Option<Result<Reply, CallError>> {
         let until_ns = self.lock().transport.session().until_ns(token);
         let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
-        let end = self.wait(after(timeout.min(left)), |state| state.transport.fetch(token, None));
+        let end =
+            self.wait(after(timeout.min(left)), Interest::Reply(token), |state| state.transport.fetch(token, None));
+        if end.is_some() {
+            self.has_room(&self.lock());
+        }
         end.or_else(|| self.poll(token))
     }
 
@@ -398,7 +521,7 @@ impl Calls {
             let now = Instant::now();
             state.taken_back.retain(|(_, at)| *at > now);
             state.taken_back.push((token, after(grace)));
-            self.tell(&state);
+            self.tell(&state, None);
         }
     }
 
@@ -412,7 +535,7 @@ impl Calls {
     /// what the peer asks waits for the next; before, it is answered as failed.
     pub fn next(&self, timeout: Duration) -> Option<Request> {
         self.lock().transport.serve();
-        self.wait(Instant::now() + timeout, |state| match self.take(state) {
+        self.wait(Instant::now() + timeout, Interest::Request, |state| match self.take(state) {
             None if state.transport.is_over() => Some(None),
             request => request.map(Some),
         })
@@ -467,7 +590,7 @@ impl Calls {
     fn work(&self, stop: &AtomicBool, handler: &impl Fn(&Request) -> Response) {
         let mut over = false;
         while !over {
-            let request = self.wait(Instant::now() + LONGEST_SLEEP, |state| {
+            let request = self.wait(Instant::now() + LONGEST_SLEEP, Interest::Request, |state| {
                 over = stop.load(Ordering::SeqCst) || state.transport.is_over();
                 if over {
                     return Some(None);
@@ -481,6 +604,8 @@ impl Calls {
             self.respond(&request, response.unwrap_or_else(|_| Response::end(Status::Failed)));
             self.lock().serving -= 1;
         }
+        // The next one's turn to end.
+        self.0.wakers.nudge.ring();
     }
 }
 
@@ -496,9 +621,8 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         let Calls(shared) = &self.calls;
-        // The lock orders it: who has looked at the flag before sleeps by now.
-        drop(self.calls.lock());
-        shared.turn.notify_all();
+        // The lock orders it: a thread that has looked at the flag before sleeps by now.
+        self.calls.lock().followers.iter().for_each(|(_, turn)| turn.notify_one());
         shared.wakers.nudge.ring();
         for thread in self.threads.drain(..) {
             let _ = thread.join();

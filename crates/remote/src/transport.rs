@@ -3,16 +3,17 @@
 
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use tombolo_calls::frames::Frames;
 use tombolo_calls::sections::Plan;
 use tombolo_calls::session::ServeOptions;
-use tombolo_calls::transport::{Sections, Transport};
+use tombolo_calls::transport::{Sections, Stream as _, Transport};
 use tombolo_port::ivshmem::client::{JoinError, Joined, Link};
 use tombolo_port::ivshmem::raw::RawPeer;
 use tombolo_ring::ivshmem::protocol;
@@ -29,6 +30,9 @@ const FIRST_NAP: Duration = Duration::from_micros(50);
 const LONGEST_NAP: Duration = Duration::from_millis(4);
 /// From a sleep to its second look, where peers ring.
 const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
+/// What an event of a connection is of.
+const SOCKET: u64 = 0;
+const NUDGE: u64 = 1;
 /// What is read of a greeting at a time.
 const READ_BYTES: usize = 4 << 10;
 
@@ -74,8 +78,12 @@ pub(crate) struct Wakers {
     doorbells: Vec<Doorbell>,
     /// The link's server, or the connection.
     socket: OwnedFd,
+    /// What tells of each change at the connection and of each nudge once, to one of the threads that wait.
+    connection: Option<OwnedFd>,
     /// Rung by other threads of this process.
     pub(crate) nudge: Doorbell,
+    /// As `nudge`, for the thread that waits for the connection's end.
+    pub(crate) end: Doorbell,
     /// We have no doorbell: the memory is looked at again and again.
     polled: bool,
 }
@@ -103,8 +111,28 @@ impl Backoff {
 }
 
 impl Wakers {
-    /// Waits until something may have come, at most `left`. Returns whether something is at the socket.
-    pub(crate) fn wait(&self, left: Duration, socket: PollFlags, backoff: &mut Backoff) -> bool {
+    /// Waits until something may have come, at most `left`, on a link with its server where that is listened to. Returns
+    /// whether something is at the socket.
+    pub(crate) fn wait(&self, left: Duration, listens: bool, backoff: &mut Backoff) -> bool {
+        match &self.connection {
+            Some(epoll) => self.wait_connection(epoll, left),
+            None => self.wait_link(left, listens, backoff),
+        }
+    }
+
+    fn wait_connection(&self, connection: &OwnedFd, left: Duration) -> bool {
+        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 2];
+        // As in `wait_link`.
+        let left = Timespec::try_from(left).ok();
+        let Ok(found) = epoll::wait(connection, &mut events[..], left.as_ref()) else { return false };
+        let has = |what| events[..found].iter().any(|event| event.data.u64() == what);
+        if has(NUDGE) {
+            self.nudge.take();
+        }
+        has(SOCKET)
+    }
+
+    fn wait_link(&self, left: Duration, listens: bool, backoff: &mut Backoff) -> bool {
         let pause = if self.polled {
             left.min(backoff.polled)
         } else if self.doorbells.is_empty() || backoff.looked_twice {
@@ -115,8 +143,8 @@ impl Wakers {
         backoff.polled = (backoff.polled * 2).min(LONGEST_NAP);
         let doorbells = || self.doorbells.iter().chain([&self.nudge]);
         let mut fds: Vec<PollFd<'_>> = doorbells().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
-        if !socket.is_empty() {
-            fds.push(PollFd::new(&self.socket, socket));
+        if listens {
+            fds.push(PollFd::new(&self.socket, PollFlags::IN));
         }
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
         let Ok(ready) = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()) else { return false };
@@ -126,6 +154,20 @@ impl Wakers {
             doorbell.take();
         }
         fds.get(doorbells().count()).is_some_and(rung)
+    }
+
+    /// Waits for the end of the connection, at most `left`, or until `end` is rung. Returns whether the other side has ended it.
+    pub(crate) fn wait_end(&self, left: Duration) -> bool {
+        // Errors and the end in both directions are reported unasked.
+        let mut fds = [PollFd::new(&self.end, PollFlags::IN), PollFd::new(&self.socket, PollFlags::RDHUP)];
+        if poll(&mut fds, Timespec::try_from(left).ok().as_ref()).is_err() {
+            return false;
+        }
+        let [is_rung, is_heard] = [0, 1].map(|at| !fds[at].revents().is_empty());
+        if is_rung {
+            self.end.take();
+        }
+        is_heard
     }
 }
 
@@ -193,10 +235,10 @@ pub(crate) fn join(
     let polled = joined.header().vectors == 0;
     let link = joined.raw(peer, protocol::CALLS, "0x4002, a link for calls", Box::new(move |own| plan.clear(own)))?;
     let (doorbells, socket) = link.wakers()?;
-    let nudge = Doorbell::new().map_err(system("eventfd"))?;
+    let [nudge, ended] = [Doorbell::new().map_err(system("eventfd"))?, Doorbell::new().map_err(system("eventfd"))?];
     let end = LinkEnd { link, heard: true, deaf: false };
     let transport = Transport::on_link(end, plan, options);
-    Ok((transport, Wakers { doorbells, socket, nudge, polled }))
+    Ok((transport, Wakers { doorbells, socket, connection: None, nudge, end: ended, polled }))
 }
 
 /// Greets, and waits for the other side's greeting.
@@ -228,9 +270,16 @@ pub(crate) fn greet(
     };
     stream.socket().set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
     let socket = rustix::io::fcntl_dupfd_cloexec(stream.socket(), 3).map_err(system("a descriptor"))?;
-    let nudge = Doorbell::new().map_err(system("eventfd"))?;
+    let [nudge, end] = [Doorbell::new().map_err(system("eventfd"))?, Doorbell::new().map_err(system("eventfd"))?];
+    let connection = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll"))?;
+    let listen = |fd: BorrowedFd<'_>, what, flags| {
+        epoll::add(&connection, fd, EventData::new_u64(what), flags | EventFlags::ET).map_err(system("epoll"))
+    };
+    listen(socket.as_fd(), SOCKET, EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP)?;
+    listen(nudge.as_fd(), NUDGE, EventFlags::IN)?;
     let transport = Transport::on_stream(stream, frames, entries, options);
-    Ok((transport, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))
+    let wakers = Wakers { doorbells: Vec::new(), socket, connection: Some(connection), nudge, end, polled: false };
+    Ok((transport, wakers))
 }
 
 /// Whether peers that come and go are no longer reported.
@@ -238,28 +287,14 @@ pub(crate) fn server_is_gone(transport: &RemoteTransport) -> bool {
     transport.link().is_some_and(|end| end.deaf)
 }
 
+/// Whether the connection has bytes that are wanted now and were not before: no change at the socket tells of them.
+pub(crate) fn has_input(transport: &RemoteTransport) -> bool {
+    transport.stream().is_some_and(|(stream, frames)| stream.has_more() && frames.wanted() > 0)
+}
+
 /// Something is at the socket.
 pub(crate) fn hear(transport: &mut RemoteTransport) {
     if let Some(end) = transport.link_mut() {
         end.heard = true;
     }
-}
-
-/// What of the socket a thread that sleeps listens to.
-pub(crate) fn listens(transport: &RemoteTransport) -> PollFlags {
-    let mut flags = PollFlags::empty();
-    match transport.stream() {
-        None => flags.set(PollFlags::IN, !server_is_gone(transport)),
-        Some(_) if transport.is_over() => {}
-        Some((stream, frames)) => {
-            flags.set(PollFlags::IN, frames.wanted() > 0);
-            flags.set(PollFlags::OUT, !frames.output().is_empty() || stream.has_unsent());
-        }
-    }
-    flags
-}
-
-/// Whether something is left to be sent as soon as the connection takes it.
-pub(crate) fn has_unsent(transport: &RemoteTransport) -> bool {
-    transport.stream().is_some_and(|(stream, frames)| !frames.output().is_empty() || stream.has_unsent())
 }

@@ -72,6 +72,60 @@ fn calls_go_both_ways_at_a_time_from_many_threads() {
 }
 
 #[test]
+fn who_waits_for_room_has_it_as_soon_as_another_call_was_fetched() {
+    let (a, b, _) = pairs(&ServeOptions::default()).pop().unwrap();
+    assert!(b.next(Duration::from_millis(1)).is_none(), "from now on requests wait");
+    let tokens: Vec<_> = std::iter::from_fn(|| a.submit(b"all places", &within(60_000)).ok()).collect();
+    assert!(tokens.len() > 8);
+    let requests: Vec<_> = tokens.iter().map(|_| b.next(SOON).unwrap()).collect();
+    std::thread::scope(|scope| {
+        // This one sleeps on the connection.
+        let leads = scope.spawn(|| a.wait_for(tokens[0], SOON));
+        let ways: [&dyn Fn(usize); 2] =
+            [&|n| drop(a.wait_for(tokens[n], SOON)), &|n| while a.poll(tokens[n]).is_none() {}];
+        for (n, fetch) in (1..).zip(ways) {
+            while a.submit(b"the place of the one before", &within(60_000)).is_ok() {
+                b.next(SOON).unwrap();
+            }
+            let waits = scope.spawn(|| a.call_in_turn(b"next", &within(60_000), |_| ()));
+            std::thread::sleep(Duration::from_millis(50));
+            b.respond(&requests[n], Response::new(vec![]));
+            // Its place is taken until its end is fetched.
+            std::thread::sleep(Duration::from_millis(50));
+            assert_eq!(b.pending(), 0);
+            fetch(n);
+            let next = b.next(Duration::from_secs(5)).expect("it is sent at once");
+            b.respond(&next, Response::new(vec![]));
+            waits.join().unwrap().unwrap();
+        }
+        b.respond(&requests[0], Response::new(vec![]));
+        leads.join().unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn what_waits_as_the_connection_ends_ends_with_it() {
+    let options = ServeOptions { workers: 8, ..ServeOptions::default() };
+    for _ in 0..20 {
+        let (a, b, _) = pairs(&options).pop().unwrap();
+        let serves = a.serve(|request| Response::new(request.bytes.clone())).unwrap();
+        std::thread::scope(|scope| {
+            let began = Instant::now();
+            // A call that nobody answers, threads that wait for requests, and some that wait for the end.
+            b.next(Duration::from_millis(1));
+            let call = scope.spawn(|| a.call(b"1", &within(10_000)).unwrap_err());
+            let ends: Vec<_> = (0..3).map(|_| scope.spawn(|| a.wait_down(SOON))).collect();
+            until("the call is under way", || b.pending() == 1);
+            b.hang_up();
+            assert_eq!(call.join().unwrap(), CallError::ProviderGone);
+            assert!(ends.into_iter().all(|end| end.join().unwrap()));
+            drop(serves);
+            assert!(began.elapsed() < SOON / 2, "{:?}", began.elapsed());
+        });
+    }
+}
+
+#[test]
 fn who_waits_for_room_has_it_by_deadline_and_small_calls_do_not_overtake() {
     let (a, b, _) = pairs(&ServeOptions::default()).pop().unwrap();
     assert!(a.wait_up(SOON) && b.wait_up(SOON));

@@ -235,7 +235,7 @@ impl Shared {
                     (self.tell)(ImportEvent::Up { machine: machine(), round_trip: took });
                     let began = Instant::now();
                     self.settle();
-                    while !self.stops() && !calls.wait_down(LOOK) {
+                    while !self.stops() && !calls.wait_end(LOOK) {
                         self.settle();
                     }
                     *peer.calls() = None;

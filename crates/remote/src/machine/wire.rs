@@ -20,6 +20,8 @@ pub const DEAD_AFTER: Duration = Duration::from_secs(4);
 pub(crate) struct StreamEnd {
     socket: Socket,
     tls: Option<Box<Connection>>,
+    /// What is read at a time.
+    bytes: Box<[u8]>,
     /// The frames did not want all that has come.
     has_more: bool,
 }
@@ -33,22 +35,21 @@ fn violation(error: rustls::Error) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, error)
 }
 
+fn buffer() -> Box<[u8]> {
+    vec![0; READ_BYTES].into()
+}
+
 impl StreamEnd {
     pub(crate) fn plain(socket: Socket) -> StreamEnd {
-        StreamEnd { socket, tls: None, has_more: false }
+        StreamEnd { socket, tls: None, bytes: buffer(), has_more: false }
     }
 
     pub(super) fn within(socket: Socket, tls: Connection) -> StreamEnd {
-        StreamEnd { socket, tls: Some(Box::new(tls)), has_more: false }
+        StreamEnd { socket, tls: Some(Box::new(tls)), bytes: buffer(), has_more: false }
     }
 
     pub(crate) fn socket(&self) -> &Socket {
         &self.socket
-    }
-
-    /// Bytes wait that the connection did not take yet.
-    pub(crate) fn has_unsent(&self) -> bool {
-        self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }
 
     /// Reads plain bytes; 0 where the other side has ended. `Interrupted` where it is to be tried again.
@@ -85,6 +86,30 @@ impl StreamEnd {
         Ok(())
     }
 
+    /// Reads by these bytes what the frames want. False where the other side has ended.
+    fn read_into(&mut self, frames: &mut Frames, bytes: &mut [u8]) -> bool {
+        loop {
+            let wanted = frames.wanted().min(bytes.len());
+            self.has_more = wanted == 0;
+            if wanted == 0 {
+                return true;
+            }
+            match self.read_some(&mut bytes[..wanted]) {
+                Ok(0) => return false,
+                Ok(n) => {
+                    frames.feed(&bytes[..n]);
+                    // The socket had no more. What comes from now on is reported.
+                    if self.tls.is_none() && n < wanted {
+                        return true;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
     /// Writes some of the bytes; it flushes what TLS holds of earlier ones before.
     fn write_some(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.flush_tls()?;
@@ -97,21 +122,10 @@ impl StreamEnd {
 
 impl Stream for StreamEnd {
     fn read(&mut self, frames: &mut Frames) -> bool {
-        let mut bytes = [0; READ_BYTES];
-        loop {
-            let wanted = frames.wanted().min(bytes.len());
-            self.has_more = wanted == 0;
-            if wanted == 0 {
-                return true;
-            }
-            match self.read_some(&mut bytes[..wanted]) {
-                Ok(0) => return false,
-                Ok(n) => _ = frames.feed(&bytes[..n]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return false,
-            }
-        }
+        let mut bytes = std::mem::take(&mut self.bytes);
+        let goes_on = self.read_into(frames, &mut bytes);
+        self.bytes = bytes;
+        goes_on
     }
 
     fn write(&mut self, frames: &mut Frames) -> bool {
@@ -137,9 +151,8 @@ impl Stream for StreamEnd {
         self.socket.end();
     }
 
-    /// Only within TLS: what the kernel holds wakes a thread that waits.
     fn has_more(&self) -> bool {
-        self.tls.is_some() && self.has_more
+        self.has_more
     }
 }
 
