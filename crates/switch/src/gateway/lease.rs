@@ -30,6 +30,8 @@ use std::net::{IpAddr, Ipv4Addr};
 pub(super) const OFFER_SPAN: Nanos = Nanos::SECOND.times(10);
 /// How long an address is left alone after a client declined it.
 pub(super) const DECLINE_SPAN: Nanos = Nanos::SECOND.times(600);
+/// After so long a search that found nothing tries again what was reserved before.
+pub(super) const SKIP_SPAN: Nanos = Nanos::SECOND.times(10);
 /// Leases that one call ends at most; the rest is due at once, with the next call.
 pub(super) const EXPIRED_PER_CALL: usize = 64;
 /// Most addresses of a dynamic range.
@@ -206,8 +208,10 @@ pub(crate) struct Leases {
     used: u32,
     /// Addresses of the range without a record, by their distance from `first`; less those in `skipped`.
     free: FreeSet,
-    /// Addresses that the search found to be reserved; it does not try them again before reservations change.
+    /// Addresses that the search found to be reserved. It does not try them again before reservations change, or nothing
+    /// else is free and `skipped_until` has passed: a host may have claimed an address and gone.
     skipped: BTreeSet<u32>,
+    skipped_until: Nanos,
     /// Addresses whose bound lease came, changed or went since [`Leases::take_changes`].
     changed: BTreeSet<u32>,
 }
@@ -230,6 +234,7 @@ impl Leases {
             used: 0,
             free: FreeSet::new(last - first + 1),
             skipped: BTreeSet::new(),
+            skipped_until: Nanos::default(),
             changed: BTreeSet::new(),
         }
     }
@@ -397,7 +402,7 @@ impl Leases {
                     None => {
                         // First, so that a client over its quota costs no search.
                         self.check_dynamic_quota(claim)?;
-                        self.search(claim, reserved).ok_or(Refusal::Exhausted)?
+                        self.search(claim, reserved, now).ok_or(Refusal::Exhausted)?
                     }
                 }
             }
@@ -412,12 +417,20 @@ impl Leases {
         Ok(address)
     }
 
-    fn search(&mut self, claim: &Claim, reserved: &dyn Fn(Ipv4Addr) -> bool) -> Option<u32> {
+    fn search(&mut self, claim: &Claim, reserved: &dyn Fn(Ipv4Addr) -> bool, now: Nanos) -> Option<u32> {
         let size = self.usage().1;
         let start = (mix(self.key, claim.mac) % u64::from(size)) as u32;
-        // Each turn but the last takes a reserved address out of the set, until reservations change.
+        // Each turn but the last takes a reserved address out of the set.
         loop {
-            let address = self.first + self.free.from(start).or_else(|| self.free.from(0))?;
+            let Some(number) = self.free.from(start).or_else(|| self.free.from(0)) else {
+                if self.skipped.is_empty() || now < self.skipped_until {
+                    return None;
+                }
+                self.skipped_until = now.after(SKIP_SPAN);
+                self.reservations_changed();
+                continue;
+            };
+            let address = self.first + number;
             if self.check(claim, address, reserved).is_ok() {
                 return Some(address);
             }

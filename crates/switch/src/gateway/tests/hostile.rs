@@ -1,7 +1,7 @@
 //! For any input: no panic, no broken table. The lease table is also compared with a simple model.
 
 use super::*;
-use crate::gateway::lease::{DECLINE_SPAN, OFFER_SPAN};
+use crate::gateway::lease::{DECLINE_SPAN, OFFER_SPAN, SKIP_SPAN};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -229,6 +229,23 @@ impl Dull {
         }
         self.0.insert(address, row);
     }
+}
+
+#[test]
+fn addresses_that_a_host_claims_and_leaves_are_given_again() {
+    let mut leases = Leases::new((ip(16), ip(23)), 8, 99);
+    let (none, all) = (|_: Ipv4Addr| false, |_: Ipv4Addr| true);
+    let claim = |n| Claim { mac: mac(n), port: Some(Token(1)), fixed: None };
+    let now = Nanos::SECOND;
+    assert_eq!(leases.offer(&claim(1), None, &all, now), Err(Refusal::Exhausted));
+    // They are looked at once in a while only, so that a full range costs each question little.
+    assert_eq!(leases.offer(&claim(1), None, &all, now), Err(Refusal::Exhausted));
+    assert_eq!(leases.offer(&claim(1), None, &none, now), Err(Refusal::Exhausted));
+    let later = now.after(SKIP_SPAN);
+    for n in 1..=8 {
+        assert!(leases.offer(&claim(n), None, &none, later).is_ok(), "{n}");
+    }
+    assert_eq!(leases.offer(&claim(9), None, &none, later), Err(Refusal::Quota));
 }
 
 proptest! {
