@@ -34,7 +34,10 @@ const TYPE_ARP: [u8; 2] = [0x08, 0x06];
 const TYPE_IPV6: [u8; 2] = [0x86, 0xdd];
 const ICMPV6: u8 = 58;
 /// Neighbour solicitation and advertisement (RFC 4861 §4.3, §4.4).
-const NEIGHBOR_MESSAGES: core::ops::RangeInclusive<u8> = 135..=136;
+const SOLICITATION: u8 = 135;
+const ADVERTISEMENT: u8 = 136;
+/// The Ethernet address of ff02::1 (RFC 2464 §7).
+const ALL_NODES: [u8; 6] = [0x33, 0x33, 0, 0, 0, 1];
 
 /// What a received frame says of who sent it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,11 +46,30 @@ pub(crate) enum NeighborEvent {
     Packet(IpAddress),
     /// It told its Ethernet address, to `to` if that is said.
     Answer { from: IpAddress, to: Option<IpAddress> },
+    /// It told all hosts that it has an address, or asks whether another one has it that it is about to use (RFC 4862 §5.4).
+    Claim(Ipv6Address),
 }
 
 fn ipv4(frame: &[u8], at: usize) -> Option<IpAddress> {
     let octets: [u8; 4] = frame.get(at..at + 4)?.try_into().ok()?;
     Some(IpAddress::Ipv4(Ipv4Address::from(octets)))
+}
+
+/// What a frame for all hosts, or for all that an address may belong to, says of who has an address.
+fn claim(frame: &[u8]) -> Option<NeighborEvent> {
+    let packet = &frame[ETHERNET_HEADER_BYTES..];
+    let (message, target) = (*packet.get(40)?, packet.get(48..64)?);
+    // A hop limit of 255 shows that no router passed it on.
+    if packet[6..8] != [ICMPV6, 255] {
+        return None;
+    }
+    let is_claim = match message {
+        ADVERTISEMENT => frame[..6] == ALL_NODES,
+        SOLICITATION => packet[8..24] == [0; 16],
+        _ => false,
+    };
+    let octets: [u8; 16] = target.try_into().ok()?;
+    is_claim.then(|| NeighborEvent::Claim(Ipv6Address::from(octets)))
 }
 
 impl NeighborEvent {
@@ -60,7 +82,7 @@ impl NeighborEvent {
             return Some(NeighborEvent::Answer { from, to: Some(to) });
         }
         if frame[..6] != own.0 {
-            return None;
+            return if kind == TYPE_IPV6 { claim(frame) } else { None };
         }
         if kind == TYPE_IPV4 {
             return ipv4(frame, ETHERNET_HEADER_BYTES + 12).map(NeighborEvent::Packet);
@@ -71,7 +93,7 @@ impl NeighborEvent {
         let octets: [u8; 16] = frame.get(ETHERNET_HEADER_BYTES + 8..ETHERNET_HEADER_BYTES + 24)?.try_into().ok()?;
         let from = IpAddress::Ipv6(Ipv6Address::from(octets));
         let neighbor = frame[ETHERNET_HEADER_BYTES + 6] == ICMPV6
-            && frame.get(ETHERNET_HEADER_BYTES + 40).is_some_and(|kind| NEIGHBOR_MESSAGES.contains(kind));
+            && frame.get(ETHERNET_HEADER_BYTES + 40).is_some_and(|kind| matches!(*kind, SOLICITATION | ADVERTISEMENT));
         Some(if neighbor { NeighborEvent::Answer { from, to: None } } else { NeighborEvent::Packet(from) })
     }
 }
@@ -388,5 +410,34 @@ mod tests {
         frame[54] = 136;
         assert_eq!(NeighborEvent::of(&frame, MAC), Some(NeighborEvent::Answer { from, to: None }));
         assert_eq!(NeighborEvent::of(&frame[..54], MAC), Some(NeighborEvent::Packet(from)));
+    }
+
+    #[test]
+    fn an_address_is_claimed_by_an_advertisement_to_all_or_the_question_of_who_is_about_to_use_it() {
+        let target = Ipv6Address::new(0xfd01, 0, 0, 0, 0, 0, 0, 9);
+        let frame = |to: [u8; 6], from: [u8; 16], hops, message| {
+            let mut frame = vec![0; 78];
+            frame[..6].copy_from_slice(&to);
+            frame[12..14].copy_from_slice(&TYPE_IPV6);
+            (frame[20], frame[21], frame[54]) = (ICMPV6, hops, message);
+            frame[22..38].copy_from_slice(&from);
+            frame[62..78].copy_from_slice(&target.octets());
+            frame
+        };
+        let (solicited, holder) = ([0x33, 0x33, 0xff, 0, 0, 9], target.octets());
+        let answer = frame(ALL_NODES, holder, 255, ADVERTISEMENT);
+        let question = frame(solicited, [0; 16], 255, SOLICITATION);
+        for frame in [&answer, &question] {
+            assert_eq!(NeighborEvent::of(frame, MAC), Some(NeighborEvent::Claim(target)));
+            (0..78).for_each(|len| assert_eq!(NeighborEvent::of(&frame[..len], MAC), None, "{len}"));
+        }
+        for frame in [
+            frame(ALL_NODES, holder, 64, ADVERTISEMENT),
+            frame(solicited, holder, 255, ADVERTISEMENT),
+            frame(solicited, holder, 255, SOLICITATION),
+            frame(ALL_NODES, [0; 16], 255, 134),
+        ] {
+            assert_eq!(NeighborEvent::of(&frame, MAC), None);
+        }
     }
 }

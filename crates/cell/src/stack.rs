@@ -300,12 +300,10 @@ impl Nic {
         }
         match self.device.take_sighting() {
             Some(NeighborEvent::Packet(from)) => self.expect_sending_to(from, now_ns),
+            Some(NeighborEvent::Claim(address)) => self.claimed(address, config, now_ns),
             Some(NeighborEvent::Answer { from, to }) => {
-                if let IpAddress::Ipv6(address) = from
-                    && self.slaac.claimed(address, now_ns)
-                {
-                    println!("tombolo-cell: {address} is in use by another host on this network; it is not used");
-                    self.apply_slaac(config, now_ns);
+                if let IpAddress::Ipv6(address) = from {
+                    self.claimed(address, config, now_ns);
                 }
                 // As the stack below: what is not for one of the own addresses is not believed.
                 if to.is_none_or(|to| self.interface.has_ip_addr(to)) {
@@ -313,6 +311,14 @@ impl Nic {
                 }
             }
             None => {}
+        }
+    }
+
+    /// Another host says that it has an address.
+    fn claimed(&mut self, address: Ipv6Address, config: &Config, now_ns: u64) {
+        if self.slaac.claimed(address, now_ns) {
+            println!("tombolo-cell: {address} is in use by another host on this network; it is not used");
+            self.apply_slaac(config, now_ns);
         }
     }
 
