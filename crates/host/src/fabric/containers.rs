@@ -29,11 +29,13 @@
 //! The namespace of a container that dies without DEL is there for up to two seconds.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use tokio::sync::Mutex;
 use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_switch::gateway::{LeaseRecord, is_reserved};
@@ -98,17 +100,32 @@ fn identity(path: &Path) -> Option<Identity> {
     identities([path].into_iter()).into_iter().next().flatten()
 }
 
-/// Whether the tap's device can be taken up: it is there, and has the address that it was given.
-fn is_there(tap: &Tap) -> bool {
-    // Where a monitor opens it, the address is its guest's.
-    let found = interface(tap.netns.as_deref(), &tap.device).and_then(|link| link.mac().ok());
-    found.is_some_and(|mac| tap.monitor || mac == tap.mac.0)
+/// Whether an error says that what was looked for is not there. Another one, such as too few descriptors or no right to
+/// look, says nothing of it: the container is kept, and its port is tried again.
+fn says_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
+}
+
+/// Whether the tap's device is not there, or has another address than it was given.
+fn tap_has_gone(tap: &Tap) -> bool {
+    let mac = || {
+        let netns = tap.netns.as_deref().map(Netns::open).transpose()?;
+        Interface::open(netns.as_ref(), &tap.device)?.mac()
+    };
+    match mac() {
+        // Where a monitor opens it, the address is its guest's.
+        Ok(mac) => !tap.monitor && mac != tap.mac.0,
+        Err(LinkError::Absent { .. } | LinkError::NotANamespace { .. }) => true,
+        Err(LinkError::Namespace { source, .. }) => says_gone(&source),
+        Err(LinkError::System { source, .. }) => source == Errno::NODEV,
+        Err(_) => false,
+    }
 }
 
 /// Whether a container's namespace has ended, or is another one than the daemon before this one saw. `recorded` has what that was.
 fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
     match (identity(&path_of(member.netns)), recorded.get(member.name)) {
-        (None, _) => true,
+        (None, _) => std::fs::metadata(path_of(member.netns)).is_err_and(|error| says_gone(&error)),
         (Some(now), Some(was)) => now != Identity::of(was),
         (Some(_), None) => false,
     }
@@ -140,7 +157,7 @@ fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
 
 /// Forgets the ports of containers that ended while no daemon ran.
 pub(super) fn without_gone(mut spec: Fabric, base: Option<&Document>, dir: &mut RunDir, say: &Say) -> Fabric {
-    let taps = spec.taps.iter().filter(|t| t.container.is_some() && !is_there(t)).map(|t| t.name.clone());
+    let taps = spec.taps.iter().filter(|t| t.container.is_some() && tap_has_gone(t)).map(|t| t.name.clone());
     let recorded = dir.owner().containers.clone();
     let members = spec.contained().filter(|member| has_gone(member, &recorded)).map(|member| member.name.to_string());
     let gone: BTreeSet<String> = taps.chain(members).collect();
@@ -372,6 +389,26 @@ mod tests {
         assert!(has_gone(&recorded), "there is a namespace at the path, and it is not the container's");
         std::fs::remove_file(&path).unwrap();
         assert!(has_gone(&recorded) && has_gone(&Containers::new()));
+        // A path through itself: an error that does not say whether there is a namespace.
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        assert!(!has_gone(&recorded));
+    }
+
+    #[test]
+    fn a_tap_has_gone_only_if_that_is_what_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let tap = |netns: &Path| {
+            let text = format!(
+                "name = \"demo\"\n[network.lan]\n[tap.t]\nadopt = true\nnetns = \"{}\"\ndevice = \"eth0\"\ncontainer = \"pods/a/eth0\"\n",
+                netns.display()
+            );
+            crate::file::parse(&text, Path::new("/x/demo.toml")).unwrap().taps.remove(0)
+        };
+        let (absent, plain, itself) = (dir.path().join("absent"), dir.path().join("plain"), dir.path().join("itself"));
+        std::fs::write(&plain, "").unwrap();
+        std::os::unix::fs::symlink(&itself, &itself).unwrap();
+        assert!(tap_has_gone(&tap(&absent)) && tap_has_gone(&tap(&plain)));
+        assert!(!tap_has_gone(&tap(&itself)));
     }
 
     #[test]
