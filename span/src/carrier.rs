@@ -36,7 +36,7 @@ use std::io::Read;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak, mpsc as orders};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -63,6 +63,8 @@ const LEASE_MS: u32 = 4000;
 /// A link that takes nothing for so long is closed, in microseconds. Less than what ends streams and links, since zenoh's only
 /// thread may wait for it, and with it all others.
 const BLOCKED_US: u32 = 2_000_000;
+/// Questions that were not answered yet.
+const QUESTIONS: usize = 256;
 /// Orders that were not carried out yet. Those beyond are dropped, as what is lost on the way.
 const ORDERS: usize = 1024;
 
@@ -122,11 +124,11 @@ pub enum Heard {
         /// The change.
         bytes: Vec<u8>,
     },
-    /// A machine asks; [`Carrier::answer`] answers.
+    /// A machine asks.
     Question {
-        /// What zenoh needs for the answer.
-        query: Box<Query>,
-        /// The question.
+        /// What the answer goes to.
+        question: Question,
+        /// What it asks.
         bytes: Vec<u8>,
     },
     /// A machine answered.
@@ -203,15 +205,46 @@ fn failed(what: impl Into<String>) -> impl FnOnce(zenoh::Error) -> CarrierError 
     move |source| CarrierError::Zenoh { what, source }
 }
 
-/// A question, and its answer.
-type Answer = (Box<Query>, Vec<u8>);
+/// A question's end: with its answer, or without.
+type End = (Box<Query>, Option<Vec<u8>>);
+
+/// A question of another machine. zenoh sends something at its end, answered or not, and waits where that machine does not
+/// read. So a thread of its own ends all of them.
+pub struct Question {
+    query: Option<Box<Query>>,
+    ends: orders::Sender<End>,
+}
+
+impl std::fmt::Debug for Question {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Question").field("query", &self.query).finish_non_exhaustive()
+    }
+}
+
+impl Question {
+    /// Answers it.
+    pub fn answer(mut self, bytes: Vec<u8>) {
+        self.end(Some(bytes));
+    }
+
+    fn end(&mut self, answer: Option<Vec<u8>>) {
+        if let Some(query) = self.query.take() {
+            // The thread ends with the last sender.
+            let _ = self.ends.send((query, answer));
+        }
+    }
+}
+
+impl Drop for Question {
+    fn drop(&mut self) {
+        self.end(None);
+    }
+}
 
 /// A connection to the other machines, and its threads.
 pub struct Carrier {
     /// `None` once it ends.
     orders: Option<orders::SyncSender<Order>>,
-    /// A machine that asks and does not read can hold up its answers, and those of others, but nothing else.
-    answers: orders::SyncSender<Answer>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -401,14 +434,21 @@ impl Carrier {
         let (sender, heard) = mpsc::channel(WAITING);
         let (orders, taken) = orders::sync_channel(ORDERS);
         let (ready, is_ready) = orders::sync_channel(1);
-        let (answers, answered) = orders::sync_channel::<Answer>(ORDERS / 16);
-        // It ends with the last sender, or when zenoh has given up the last answer.
+        let (ends, ended) = orders::channel::<End>();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let open = asked.clone();
+        // It ends with the last sender, or when zenoh has given up the last answer. A machine that asks and does not read can
+        // hold up its answers, and those of others, but nothing else.
         std::thread::Builder::new()
             .name("answers".into())
             .spawn(move || {
-                while let Ok((query, bytes)) = answered.recv() {
-                    // One that cannot be sent is asked for again.
-                    let _ = query.reply(query.key_expr().clone(), bytes).wait();
+                while let Ok((query, answer)) = ended.recv() {
+                    if let Some(bytes) = answer {
+                        // One that cannot be sent is asked for again.
+                        let _ = query.reply(query.key_expr().clone(), bytes).wait();
+                    }
+                    drop(query);
+                    open.fetch_sub(1, Ordering::Relaxed);
                 }
             })
             .map_err(|error| CarrierError::Thread(error.to_string()))?;
@@ -418,6 +458,8 @@ impl Carrier {
             machine: carriage.machine.into(),
             listen: carriage.listen,
             heard: sender,
+            ends,
+            asked,
             streams: Arc::downgrade(streams),
         };
         let thread = std::thread::Builder::new()
@@ -425,16 +467,10 @@ impl Carrier {
             .spawn(move || world.run(&taken, &ready))
             .map_err(|error| CarrierError::Thread(error.to_string()))?;
         match is_ready.recv() {
-            Ok(Ok(())) => Ok((Carrier { orders: Some(orders), answers, thread: Some(thread) }, heard)),
+            Ok(Ok(())) => Ok((Carrier { orders: Some(orders), thread: Some(thread) }, heard)),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(CarrierError::Thread("it said nothing".into())),
         }
-    }
-
-    /// Answers a [`Heard::Question`].
-    pub fn answer(&self, query: Box<Query>, bytes: Vec<u8>) {
-        // One that is dropped is asked for again.
-        let _ = self.answers.try_send((query, bytes));
     }
 
     /// Has something sent.
@@ -464,6 +500,9 @@ struct World {
     machine: String,
     listen: Option<SocketAddr>,
     heard: mpsc::Sender<Heard>,
+    /// Of questions; and how many have none yet.
+    ends: orders::Sender<End>,
+    asked: Arc<AtomicUsize>,
     streams: Weak<Streams>,
 }
 
@@ -549,15 +588,21 @@ impl World {
     }
 
     fn open(&self) -> Result<zenoh::Session, CarrierError> {
-        let Self { config, base, machine, listen, heard, streams } = self;
+        let Self { config, base, machine, listen, heard, ends, asked, streams } = self;
         let what = listen.map_or("connecting to the router".into(), |listen| format!("listening at {listen}"));
         let session = zenoh::open(config.clone()).wait().map_err(failed(what))?;
-        let sender = heard.clone();
+        let (sender, ends, asked) = (heard.clone(), ends.clone(), asked.clone());
         let questions =
             session.declare_queryable(format!("{base}/{machine}/state")).complete(true).callback(move |query| {
                 let bytes =
                     query.payload().and_then(|payload| bytes_of(payload, MAX_QUESTION_BYTES)).unwrap_or_default();
-                let _ = sender.try_send(Heard::Question { query: Box::new(query), bytes });
+                // One that is not taken is asked again.
+                if asked.fetch_add(1, Ordering::Relaxed) >= QUESTIONS {
+                    asked.fetch_sub(1, Ordering::Relaxed);
+                    return;
+                }
+                let question = Question { query: Some(Box::new(query)), ends: ends.clone() };
+                let _ = sender.try_send(Heard::Question { question, bytes });
             });
         questions.background().wait().map_err(failed("answering questions"))?;
         let sender = heard.clone();

@@ -146,9 +146,7 @@ impl Run {
                 self.round_trips.insert(from.clone(), round_trip);
                 self.control.answered(&from, &bytes, now)
             }
-            Heard::Question { query, bytes } => self.control.answer(&bytes).map(|bytes| {
-                self.carrier.answer(query, bytes);
-            }),
+            Heard::Question { question, bytes } => self.control.answer(&bytes).map(|bytes| question.answer(bytes)),
             Heard::There(machine) => {
                 self.control.seen(&machine, now);
                 Ok(())

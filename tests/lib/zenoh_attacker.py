@@ -94,6 +94,8 @@ def stall(session, name, seconds):
     # Answers to these are sent by the thread of zenoh itself.
     for _ in range(2000):
         session.liveliness().get(f"{BASE}/*/here", lambda reply: None)
+        # Answers to these by a thread of the machine's own; no more than 256 of them wait for it.
+        session.get(f"{BASE}/{OTHERS[0]}/state", lambda reply: None, payload=b"x")
     # All threads stop, so the link's buffers fill.
     os.kill(os.getpid(), signal.SIGSTOP)
 
