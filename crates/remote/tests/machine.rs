@@ -446,6 +446,28 @@ fn a_call_goes_to_the_machine_that_the_rule_names_and_to_another_when_it_goes() 
 }
 
 #[test]
+fn a_machine_whose_service_has_gone_is_asked_after_the_others() {
+    let [near, far, here] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let near_service = echo(near.path(), "calc", "near");
+    let _far_service = echo(far.path(), "calc", "far");
+    let near_export = export(near.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
+    let far_export = export(far.path(), &["calc"], &[]).over_tcp(listener(), None, |_| ()).unwrap();
+    let far_address = relay(far_export.address(), Duration::from_millis(30));
+    let remotes = [("far", far_address), ("near", near_export.address())];
+    let (_importer, events) = begin(import(here.path(), "calc", &remotes), None);
+    let mut up = 0;
+    while up < 2 {
+        up += u32::from(matches!(events.recv_timeout(SOON).unwrap(), ImportEvent::Up { .. }));
+    }
+    until("the nearest is called", || ask(here.path(), "calc") == "near");
+    let client = connect(here.path(), "calc");
+    drop(near_service);
+    let ends: Vec<_> = (0..5).map(|_| client.call(b"", &within(SOON)).and_then(|reply| reply.to_vec())).collect();
+    assert!(ends[0].is_err(), "it was sent there, and is not sent twice: {ends:?}");
+    assert!(ends[2..].iter().all(|end| end.as_deref() == Ok(b"far")), "{ends:?}");
+}
+
+#[test]
 fn a_machine_that_is_there_and_answers_nothing_keeps_no_calls_from_the_others() {
     let (here, near, far) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let _near_service = echo(near.path(), "calc", "near");

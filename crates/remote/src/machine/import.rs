@@ -22,7 +22,7 @@ use crate::transport::RemoteError;
 /// The first pause before a machine is tried again; each is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// How long other machines are preferred to one that left a call unanswered.
+/// How long other machines are preferred to one that left a call unanswered, or had it fail.
 const SILENCE: Duration = Duration::from_secs(5);
 /// How often it is looked whether a name that another service holds is free.
 const LOOK: Duration = Duration::from_secs(1);
@@ -105,7 +105,7 @@ struct Peer {
     /// How long its hello took, in ns: an estimate until calls were answered.
     hello_ns: AtomicUsize,
     under_way: AtomicU32,
-    /// Until when other machines are preferred, since it left a call unanswered: an instant of [`now_ns`].
+    /// Until when other machines are preferred, since it left a call unanswered or had it fail: an instant of [`now_ns`].
     silent_until_ns: AtomicU64,
 }
 
@@ -315,8 +315,9 @@ impl Shared {
                 request.on_taken_back(move || calls.take_back(token, bridge::GRACE));
             });
             peer.under_way.fetch_sub(1, Ordering::Relaxed);
-            // Not even that it was cancelled: whoever else there is, is asked first for a while.
-            if matches!(end, Err(CallError::Timeout | CallError::DeadlineExceeded)) {
+            // No answer, not even that it was cancelled, or none of the service, which may be gone there: the others are asked first
+            // for a while.
+            if matches!(end, Err(CallError::Timeout | CallError::DeadlineExceeded | CallError::Failed)) {
                 peer.silent_until_ns.store(now_ns() + SILENCE.as_nanos() as u64, Ordering::Relaxed);
             }
             // Nothing was sent, so that it may go elsewhere.

@@ -16,8 +16,8 @@
 //! # Failure
 //! A call ends once, with one named result. If a machine dies or its network does, that is noticed
 //! [`DEAD_AFTER`] after it was last heard, or after the first thing that was sent since then; its calls
-//! under way end with `ProviderGone`. A machine that is there and leaves a call without an answer is
-//! asked after the others for a while. No call is ever sent twice:
+//! under way end with `ProviderGone`. A machine that is there and leaves a call without an answer,
+//! or whose service has gone, is asked after the others for a while. No call is ever sent twice:
 //! another machine is tried only if nothing was sent. An imported service's name is there while at least one of its
 //! machines is. A service that is itself imported is not exported, so calls cannot go round in circles.
 //!
