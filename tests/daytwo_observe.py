@@ -1,17 +1,22 @@
 """Seeing what happens in a fabric on its second day: events, logs, waits, lists, restarts. None of it needs root."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
+import re
 import signal
+import struct
 import subprocess
+import termios
 import time
 
 from lib import Fabric, Process, Skip, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.machine import BUILD, ROOT
 
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 CELLS = """
 name = "{name}"
 [network.lan]
@@ -285,3 +290,63 @@ def test_a_console_prints_whole_lines_at_a_terminal():
         os.close(ours)
         # A line feed alone would begin the next line below the end of this one.
         assert seen.count(b"\n") == seen.count(b"\r\n"), bytes(seen)
+
+
+class Screen:
+    """`tombolo top` at a terminal of 24 lines: what it writes, and what is on the screen now."""
+
+    def __init__(self, fabric, columns):
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.before = termios.tcgetattr(self.ours)
+        self.text = ""
+        command = [PROGRAM, "top", "--interval", "0.3"]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(os.environ, **fabric.env), cwd=fabric.folder)
+        os.close(theirs)
+
+    def shows(self, *words, absent=()):
+        """Waits until a page has all of these words, and none of the others."""
+        def is_shown():
+            with contextlib.suppress(BlockingIOError):
+                self.text += os.read(self.ours, 65536).decode()
+            # Each page begins at the upper left corner, and the last one may not be whole yet.
+            pages = self.text.split("\x1b[H")
+            return len(pages) > 2 and all(word in pages[-2] for word in words) and not any(word in pages[-2] for word in absent)
+
+        until(f"{words} on the screen", is_shown, 20)
+
+    def press(self, keys):
+        os.write(self.ours, keys)
+
+
+@timeout(120)
+def test_top_at_a_terminal_sorts_filters_fits_and_gives_the_screen_back():
+    with standing("top") as fabric:
+        for columns in (120, 40):
+            screen = Screen(fabric, columns)
+            os.set_blocking(screen.ours, False)
+            try:
+                screen.shows("web", "db", "q quit")
+                if columns > 80:
+                    screen.shows("sort: name")
+                    screen.press(b"s")
+                    screen.shows("sort: rx")
+                screen.press(b"/we")
+                screen.shows("web", "filter: we_", absent=("db ",))
+                screen.press(b"\r")
+                screen.shows("web", absent=("db ", "filter: we_"))
+                screen.press(b"\x1b")
+                screen.shows("web", "db ")
+                longest = max(len(line) for line in ESCAPES.sub("", screen.text).replace("\r", "").split("\n"))
+                assert longest <= columns, (longest, screen.text[-2000:])
+                screen.press(b"q")
+                assert screen.process.wait(30) == 0
+                with contextlib.suppress(OSError):
+                    while True:
+                        screen.text += os.read(screen.ours, 65536).decode()
+                assert screen.text.rstrip().endswith("\x1b[?25h\x1b[?1049l"), repr(screen.text[-200:])
+                assert termios.tcgetattr(screen.ours) == screen.before, "the terminal is as it was"
+            finally:
+                screen.process.kill()
+                screen.process.wait()
+                os.close(screen.ours)

@@ -84,6 +84,39 @@ while True:
         print(socket.inet_ntoa(frame[26:30]), source, socket.inet_ntoa(frame[30:34]), target, flush=True)
 """
 
+# Sends datagrams of 1000 bytes to an address for some seconds, every 0.8 ms (10 Mbit/s), with a DSCP; prints how many.
+SENDER = """
+import socket, sys, time
+out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+out.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, int(sys.argv[3]) << 2)
+begin, sent = time.monotonic(), 0
+while (now := time.monotonic() - begin) < float(sys.argv[4]):
+    while sent < now / 0.0008:
+        out.sendto(bytes(1000), (sys.argv[1], int(sys.argv[2])))
+        sent += 1
+    time.sleep(0.0008)
+print(sent)
+"""
+
+# Counts datagrams by port until a line is read; then prints the counts.
+COUNTER = """
+import select, socket, sys
+inputs = {}
+for port in map(int, sys.argv[1:]):
+    heard = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    heard.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+    heard.bind(("", port))
+    inputs[heard] = [port, 0]
+print("counting", flush=True)
+while True:
+    for ready in select.select([*inputs, sys.stdin], [], [])[0]:
+        if ready is sys.stdin:
+            print(*(count for _, count in inputs.values()))
+            sys.exit()
+        ready.recv(2000)
+        inputs[ready][1] += 1
+"""
+
 
 def text(policy="allow", rules="", **keys):
     taps = [f'[tap.{name}]\nnetns = "/run/netns/{{{name}}}"\nip = "{ADDRESS[name]}"\nguard = "off"\n{keys.get(name, "")}\n' for name in NAMES]
@@ -204,3 +237,27 @@ def test_a_mirror_sees_the_traffic_of_its_members():
         # It gets no answers, since it may not even ask.
         assert not connects(spaces, "ids", "web", 22, seconds=2)
         until("the mirror's own frames to be dropped", lambda: fabric.port("ids")["counters"]["rx_drops"].get("mirror_port", 0) > 0)
+
+
+@timeout(300)
+def test_a_limit_of_a_class_holds_for_frames_that_are_marked_so_and_for_no_others():
+    ef, seconds = 46, 3
+    with members(text(web='class = "marked"\nrate = {{ send_urgent = "2M", send_urgent_burst = "20K" }}')) as (fabric, spaces):
+        counter = subprocess.Popen(["ip", "netns", "exec", str(spaces["db"]), sys.executable, "-c", COUNTER, "7001", "7002"],
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert counter.stdout.readline() == "counting\n"
+            senders = [subprocess.Popen(["ip", "netns", "exec", str(spaces["web"]), sys.executable, "-c", SENDER, ADDRESS["db"], str(port), str(dscp),
+                                         str(seconds)], stdout=subprocess.PIPE, text=True) for port, dscp in ((7001, ef), (7002, 0))]
+            urgent, normal = (int(sender.communicate(timeout=60)[0]) for sender in senders)
+            counted, _ = counter.communicate("end\n", timeout=60)
+        finally:
+            counter.kill()
+            counter.wait()
+        got_urgent, got_normal = map(int, counted.split())
+        # 2 Mbit/s of frames of 1042 bytes, and the burst. A busy machine sends for longer than it says.
+        most = (2e6 * (seconds + 3) + 20_000) / 8 / 1042
+        assert urgent > 2 * most and 0.5 * most / 2 < got_urgent <= most, (urgent, got_urgent, most)
+        assert got_normal > 0.95 * normal, (normal, got_normal)
+        drops = fabric.port("web")["counters"]["rx_drops"]
+        assert sum(count for reason, count in drops.items() if "rate" in reason) >= 0.9 * (urgent - got_urgent), drops
