@@ -264,6 +264,15 @@ class Service:
         return json.loads(self.bare.run("tombolo", "status", "--json", "--fabric", "demo").stdout)["machines"][0]["pid"]
 
 
+SPAN_ALONE = '''fabric = "alone"
+machine = "node-1"
+listen = "127.0.0.1:7447"
+peer = "node-2=127.0.0.2:7447"
+import = "calc=node-2"
+no_tls = true
+'''
+
+
 @timeout(1200)
 def test_a_running_service_is_upgraded_by_its_packages_scripts_and_purged():
     debs, [main] = package.debs(), package.OUT.glob("tombolo_*.deb")
@@ -271,6 +280,14 @@ def test_a_running_service_is_upgraded_by_its_packages_scripts_and_purged():
         before = bare.files()
         bare.install(*debs)
         service = Service(bare)
+        # Alone, before any fabric: it has a place for the sockets of what it imports.
+        bare.write("/etc/tombolo/alone.span.toml", SPAN_ALONE)
+        assert bare.run("ls", "/run/tombolo", check=False).returncode != 0
+        bare.run("systemctl", "start", "tombolo-span@alone")
+        for action in ("runs", "has ended"):
+            assert bare.run("stat", "-c", "%a %U", "/run/tombolo").stdout == "755 root\n", f"while it {action}"
+            bare.run("systemctl", "stop", "tombolo-span@alone")
+        bare.run("rm", "/etc/tombolo/alone.span.toml")
         # README's commands, but for the installation. Its uplink and forward do not work here: passt wants a user namespace, which the
         # kernel refuses in a chroot.
         block = next(text for text in (ROOT / "README.md").read_text().split("```console") if "systemctl enable" in text)

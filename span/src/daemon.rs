@@ -1,14 +1,16 @@
 //! The fabric's daemon of this machine, over the HTTP API on its Unix socket (docs/api.md of the
 //! project has all of it; `GET /v1/openapi.json` gives the schema).
 
+use std::io;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
+use rustix::io::Errno;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
@@ -29,6 +31,9 @@ pub enum DaemonError {
         /// What happened.
         why: String,
     },
+    /// This program lacks descriptors or memory to ask it.
+    #[error("the fabric cannot be asked: {0}; other machines hear what was known before")]
+    Shortage(io::Error),
     /// It refused.
     #[error("the fabric refused {what}: {error}")]
     Refused {
@@ -149,6 +154,18 @@ impl DaemonError {
     pub fn is_absent(&self) -> bool {
         matches!(self, DaemonError::Absent { .. })
     }
+
+    /// Whether it was not asked, for want of something here. That says nothing of the daemon.
+    pub fn is_shortage(&self) -> bool {
+        matches!(self, DaemonError::Shortage(_))
+    }
+
+    fn connecting(socket: &Path, error: io::Error) -> DaemonError {
+        match Errno::from_io_error(&error) {
+            Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => DaemonError::Shortage(error),
+            _ => DaemonError::Absent { socket: socket.into(), why: error.to_string() },
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -169,7 +186,7 @@ impl Daemon {
     }
 
     async fn send(&self, method: Method, path: &str, body: Vec<u8>) -> Result<Response<Incoming>, DaemonError> {
-        let stream = UnixStream::connect(&self.socket).await.map_err(|e| self.absent(e))?;
+        let stream = UnixStream::connect(&self.socket).await.map_err(|e| DaemonError::connecting(&self.socket, e))?;
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|e| self.absent(e))?;
         tokio::task::spawn_local(async move { drop(connection.await) });
@@ -271,6 +288,22 @@ impl Daemon {
                 *events = None;
                 Err(self.absent("its stream of events has ended"))
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_without_descriptors_does_not_take_the_daemon_for_absent() {
+        let of = |errno: Errno| DaemonError::connecting(Path::new("/run/x/api.sock"), errno.into());
+        for errno in [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS] {
+            assert!(of(errno).is_shortage() && !of(errno).is_absent(), "{errno}");
+        }
+        for errno in [Errno::NOENT, Errno::CONNREFUSED, Errno::AGAIN] {
+            assert!(of(errno).is_absent() && !of(errno).is_shortage(), "{errno}");
         }
     }
 }

@@ -14,6 +14,7 @@ mod file;
 mod members;
 mod notify;
 mod options;
+mod ration;
 mod run;
 mod services;
 mod streams;
@@ -70,7 +71,16 @@ async fn ended() {
     }
 }
 
+/// Allows as many descriptors as the system lets this program have: strangers hold some until zenoh gives them up.
+fn allow_descriptors() {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let most = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    // It goes on with what it has.
+    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, most);
+}
+
 fn serve(options: &Options) -> Result<(), String> {
+    allow_descriptors();
     let daemon = Daemon { socket: socket(&options.fabric)? };
     let lease = Duration::from_secs(options.lease);
     let settings = Settings { lease, beat: lease / 5, ..Settings::new(&options.machine) };

@@ -18,6 +18,7 @@ use crate::carrier::{Carrier, Heard, Order, Peer};
 use crate::daemon::{Daemon, DaemonError, Port, Remote, RemoteMember, Tables};
 use crate::members::{Here, here};
 use crate::notify::Manager;
+use crate::ration::Ration;
 use crate::say;
 use crate::teller::{Tell, Teller};
 
@@ -45,8 +46,12 @@ pub struct Run {
     tells: mpsc::UnboundedSender<Tell>,
     round_trips: BTreeMap<String, Duration>,
     conflicts: Vec<Conflict>,
+    /// Of lines about conflicts, which another machine can make without end.
+    lines: Ration,
     /// Since when the daemon does not answer.
     absent: Option<Instant>,
+    /// The last look was not possible for want of descriptors or memory here.
+    is_short: bool,
     /// Networks of the last look.
     networks: BTreeSet<String>,
     /// Whether the daemon was ever looked at.
@@ -80,7 +85,9 @@ impl Run {
             tells,
             round_trips: BTreeMap::new(),
             conflicts: Vec::new(),
+            lines: Ration::new(Instant::now()),
             absent: None,
+            is_short: false,
             networks: BTreeSet::new(),
             is_known: false,
             manager,
@@ -158,10 +165,18 @@ impl Run {
         match look {
             Ok((tables, ports)) => {
                 self.is_known = true;
+                self.is_short = false;
                 if self.absent.take().is_some_and(|since| since.elapsed() > LOOK) {
                     say("the fabric answers again");
                 }
                 self.has(here(&tables, &ports));
+            }
+            // Its members are there, as far as this machine knows.
+            Err(error) if error.is_shortage() => {
+                if !self.is_short {
+                    say(&error.to_string());
+                }
+                self.is_short = true;
             }
             Err(error) => {
                 if self.absent.is_none() {
@@ -230,7 +245,14 @@ impl Run {
     fn report(&mut self) {
         let conflicts = self.control.conflicts();
         let known: BTreeSet<&Conflict> = self.conflicts.iter().collect();
+        let now = Instant::now();
+        if let Some(count) = self.lines.left_out(now) {
+            say(&format!("{count} more conflicts; `tombolo span status` has those that there are"));
+        }
         for conflict in conflicts.iter().filter(|conflict| !known.contains(conflict)) {
+            if !self.lines.takes(now) {
+                continue;
+            }
             let Conflict { network, what, machines, winner } = conflict;
             say(&format!(
                 "conflict in {network}: {what} is claimed by {}, and {winner} has it",
