@@ -173,6 +173,19 @@ def bursts(sender, receiver, address, segment):
     return got, bad
 
 
+@timeout(240)
+def test_the_kernels_own_device_joins_a_network_in_place_of_a_tunnel():
+    mtu = 1450
+    with cable() as (a, b), scratch() as folder:
+        ours, theirs, _, _ = UNDERLAYS[4]
+        kernel_end(b, mtu)
+        a.ip("link", "add", "vx0", "mtu", str(mtu), "type", "vxlan", "id", str(VNI), "dstport", "4789", "local", ours, "remote", theirs)
+        a.ip("link", "set", "vx0", "up")
+        file = f'name = "one"\n[network.lan]\nsubnet = "10.87.0.0/24"\nmtu = {mtu}\nuplink = {{ bridge = "vx0" }}\n[tap.host]\nip = "{OURS}"\n'
+        with Fabric(folder, file, netns=a, own_mounts=False):
+            talk(a, b, mtu)
+
+
 @timeout(200)
 def test_segments_are_merged_for_a_tap_and_arrive_as_they_were_sent():
     """Between two fabrics, and from the kernel's device."""
