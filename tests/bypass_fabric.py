@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
 
+import lib.fabric
 from bypass_paths import PROGRAM, has_ended
 from lib import Fabric, Namespace, Skip, need_program, need_root, scratch, timeout, until
 from lib.machine import SLOW
@@ -244,6 +246,23 @@ def test_what_a_killed_fabric_attached_goes_with_the_next_up_and_down_and_what_o
             w.bypass("detach")
             assert w.attached() == {}
             until("the controller's end", lambda: has_ended(keeper))
+
+
+@timeout(300)
+def test_a_daemon_whose_program_is_another_one_by_now_starts_its_controller_again():
+    with world() as w:
+        installed = w.folder / "tombolo"
+        shutil.copy(PROGRAM, installed)
+        lib.fabric.PROGRAM = installed
+        with w.up() as fabric:
+            lib.fabric.PROGRAM = PROGRAM
+            keeper = json.loads(w.bypass("status", "--json"))["keeper"]
+            # An upgrade.
+            installed.unlink()
+            os.kill(keeper, signal.SIGKILL)
+            until("another controller", lambda: json.loads(w.bypass("status", "--json"))["keeper"] not in (None, keeper), 60)
+            w.talk()
+            fabric.cli("down")
 
 
 @timeout(300)

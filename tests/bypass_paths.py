@@ -634,6 +634,8 @@ def test_detach_leaves_nothing_and_gives_the_way_back():
         assert keeper
         h.across(h.udp())
         h.across(h.udp())
+        # As `tc` and `ip` do, where they find no other such file system.
+        (h.folder / "run/bypass/bpf/tc/globals").mkdir(parents=True)
         h.cli("detach", "ta")
         assert [i["name"] for i in h.status()["interfaces"]] == ["tb"]
         h.cli("detach")

@@ -114,8 +114,13 @@ class scratch:
         self.path = Path(tempfile.mkdtemp(prefix="tmb-", dir="/tmp"))
         return self.path
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
+        places = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        left = [place for place in places if place.startswith(f"{self.path}/")]
+        for place in reversed(left):
+            subprocess.run(["umount", "--lazy", place], check=False)
         shutil.rmtree(self.path, ignore_errors=True)
+        assert kind or not left, f"the test left these mounted: {left}"
 
 
 class Process:

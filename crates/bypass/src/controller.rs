@@ -190,7 +190,9 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
         // It has time to start.
         Beats::open(place).and_then(|mut b| b.set_all(monotonic_ns())).map_err(std::io::Error::other)?;
         let log = std::fs::File::create(place.log())?;
-        let child = Command::new(std::env::current_exe()?)
+        // The program that runs, also if another one is installed by now.
+        let child = Command::new("/proc/self/exe")
+            .arg0("tombolo")
             .args(["bypass", "keep"])
             .current_dir("/")
             .process_group(0)

@@ -390,8 +390,10 @@ impl Place {
         }
         gone(fs::remove_dir(&pins)).map_err(file(&pins))?;
         let bpffs = self.bpffs();
-        // The kernel puts files of its own into every bpffs; folders are namespaces.
-        let is_used = |entry: std::io::Result<fs::DirEntry>| entry.is_ok_and(|e| e.path().is_dir());
+        // Folders with a number are namespaces. The kernel puts files of its own into every bpffs, and `ip` and `tc` make folders
+        // in the first one that they find, which is this one in a namespace.
+        let is_number = |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.parse::<u64>().is_ok());
+        let is_used = |entry: std::io::Result<fs::DirEntry>| entry.is_ok_and(|e| is_number(e.file_name()));
         if fs::read_dir(&bpffs).is_ok_and(|mut entries| !entries.any(is_used)) {
             let end = Instant::now() + UNMOUNTING;
             loop {

@@ -19,7 +19,6 @@ const STABLE_MATCHES: &[&str] = &[
     "devgroup",
     "dscp",
     "esp",
-    "eui64",
     "frag",
     "hbh",
     "helper",
@@ -33,7 +32,6 @@ const STABLE_MATCHES: &[&str] = &[
     "mark",
     "mh",
     "multiport",
-    "nfacct",
     "owner",
     "physdev",
     "pkttype",
@@ -285,9 +283,21 @@ mod tests {
 
     #[test]
     fn what_is_not_listed_judges() {
-        for name in
-            ["limit", "hashlimit", "statistic", "string", "u32", "length", "connbytes", "quota", "bpf", "mac", "new"]
-        {
+        for name in [
+            "limit",
+            "hashlimit",
+            "statistic",
+            "string",
+            "u32",
+            "length",
+            "connbytes",
+            "quota",
+            "bpf",
+            "mac",
+            "new",
+            "eui64",
+            "nfacct",
+        ] {
             assert!(matches!(classify(world(Protocol::Udp, 0), name, &[]), Match::Judges(_)), "{name}");
         }
         assert_eq!(classify(world(Protocol::Udp, 0), "mark", &[]), Match::Maybe(Filter::ALL));
