@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import tempfile
@@ -16,7 +17,7 @@ from lib.containers import BUILT, Cni, Containerd, Failed, Podman, cnitool, left
 from lib.fabric import PROGRAM, Api
 from lib.frames import mac_bytes
 from lib.machine import SLOW
-from lib.tap import Tap
+from lib.tap import Inside, Tap
 
 TUNSETVNETHDRSZ = 0x400454D8
 FILE = """
@@ -517,6 +518,12 @@ def test_two_hundred_containers_come_and_go_in_parallel_and_leave_nothing():
             for n in range(count):
                 subprocess.run(["ip", "netns", "add", f"{prefix}{n}"], check=True)
 
+            def links(space):
+                with Inside(space):
+                    return [name for _, name in socket.if_nameindex()]
+
+            fresh = links(f"{prefix}0")
+
             def all_of(command):
                 results, running = [], []
                 for n in range(count):
@@ -540,8 +547,8 @@ def test_two_hundred_containers_come_and_go_in_parallel_and_leave_nothing():
             # The daemon forgets the processes that called it at a later call: it keeps a pidfd of each for a second.
             descriptors = lambda: f.status() and len(os.listdir(f"/proc/{f.process.popen.pid}/fd"))  # noqa: E731
             until("no descriptor is left", lambda: descriptors() <= before[1] + 4, 60, every=2)
-            links = subprocess.run(["ip", "netns", "exec", f"{prefix}7", "ip", "-br", "link"], capture_output=True, text=True).stdout
-            assert "eth0" not in links, links
+            left = {n: found for n in range(count) if (found := links(f"{prefix}{n}")) != fresh}
+            assert not left, (fresh, left)
         finally:
             for name in leftovers(prefix):
                 subprocess.run(["ip", "netns", "del", name], check=False)
@@ -814,6 +821,32 @@ def test_a_plugin_without_privileges_says_what_it_lacks_and_changes_nothing():
             assert "CAP_SYS_ADMIN" in said, said
             assert "eth0" not in two.ip("link") and set(cni.ports()) == {"c1"}
         cni("DEL", "c1", path(one))
+
+
+@timeout(120)
+def test_a_container_keeps_the_offloads_of_its_tap():
+    need_program("ethtool")
+    with fabric() as f, Namespace() as one, Namespace() as two:
+        cni = Cni(f, "1.1.0")
+        results = {name: cni("ADD", name, path(space)) for name, space in (("c1", one), ("c2", two))}
+        features = dict(line.strip().split(": ", 1) for line in one.run("ethtool", "-k", "eth0").stdout.splitlines()[1:])
+        for name in ("tx-checksum-ip-generic", "scatter-gather", "tcp-segmentation-offload", "tx-tcp-segmentation", "tx-tcp6-segmentation"):
+            assert features[name] == "on", (name, features)
+        # A stream of 20 MB: frames that the kernel has not cut, from one container into the other.
+        server = "import socket\ns=socket.create_server(('',7000))\nprint('ready',flush=True)\nc,_=s.accept()\nn=0\n" \
+                 "while d:=c.recv(1<<20): n+=len(d)\nprint(n,flush=True)"
+        client = f"import socket\ns=socket.create_connection(('{of(results['c2'], 0)}',7000))\ns.sendall(bytes(20_000_000))"
+        before = {name: port["counters"] for name, port in cni.ports().items()}
+        with Process(["python3", "-c", server], netns=two, own_mounts=False) as receiver:
+            receiver.wait_line(lambda line: line == "ready")
+            one.run("python3", "-c", client)
+            receiver.wait_line(lambda line: line == "20000000")
+        after = {name: port["counters"] for name, port in cni.ports().items()}
+        for name, way in (("c1", "rx"), ("c2", "tx")):
+            count, size = (after[name][f"{way}_{unit}"] - before[name][f"{way}_{unit}"] for unit in ("frames", "bytes"))
+            assert size > 20_000_000 and size / count > 2 * 1400, (name, way, count, size)
+        for name, space in (("c1", one), ("c2", two)):
+            cni("DEL", name, path(space))
 
 
 @timeout(120)

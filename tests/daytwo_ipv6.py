@@ -9,6 +9,7 @@ import socket
 import struct
 
 from lib import Fabric, Namespace, Process, need_program, need_root, scratch, timeout, until
+from lib.containers import debian
 from lib.frames import mac_bytes
 from lib.tap import Inside
 
@@ -151,6 +152,19 @@ def test_linux_configures_itself_and_finds_names_and_down_withdraws():
         assert heard, "no withdrawal"
         at = heard[0].index(b"\x03\x04\x40\xc0")
         assert heard[0][at + 4:at + 12] == bytes(8), "the prefix is valid for no time"
+
+
+@timeout(120)
+def test_a_stock_client_reads_the_name_server_and_the_domain_of_an_advertisement():
+    """rdisc6 of Debian's ndisc6, which asks and prints what the answer says."""
+    program = debian("rdisc6", "ndisc6")
+    with members() as (fabric, spaces, _):
+        gateway = gateway_of(fabric)
+        automatic(spaces["auto"], "auto")
+        said = until("an answer", lambda: (found := spaces["auto"].run(program, "-1", "auto", check=False)).returncode == 0 and found.stdout)
+        facts = dict(re.split(r"\s*:\s+", line.strip(), maxsplit=1) for line in said.splitlines() if " : " in line)
+        assert facts["Recursive DNS server"] == gateway and facts["DNS search list"] == "sixes.internal", said
+        assert facts["MTU"].startswith("1400 bytes") and facts["Prefix"] == f"{ipaddress.IPv6Network(f'{gateway}/64', strict=False)}", said
 
 
 @timeout(120)

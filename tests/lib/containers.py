@@ -45,7 +45,7 @@ def debian(program, *packages):
     if path := shutil.which(program):
         return Path(path)
     root = PEERS / "root"
-    found = [root / folder / program for folder in ("usr/bin", "usr/sbin", "usr/lib/cni")]
+    found = [root / folder / program for folder in ("usr/bin", "usr/sbin", "usr/lib/cni", "bin")]
     if not any(path.exists() for path in found):
         need_program("apt-get")
         folder = PEERS / "debs" / program
