@@ -31,7 +31,7 @@ def body(r, six, port):
     """A transport's packet: (protocol, source, destination, bytes), mostly of a few flows, of which that from `port` is the first, and mostly
     sound."""
     source = usually(r, A6 if six else A, *(ODD6 if six else ODD4), chance=0.04)
-    # Whoever pretends to be another has numbers of his own: on a clash masquerading takes any port.
+    # An attacker that pretends to be another has numbers of its own: on a clash masquerading takes any port.
     own = 4000 * ((ODD6 if six else ODD4).index(source) + 1) if source not in (A, A6) else 0
     destination = usually(r, B6 if six else B, *(ODD6 if six else ODD4), chance=0.04)
     proto = usually(r, r.choice([TCP, UDP]), ICMP6 if six else ICMP, chance=0.2)

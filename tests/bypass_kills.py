@@ -53,7 +53,7 @@ def test_attach_killed_at_every_step_leaves_traffic_flowing_and_nothing_that_det
             while is_killed(h, ["attach", "ta", "tb", "--mode", "xdp", "--no-controller"], call, number):
                 assert h.across(h.udp()) and h.across(h.udp()), f"{call} {number}"
                 if number % 4 == 1:
-                    # Whoever comes after it attaches over what it left.
+                    # The next process attaches over what it left.
                     done = h.attach(words=("--lease", "10000"))
                     assert "runs after" not in done.stderr, f"{call} {number}: {done.stderr}"
                     h.across(h.udp())

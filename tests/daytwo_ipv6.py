@@ -133,7 +133,7 @@ def test_linux_configures_itself_and_finds_names_and_down_withdraws():
         assert spaces["client"].answers(own)
         [network] = fabric.status()["networks"]
         assert network["counters"]["router_solicitations"] >= 1, network["counters"]
-        # `down` withdraws; whoever stays on the link hears it before the port is gone. Watched in the namespace of a tap.
+        # `down` withdraws; a host that stays on the link hears it before the port is gone. Watched in the namespace of a tap.
         with Inside(space):
             watch = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86DD))
             watch.bind(("auto", 0))

@@ -68,7 +68,7 @@ if mode == "hangs":
         os.getpid()
 while True:
     if mode == "deaf":
-        # What it sends is different each time, and is life to whoever looks no further.
+        # What it sends is different each time, and is life to a reader that looks no further.
         sequence += 1
         send(segment(router, sequence))
         select.select([], [], [], 0.05)

@@ -67,7 +67,7 @@ def seconds_to_connections():
 
 @timeout(300)
 def test_a_cell_answers_all_its_neighbours_at_once():
-    """A restarted cell knows nobody, and whoever still knows it does not ask first: all of them are answered at once."""
+    """A restarted cell knows nobody, and those that still know it do not ask first: all of them are answered at once."""
     tries = []
     # The machine may be busy with other things: of some tries one shows what the cell costs.
     while not tries or (tries[-1][-1] >= 0.9 and len(tries) < 5):

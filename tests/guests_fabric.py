@@ -376,7 +376,7 @@ def test_a_hostile_frontend_harms_itself_alone():
         others = [port for port in fabric.status()["ports"] if port["name"] != "foe"]
         assert all(port["counters"]["faults"] == 0 for port in others), others
         fetch(linux, 5_000_000)
-        # The port itself serves whoever comes next and keeps to the rules.
+        # The port itself serves the next peer that keeps to the rules.
         with CellGuest("httpd", net=Net.vhost_user(path).with_mac("02:00:00:00:cc:01")):
             until("a ping to the port's next guest", lambda: linux.ping("10.234.0.66", count=1) == 1.0, PATIENCE_S)
             fetch(linux, 1_000_000, host="10.234.0.66")

@@ -223,7 +223,7 @@ def test_a_vmm_of_ones_own_and_clients_that_break_the_rules():
                 # It takes the MAC of its region's header, and DHCP gives the address that goes with it.
                 until("a ping to the cell", lambda: space.pings("10.236.0.66"), PATIENCE_S)
                 assert len(page(space, "10.236.0.66", path="/bytes/500000").body) == 500_000
-                # The seat is taken: whoever else comes is refused, and the one that sits there does not notice.
+                # The seat is taken: any other that comes is refused, and the one that sits there does not notice.
                 assert first_bytes(sockets / "own.sock", 8) == b""
                 assert space.answers("10.236.0.66")
                 until("the count of it", lambda: link(fabric, "own", "network")["refused"] >= 1)

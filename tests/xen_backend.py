@@ -42,7 +42,7 @@ class Switch:
     def __init__(self, xen, *guests):
         self.xen = xen
         xen.run(f"rmmod xen_netback; ip addr del {DOM0}/24 dev br0; mkfifo /tmp/ask")
-        # The pipe stays open for writing, whoever asks.
+        # The pipe stays open for writing, whichever process asks.
         xen.run("sh -c 'exec sleep 1000000 >/tmp/ask' >/dev/null 2>&1 </dev/null &")
         ports = " ".join(f"{name}={MAC.format(2 + n)}" for n, name in enumerate(guests))
         xen.run(f"sh -c 'exec xen_switch tap0 {ports} </tmp/ask' >/tmp/said 2>&1 </dev/null &")

@@ -366,7 +366,7 @@ class NetPeer(Station):
         return frame
 
     def resolve(self, address, own="10.0.0.1", seconds=30):
-        """The MAC, in text, of whoever has an address."""
+        """The MAC, in text, of the host that has an address."""
         mac = self.arp(address, own, seconds)
         if mac is None:
             raise TimeoutError(f"nobody said to have {address} within {seconds} s")

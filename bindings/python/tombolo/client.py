@@ -77,7 +77,7 @@ def _call_options(within, at, ttl, trace, wait_late):
 def window(address, length, owner):
     """A memoryview of C's memory; the owner lives as long as it does."""
     array = (ctypes.c_ubyte * length).from_address(address)
-    # The view keeps the array, and that keeps whoever would free its memory.
+    # The view keeps the array, and that keeps the object that would free its memory.
     array.owner = owner
     return memoryview(array).cast("B")
 

@@ -21,7 +21,7 @@ use crate::out;
 use crate::select::Select;
 
 const EXAMPLES: &str = "\
-Whoever reaches the address may read the metrics: names, addresses of forwards, counters. Nothing can be changed there.
+Anyone who reaches the address may read the metrics: names, addresses of forwards, counters. Nothing can be changed there.
 docs/metrics.md has the settings of Prometheus, alert rules and a dashboard for Grafana.
 
 Examples:

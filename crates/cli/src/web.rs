@@ -12,7 +12,7 @@ use crate::out;
 use crate::select::Select;
 
 const EXAMPLES: &str = "\
-The link works once and for ten minutes; Enter prints another. Whoever has a session may see all
+The link works once and for ten minutes; Enter prints another. Anyone with a session may see all
 of the fabric, type into its consoles and take captures. Ctrl-C ends all sessions; the fabric runs
 on.
 

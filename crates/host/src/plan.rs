@@ -798,7 +798,7 @@ pub fn passt_argv(program: &Path, uplink: &UserUplink, (mtu, fd): (u16, i32), ip
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 2);
 /// passt's own address on that link.
 pub const PEER: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 1);
-/// The same for IPv6: of 64:ff9b:1::/48, which RFC 8215 sets aside for translation by whoever needs one.
+/// The same for IPv6: of 64:ff9b:1::/48, which RFC 8215 sets aside for translation by anyone who needs one.
 pub const OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 2);
 /// As whom members see this machine, where it connects to them through passt.
 pub const HOST6: Ipv6Addr = Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 1);

@@ -84,7 +84,7 @@ impl Netns {
     /// The namespace called `name_or_path`: a name as `ip netns` gives them, or a path such as
     /// `/proc/1234/ns/net`.
     ///
-    /// It does not wait for the other end of a FIFO, as whoever gives the path may have put there.
+    /// It does not wait for the other end of a FIFO, which the author of the path may have put there.
     ///
     /// # Errors
     /// [`LinkError::Namespace`] where nothing is there, [`LinkError::NotANamespace`] where something else is.

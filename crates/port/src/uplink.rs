@@ -922,7 +922,7 @@ mod tests {
             theirs.read_exact(&mut frame).unwrap();
             assert_eq!((&frame[..4], &frame[16..18]), (&[0, 0, 0, 42][..], &[8, 6][..]));
             drop(port);
-            assert_eq!(theirs.read(&mut frame).unwrap(), 0, "whoever is behind it sees that it is gone");
+            assert_eq!(theirs.read(&mut frame).unwrap(), 0, "the program behind it sees that it is gone");
             port = NatPort::new(config(), Box::new(feed.restart(1500)), 1500);
             assert_eq!(port.link(), Link::Down);
         }

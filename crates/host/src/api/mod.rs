@@ -67,7 +67,7 @@ pub enum Refusal {
 pub enum Request {
     /// Everything about it at this instant.
     Status(Reply<Status>),
-    /// What happened; whoever has the log reads it without asking the fabric again.
+    /// What happened; a caller that has the log reads it without asking the fabric again.
     Events(Reply<crate::fabric::events::Events>),
     /// Adds what the sections of this piece of a fabric file name (`[port.x]`, `[tap.x]`); all of it or nothing.
     AddPorts {

@@ -216,7 +216,7 @@ fn run(
     if !input.is_empty() {
         arguments["input-data"] = Value::from(encode(input));
     }
-    // Whoever stops here would not know which command to end.
+    // A caller that stops here would not know which command to end.
     turn.grace = GRACE;
     let Started { pid } = turn.ask("guest-exec", arguments)?;
     turn.grace = Duration::ZERO;

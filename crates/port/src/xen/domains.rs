@@ -37,7 +37,7 @@ impl DomainEvent {
 }
 
 /// A connection to XenStore that is readable once something has happened to a domain. The first event comes at once, so
-/// whoever looks at each event misses nothing. An event says neither which domain nor what.
+/// a program that looks at each event misses nothing. An event says neither which domain nor what.
 pub struct DomainEvents {
     store: Store,
 }

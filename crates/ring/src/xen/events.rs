@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(all(&mut queues, &xen), []);
         xen.unmask(4, 7);
         assert_eq!(all(&mut queues, &xen), [4]);
-        // Masked while it is in a queue: its mark stays for whoever lets it through.
+        // Masked while it is in a queue: its mark stays for the one that unmasks it.
         assert!(xen.send(4, 7));
         xen.set(4, xen.word(4) | MASKED);
         assert_eq!(all(&mut queues, &xen), []);

@@ -648,7 +648,7 @@ impl Gateway {
                     };
                     counter.add(u64::from(done));
                 }
-                answer.status(Status::Success, "so be it");
+                answer.status(Status::Success, "done");
                 Some(answer.into_bytes())
             }
             Kind::Information => {
@@ -684,7 +684,7 @@ impl Gateway {
         let leased = || six.leases.as_ref().and_then(|leases| Some(leases.at(leases.named(name)?)?.mac));
         let mac = match member {
             Some(member) => member.mac.or_else(|| {
-                // A member without a MAC address of the file is whoever leases its address by its name.
+                // A member without a MAC address of the file is the client that leases its address by its name.
                 let lease = self.leases.as_ref()?.at(member.address?)?;
                 (lease.name.as_deref() == Some(name)).then_some(lease.mac)
             }),
