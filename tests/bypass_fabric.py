@@ -154,6 +154,11 @@ def test_a_fabrics_status_names_rules_that_judge_each_frame_and_other_warnings()
             until("its frames", lambda: any(warning.startswith(kept) for warning in fabric.status()["warnings"]))
             subprocess.run(["ip", "netns", "exec", str(w.host), "nft", "delete", "table", "inet", "judge"], check=True)
             until("no warning", lambda: fabric.status()["warnings"] == [])
+    # The fabric's own limit of first packets to unknown members is no such rule.
+    with world('bypass = true\nipv6 = "fd00:1:2:3::/64"\nuplink6 = "routed"') as w, w.up() as fabric:
+        rules = w.host.run("nft", "list", "ruleset").stdout
+        assert "@members_lan limit rate over" in rules, rules
+        assert bypass_of(fabric)["warnings"] == [] == fabric.status()["warnings"], fabric.status()["warnings"]
 
 
 def bypass_of(fabric):
