@@ -2,7 +2,11 @@
 //!
 //! A neighbour that moves costs a look at every flow, so one that moves again and again waits: at
 //! first not at all, then twice as long each time, up to a second. Meanwhile its own frames may
-//! still go to its old place. The flows of other neighbours are not touched.
+//! still go to its old place.
+//!
+//! All flows to the old Ethernet address go, also those of another neighbour that has it. A hostile
+//! one can claim that address for any number of its own, and move away. So an Ethernet address waits
+//! in the same way: its flows are learned again once a second at most.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -17,16 +21,36 @@ const LONGEST_WAIT: Duration = Duration::from_secs(1);
 /// After so long without a move a neighbour counts as one that rests.
 const FORGIVEN: Duration = Duration::from_secs(10);
 
+/// When the next move may be handled.
+#[derive(Debug)]
+struct Rest {
+    due_ns: u64,
+    /// How long the one after that waits.
+    wait: Duration,
+    last_ns: u64,
+}
+
+impl Rest {
+    fn new(now_ns: u64) -> Rest {
+        Rest { due_ns: now_ns, wait: FIRST_WAIT, last_ns: now_ns }
+    }
+
+    fn handled(&mut self, now_ns: u64) {
+        self.due_ns = now_ns + self.wait.as_nanos() as u64;
+        self.wait = (self.wait * 2).min(LONGEST_WAIT);
+    }
+
+    fn is_forgiven(&self, now_ns: u64) -> bool {
+        now_ns.saturating_sub(self.last_ns) >= FORGIVEN.as_nanos() as u64
+    }
+}
+
 /// One that has moved lately.
 #[derive(Debug)]
 struct Mover {
     /// Where it was, as flows may have it: not handled yet.
     was: HashSet<Mac>,
-    /// When that may be handled.
-    due_ns: u64,
-    /// How long the next move waits after that.
-    wait: Duration,
-    last_ns: u64,
+    rest: Rest,
 }
 
 /// By the number of the interface, and the address of 4 or 16 bytes.
@@ -34,6 +58,8 @@ struct Mover {
 pub(crate) struct Neighbours {
     known: HashMap<(u32, Vec<u8>), Mac>,
     movers: HashMap<(u32, Vec<u8>), Mover>,
+    /// By the number of the interface: Ethernet addresses from which neighbours moved lately.
+    places: HashMap<(u32, Mac), Rest>,
 }
 
 impl Neighbours {
@@ -45,25 +71,37 @@ impl Neighbours {
             None => self.known.remove(&key),
         };
         let Some(old) = old else { return };
-        let fresh = || Mover { was: HashSet::new(), due_ns: now_ns, wait: FIRST_WAIT, last_ns: now_ns };
+        let fresh = || Mover { was: HashSet::new(), rest: Rest::new(now_ns) };
         let mover = self.movers.entry(key).or_insert_with(fresh);
         mover.was.insert(old);
-        mover.last_ns = now_ns;
+        mover.rest.last_ns = now_ns;
+        self.places.entry((index, old)).or_insert_with(|| Rest::new(now_ns)).last_ns = now_ns;
     }
 
     /// Interfaces and addresses where neighbours were whose turn it is: flows to there are to go.
     pub(crate) fn due(&mut self, now_ns: u64) -> HashSet<(u32, Mac)> {
         let mut due = HashSet::new();
-        for ((index, _), mover) in &mut self.movers {
-            if mover.was.is_empty() || mover.due_ns > now_ns {
-                continue;
+        let Neighbours { movers, places, .. } = self;
+        for ((index, _), mover) in movers.iter_mut().filter(|(_, mover)| mover.rest.due_ns <= now_ns) {
+            let before = mover.was.len();
+            mover.was.retain(|mac| {
+                // One that is due for another neighbour is due for this one too.
+                let is_due =
+                    due.contains(&(*index, *mac)) || places.get(&(*index, *mac)).is_none_or(|p| p.due_ns <= now_ns);
+                if is_due {
+                    due.insert((*index, *mac));
+                }
+                !is_due
+            });
+            if mover.was.len() < before {
+                mover.rest.handled(now_ns);
             }
-            due.extend(mover.was.drain().map(|mac| (*index, mac)));
-            mover.due_ns = now_ns + mover.wait.as_nanos() as u64;
-            mover.wait = (mover.wait * 2).min(LONGEST_WAIT);
         }
-        let forgiven_ns = FORGIVEN.as_nanos() as u64;
-        self.movers.retain(|_, mover| !mover.was.is_empty() || now_ns.saturating_sub(mover.last_ns) < forgiven_ns);
+        for place in &due {
+            places.entry(*place).or_insert_with(|| Rest::new(now_ns)).handled(now_ns);
+        }
+        movers.retain(|_, mover| !mover.was.is_empty() || !mover.rest.is_forgiven(now_ns));
+        places.retain(|_, place| place.due_ns > now_ns || !place.is_forgiven(now_ns));
         due
     }
 }
@@ -114,5 +152,24 @@ mod tests {
         known.due(30 * SECOND_NS);
         known.note(3, flapping, None, 30 * SECOND_NS);
         assert!(!known.due(30 * SECOND_NS).is_empty());
+    }
+
+    #[test]
+    fn a_neighbour_that_claims_anothers_place_for_all_its_addresses_has_it_learned_again_once_a_second() {
+        let mut known = Neighbours::default();
+        let victim: Mac = [2, 0, 0, 0, 0, 9];
+        known.note(3, vec![10, 0, 0, 9], Some(victim), 0);
+        let mut handled = 0;
+        for n in 1..=10_000u64 {
+            let now_ns = n * 1_000_000;
+            // 200 addresses, each at the victim's place and then at its own.
+            let own = vec![10, 0, 1, (n / 2 % 200) as u8];
+            known.note(3, own, Some(if n % 2 == 0 { victim } else { B }), now_ns);
+            handled += usize::from(known.due(now_ns).contains(&(3, victim)));
+        }
+        assert!((9..=20).contains(&handled), "{handled}");
+        // And when the victim moves itself, that is noticed within a second.
+        known.note(3, vec![10, 0, 0, 9], Some(A), 10_001 * 1_000_000);
+        assert!(known.due(10_001 * 1_000_000 + SECOND_NS).contains(&(3, victim)));
     }
 }
