@@ -389,6 +389,14 @@ def test_rules_lose_the_name_of_a_container_that_ends_and_what_was_changed_stays
         assert not cni.ports()
         changes = json.loads(f.cli("config", "--json").stdout)["changes"]
         assert "rule" not in changes and "db" not in str(changes), changes
+        # Neither has the daemon them in memory, where the next container would be checked against them.
+        cni("ADD", "c3", path(one), args="K8S_POD_NAME=web")
+        assert "rule_0" not in f.status()["networks"][0]["counters"], f.status()["networks"][0]["counters"]
+        cni("ADD", "c4", path(two), args="K8S_POD_NAME=ids")
+        f.cli("set", 'mirror=[{of = "web", to = "ids"}]')
+        cni("DEL", "c3", path(one))
+        cni("ADD", "c5", path(one), args="K8S_POD_NAME=next")
+        assert "mirror" not in json.loads(f.cli("config", "--json").stdout)["changes"]
 
 
 @timeout(240)

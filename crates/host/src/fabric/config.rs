@@ -236,7 +236,8 @@ fn is_group(root: &Value, name: &str) -> bool {
 /// A rule or mirror without a member. `None` if it is about no other.
 fn without_name(item: &Value, name: &str) -> Option<Value> {
     let mut item = item.clone();
-    for key in ["from", "to"] {
+    // Of a rule, and of a mirror.
+    for key in ["from", "to", "of"] {
         match item.get_mut(key) {
             Some(Value::String(text)) if text == name => return None,
             Some(Value::Array(list)) => {
@@ -448,14 +449,9 @@ impl Running {
         if !policy_changed {
             return;
         }
-        let base = self.base.clone();
-        let fabric = changed(&self.spec, base.as_ref(), &self.changes(), &self.file.clone());
-        match fabric {
-            Ok(fabric) => (self.spec.rules, self.spec.mirrors) = (fabric.rules, fabric.mirrors),
-            Err(error) => (self.say)(&format!("the rules and mirrors that name \"{name}\" stay: {error}")),
-        }
+        self.spec.forget_in_policies([name].into_iter());
         self.settle_policies().iter().for_each(|error| (self.say)(error));
-        (self.say)(&format!("rules and mirrors name \"{name}\" no more, since its container has ended"));
+        (self.say)(&format!("removed \"{name}\" from rules and mirrors: its container has ended"));
     }
 
     /// The keys that were changed since the file was read, and that a file of this content says otherwise.
@@ -554,7 +550,7 @@ mod tests {
         let rule = |from: Value| json!({"action": "deny", "from": from});
         let changes = json!({"tap": {"a": {"groups": ["front"]}}, "port": {"pod": {}, "front": {}},
             "rule": [rule(json!("pod")), rule(json!(["pod", "a"])), rule(json!("front"))],
-            "mirror": [{"from": "a", "to": "pod"}]});
+            "mirror": [{"of": "a", "to": "pod"}, {"of": ["pod"], "to": "a"}]});
         let changes = changes.as_object().unwrap();
         let left = Value::Object(changes_without(Some(&base), changes, ["pod"].iter()));
         assert_eq!((&left["rule"], left.get("mirror")), (&json!([rule(json!(["a"])), rule(json!("front"))]), None));

@@ -167,6 +167,7 @@ pub(super) fn without_gone(mut spec: Fabric, base: Option<&Document>, dir: &mut 
     spec.taps.retain(|t| !gone.contains(&t.name));
     spec.ports.retain(|p| !gone.contains(&p.name));
     spec.forwards.retain(|f| !matches!(&f.target, Target::Name(name) if gone.contains(name)));
+    spec.forget_in_policies(gone.iter().map(String::as_str));
     dir.record(|o| {
         // A container is in no file: one that is in none of the additions was changed by a command.
         o.changes = super::config::changes_without(base, &o.changes, gone.iter());

@@ -1,6 +1,7 @@
 //! What members may exchange: `[[rule]]`, `[[mirror]]`, and the keys `isolated`, `groups`, `vlan`, `trunk`
 //! and `native` of a member's section.
 
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
 use tombolo_switch::policy::{Action, Isolation, Mirror, Protocol, Rule, Who};
@@ -228,7 +229,26 @@ fn known(check: &mut Check<'_, '_, '_>, spot: (&str, &str), label: &str, names: 
     }
 }
 
+/// Takes what has gone out of a list. Whether the list still names what it named: one that named nothing means all.
+fn keeps<T>(list: &mut Vec<T>, has_gone: impl Fn(&T) -> bool) -> bool {
+    let before = list.len();
+    list.retain(|name| !has_gone(name));
+    before == 0 || !list.is_empty()
+}
+
 impl Fabric {
+    /// Takes the names of members that have gone out of rules and mirrors. A rule or mirror that was about no other member goes as
+    /// a whole. A name that is a group's stays.
+    pub(crate) fn forget_in_policies<'n>(&mut self, gone: impl Iterator<Item = &'n str>) {
+        let is_group = |name: &str| self.traffic().any(|(_, t)| t.groups.iter().any(|group| group == name));
+        let gone: BTreeSet<&str> = gone.filter(|name| !is_group(name)).collect();
+        let has_gone = |who: &Who| matches!(who, Who::Label(label) if gone.contains(&**label));
+        self.rules.retain_mut(|RuleDecl { rule, .. }| keeps(&mut rule.from, has_gone) && keeps(&mut rule.to, has_gone));
+        self.mirrors.retain_mut(|MirrorDecl { mirror, .. }| {
+            !gone.contains(&*mirror.to) && keeps(&mut mirror.of, |label| gone.contains(&**label))
+        });
+    }
+
     /// The policy of a network as its switch takes it. Forwards of the file are allowed, behind its rules.
     pub fn policy(&self, network: &str) -> tombolo_switch::policy::Settings {
         let here = |at: &Option<String>| at.as_deref().is_none_or(|at| at == network);
