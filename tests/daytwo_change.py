@@ -253,13 +253,14 @@ def test_a_member_that_a_rule_names_is_not_removed_before_the_rule():
 def test_a_start_goes_without_a_change_that_the_machine_refuses_by_then():
     with members(text()) as (fabric, _):
         fabric.cli("set", "tap.web.guard=mac")
-        subprocess.run(["ip", "netns", "add", "tmb-passes"], check=True)
+        space = f"tmb-passes{os.getpid()}"
+        subprocess.run(["ip", "netns", "add", space], check=True)
         try:
-            fabric.cli("set", "tap.passes.netns=tmb-passes", "tap.passes.network=lan")
+            fabric.cli("set", f"tap.passes.netns={space}", "tap.passes.network=lan")
             assert any(port["name"] == "passes" for port in fabric.status()["ports"])
             fabric.kill()
         finally:
-            subprocess.run(["ip", "netns", "del", "tmb-passes"], check=True)
+            subprocess.run(["ip", "netns", "del", space], check=True)
         fabric.start()
         ports = {port["name"] for port in fabric.status()["ports"]}
         assert "web" in ports and "passes" not in ports, ports

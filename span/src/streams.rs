@@ -11,9 +11,9 @@
 //! # Threads
 //! zenoh's thread that delivers messages never waits: what the socket does not take at once is queued, at
 //! most a window of each stream. Each stream has two threads. One reads the socket and publishes; it
-//! waits while the other machine has no room or zenoh's queue is full, which holds up no other
-//! stream. The other one passes on what was queued, and says what is due. One thread more answers
-//! messages that belong to no stream.
+//! waits while the other machine has no room, which holds up no other stream, or while zenoh's queue
+//! of that link is full, which holds up all streams on the link. The other one passes on what was
+//! queued, and says what is due. One thread more answers messages that belong to no stream.
 //!
 //! # Limits
 //! [`ACCEPTED`] streams that one machine has opened. More are refused by name.
