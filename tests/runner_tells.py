@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,3 +139,17 @@ def test_stages_are_not_begun_on_a_disk_that_they_would_fill():
         assert done.returncode == 1, done
         assert "room for 0.1 GB more, and all stages need about 10 GB there" in done.stderr, done
         assert not list(Path(folder).iterdir()), "the mount was its own"
+
+
+@timeout(60)
+def test_a_stage_is_over_when_it_has_ended_whatever_it_has_left_running():
+    with scratch() as folder:
+        (folder / "tests").mkdir()
+        shutil.copy(RUNNER.parent / "stages.py", folder / "tests")
+        (folder / "x").write_text("echo begins\nsetsid sleep 600 &\necho $! > left\nsleep 1\necho ends\n")
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, folder / "tests/stages.py", "fmt"], capture_output=True, text=True)
+        left = int((folder / "left").read_text())
+        assert done.returncode == 0 and time.monotonic() - begun < 30, done
+        assert f"begins\nends\nfmt: left running: sleep, process {left}: killed\n" in done.stdout, done.stdout
+        until("its end", lambda: not Path(f"/proc/{left}/exe").exists())

@@ -10,8 +10,10 @@ the machine were busy meanwhile, with this and all other work. The last line cou
 ends all that it has started.
 """
 
+import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build/test"
 # How long a stage that is stopped may take to end what it has started.
 GRACE_S = 30
+# How long the output is read of what a stage has left running.
+LEFT_S = 5
 # How many of the slowest tests are listed.
 SLOWEST = 12
 # Lines shown again of a stage that failed otherwise than by a test of tests/run.py.
@@ -68,6 +72,33 @@ STAGES = {
 }
 
 
+def said(process):
+    """What a stage prints, until its end. What it has left running may have its output open for longer: that is not waited for."""
+    ended = None
+    while True:
+        if select.select([process.stdout], [], [], 1)[0]:
+            text = os.read(process.stdout.fileno(), 1 << 16)
+            if not text:
+                return
+            yield text
+        elif process.poll() is not None:
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > LEFT_S:
+                return
+
+
+def holders(pipe):
+    """Process and name of each other one that has this pipe open."""
+    own = os.readlink(f"/proc/self/fd/{pipe.fileno()}")
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        # It may end while it is looked at.
+        with contextlib.suppress(OSError):
+            if int(folder.name) != os.getpid() and any(os.readlink(fd) == own for fd in folder.glob("fd/*")):
+                found.append((int(folder.name), (folder / "comm").read_text().strip()))
+    return found
+
+
 def run(stage, minutes):
     """True when the stage passed. One that overruns, or that is interrupted, is asked to end, and killed after `GRACE_S`."""
     log = LOGS / f"{stage}.log"
@@ -88,14 +119,19 @@ def run(stage, minutes):
         interrupted = None
         while True:
             try:
-                for line in process.stdout:
-                    file.write(line)
-                    sys.stdout.buffer.write(line)
+                for text in said(process):
+                    file.write(text)
+                    sys.stdout.buffer.write(text)
                     sys.stdout.flush()
                 break
             except KeyboardInterrupt as interrupt:
                 interrupted = interrupt
                 stop("interrupted")
+        for pid, name in holders(process.stdout):
+            text = f"{stage}: left running: {name}, process {pid}: killed\n"
+            file.write(text.encode())
+            print(text, end="", flush=True)
+            os.kill(pid, signal.SIGKILL)
         code = process.wait()
         signal.alarm(0)
         if interrupted:
