@@ -218,72 +218,56 @@ def test_data_that_nobody_acknowledges_lets_the_entry_expire_as_in_the_kernel():
         until("the entry to last again", talk.lasts)
 
 
+def half_closed(h, frames, meanwhile=None):
+    """Entries of two half-closed connections, of which the bypass takes the second: at half of the close, after so many frames each way, and as
+    the rest closes. `meanwhile` is done to the second one before."""
+    entries = []
+    for sport in (3000, 3001):
+        talk = Talk(h, sport)
+        if sport == 3001:
+            attach(h)
+            all_taken(talk)
+        both_ways(talk)
+        assert talk.to_b(flags=FIN | ACK)
+        talk.a += 1
+        assert talk.to_a()
+        if meanwhile:
+            for _ in range(frames):
+                assert talk.to_a(1400) and talk.to_b()
+            if sport == 3001:
+                meanwhile()
+        states = [talk.entry()]
+        for _ in range(frames):
+            assert talk.to_a(1400) and talk.to_b()
+        states.append(talk.entry())
+        assert talk.to_a(flags=FIN | ACK)
+        talk.b += 1
+        states.append(talk.entry())
+        assert talk.to_b()
+        states.append(talk.entry())
+        entries.append(states)
+    kernel, bypass = entries
+    assert [state for state, _ in kernel] == [state for state, _ in bypass] == ["CLOSE_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT"], entries
+    assert all(abs(k - b) <= 10 for (_, k), (_, b) in zip(kernel, bypass, strict=True)), entries
+    assert invalid(h) == 0
+
+
 @timeout(300)
 def test_half_closed_connections_have_the_kernels_state():
     need_program("conntrack")
     with host() as h:
         h.rules(NAT)
-        entries = []
-        for sport in (3000, 3001):
-            talk = Talk(h, sport)
-            if sport == 3001:
-                attach(h)
-                all_taken(talk)
-            both_ways(talk)
-            assert talk.to_b(flags=FIN | ACK)
-            talk.a += 1
-            assert talk.to_a()
-            states = [talk.entry()]
-            for _ in range(40):
-                assert talk.to_a(1400) and talk.to_b()
-            states.append(talk.entry())
-            assert talk.to_a(flags=FIN | ACK)
-            talk.b += 1
-            states.append(talk.entry())
-            assert talk.to_b()
-            states.append(talk.entry())
-            entries.append(states)
-        kernel, bypass = entries
-        assert [state for state, _ in kernel] == [state for state, _ in bypass] == ["CLOSE_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT"], entries
-        assert all(abs(k - b) <= 10 for (_, k), (_, b) in zip(kernel, bypass, strict=True)), entries
-        assert invalid(h) == 0 and "dropped_window" not in h.status("ta")["by_reason"]
+        half_closed(h, 40)
+        assert "dropped_window" not in h.status("ta")["by_reason"]
 
 
 @timeout(300)
 def test_half_closed_connections_have_the_kernels_state_when_the_bypass_ends():
     need_program("conntrack")
-    for end in ("kill", "detach"):
+    for end in (lambda h: os.kill(h.status()["keeper"], signal.SIGKILL), lambda h: h.cli("detach")):
         with host() as h:
             h.rules(NAT)
-            entries = []
-            for sport in (3000, 3001):
-                talk = Talk(h, sport)
-                if sport == 3001:
-                    attach(h)
-                    all_taken(talk)
-                both_ways(talk)
-                assert talk.to_b(flags=FIN | ACK)
-                talk.a += 1
-                assert talk.to_a()
-                for _ in range(20):
-                    assert talk.to_a(1400) and talk.to_b()
-                if sport == 3001 and end == "kill":
-                    os.kill(h.status()["keeper"], signal.SIGKILL)
-                elif sport == 3001:
-                    h.cli("detach")
-                states = [talk.entry()]
-                for _ in range(20):
-                    assert talk.to_a(1400) and talk.to_b()
-                assert talk.to_a(flags=FIN | ACK)
-                talk.b += 1
-                states.append(talk.entry())
-                assert talk.to_b()
-                states.append(talk.entry())
-                entries.append(states)
-            kernel, bypass = entries
-            assert [state for state, _ in kernel] == [state for state, _ in bypass] == ["CLOSE_WAIT", "LAST_ACK", "TIME_WAIT"], (end, entries)
-            assert all(abs(k - b) <= 10 for (_, k), (_, b) in zip(kernel, bypass, strict=True)), (end, entries)
-            assert invalid(h) == 0
+            half_closed(h, 20, lambda h=h, end=end: end(h))
 
 
 def guess(talk, by_b):
