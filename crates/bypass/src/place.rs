@@ -202,12 +202,9 @@ impl Place {
     /// The places of all network namespaces under the runtime directory: those with a record or with pins.
     pub fn all(runtime: &Path) -> Vec<Place> {
         let root = runtime.join("bypass");
-        let names = |folder: &Path| -> Vec<String> {
-            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-            entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect()
-        };
-        let records = names(&root).into_iter().filter_map(|name| name.strip_suffix(".json")?.parse().ok());
-        let pins = names(&root.join("bpf")).into_iter().filter_map(|name| name.parse().ok());
+        let entries = fs::read_dir(&root).into_iter().flatten().flatten();
+        let records = entries.filter_map(|entry| entry.file_name().to_str()?.strip_suffix(".json")?.parse().ok());
+        let pins = namespaces(&root.join("bpf")).unwrap_or_default();
         let ids: BTreeSet<u64> = records.chain(pins).collect();
         ids.into_iter().map(|id| Place { root: root.clone(), id }).collect()
     }
@@ -390,11 +387,7 @@ impl Place {
         }
         gone(fs::remove_dir(&pins)).map_err(file(&pins))?;
         let bpffs = self.bpffs();
-        // Folders with a number are namespaces. The kernel puts files of its own into every bpffs, and `ip` and `tc` make folders
-        // in the first one that they find, which is this one in a namespace.
-        let is_number = |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.parse::<u64>().is_ok());
-        let is_used = |entry: std::io::Result<fs::DirEntry>| entry.is_ok_and(|e| is_number(e.file_name()));
-        if fs::read_dir(&bpffs).is_ok_and(|mut entries| !entries.any(is_used)) {
+        if namespaces(&bpffs).is_ok_and(|found| found.is_empty()) {
             let end = Instant::now() + UNMOUNTING;
             loop {
                 match rustix::mount::unmount(&bpffs, rustix::mount::UnmountFlags::empty()) {
@@ -551,6 +544,13 @@ fn flock_holder(table: &str, inode: u64) -> Option<u32> {
         let is_it = at.rsplit(':').next().is_some_and(|n| n.parse() == Ok(inode));
         pid.parse().ok().filter(|_| is_it)
     })
+}
+
+/// The namespaces that have pins in a bpffs: folders with a number. The kernel puts files of its own into every bpffs, and `ip` and
+/// `tc` make folders in the first one that they find, which is this one in a namespace.
+fn namespaces(bpffs: &Path) -> std::io::Result<Vec<u64>> {
+    let entries = fs::read_dir(bpffs)?;
+    Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
 }
 
 /// Whether an ancestor of this process has another network namespace and other mounts: then it was started by something like
