@@ -4,7 +4,7 @@
 usage: tests/run.py [--jobs N] GROUP [PART-OF-A-NAME...]
 
 GROUP may be a path, as for the samples of tests/runner_tells.py. With --jobs N, N tests run at the same time; those marked
-`@alone` (tests/lib/machine.py) run after the others, one at a time. Prints one line per test. The last line is 'N passed, N
+`@alone` (tests/lib/machine.py) run after the others, one at a time, and no other stage's test runs beside them. Prints one line per test. The last line is 'N passed, N
 failed, N skipped', followed by ', N passed on a second run' if there were any. A test must leave nothing running: leftovers
 are found, killed and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
 
@@ -15,6 +15,7 @@ done (docs/decisions/0016-second-run-in-ci.md).
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -28,7 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from lib.machine import SLOW, Skip  # noqa: E402
+from lib.machine import BUILD, SLOW, Skip  # noqa: E402
 from lib.process import children  # noqa: E402
 
 # What bounds a test that hangs; none comes near it on a machine that is three times slower than those it was written on.
@@ -37,6 +38,8 @@ DEFAULT_TIMEOUT_S = 300
 ENDING_S = 3 * SLOW
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# Set for what a test starts.
+IN_TURN = "TOMBOLO_IN_TURN"
 # Tests of a group that may pass on a second run only; more of them fail the group.
 MOST_SECOND_RUNS = 2
 SKIPPED = 77
@@ -160,6 +163,30 @@ def stop(*_):
     raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def turn(is_alone):
+    """While a test runs: those of other stages (tests/stages.py) may run beside it, but none beside one that is to run alone."""
+    if os.environ.get(IN_TURN):
+        # The runner is a test's.
+        yield
+        return
+    BUILD.mkdir(exist_ok=True)
+    with (BUILD / ".tests-door.lock").open("w") as door, (BUILD / ".tests-room.lock").open("w") as room:
+        # One that waits to be alone keeps the door, so that no other goes in before it.
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        if not is_alone:
+            fcntl.flock(door, fcntl.LOCK_UN)
+        os.environ[IN_TURN] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[IN_TURN]
+            # By hand: a process of the test may have both files open for longer.
+            fcntl.flock(room, fcntl.LOCK_UN)
+            fcntl.flock(door, fcntl.LOCK_UN)
+
+
 def lane(tests, orders, reports, parent):
     """A process that runs one test after the other, as it is told: its orphans are its own, so that it counts nothing of another lane's."""
     # So that it ends its test when the runner is killed.
@@ -168,10 +195,12 @@ def lane(tests, orders, reports, parent):
         os._exit(1)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for line in orders:
-        name = line.strip()
-        start = time.monotonic()
-        verdict, text = run(name, tests[name])
-        reports.write(json.dumps([name, verdict, text, time.monotonic() - start]) + "\n")
+        name, is_alone = json.loads(line)
+        with turn(is_alone):
+            start = time.monotonic()
+            verdict, text = run(name, tests[name])
+            took = time.monotonic() - start
+        reports.write(json.dumps([name, verdict, text, took]) + "\n")
         reports.flush()
 
 
@@ -204,14 +233,14 @@ class Lanes:
             os.close(telling)
             self.lanes.append((pid, os.fdopen(told, "w"), os.fdopen(reports)))
 
-    def run(self, names):
-        """Yields name, verdict, text and seconds of each of these tests as they end."""
+    def run(self, names, alone=()):
+        """Yields name, verdict, text and seconds of each of these tests as they end; those in `alone` have no other stage's beside them."""
         waiting, busy = list(reversed(names)), {}
         while waiting or busy:
             for _, orders, reports in self.lanes:
                 if waiting and reports not in busy:
                     busy[reports] = waiting.pop()
-                    orders.write(busy[reports] + "\n")
+                    orders.write(json.dumps([busy[reports], busy[reports] in alone]) + "\n")
                     orders.flush()
             for reports in select.select(list(busy), [], [])[0]:
                 line = reports.readline()
@@ -241,14 +270,15 @@ def tell(name, verdict, text, took):
 def run_all(tests, jobs, in_ci):
     """Runs all tests; gives the verdict of each by its name, and the names of those that passed on a second run only."""
     verdicts, failed = {}, []
-    together = [name for name, test in tests.items() if jobs > 1 and not getattr(test, "alone", False)]
+    alone = {name for name, test in tests.items() if getattr(test, "alone", False)}
+    together = [name for name in tests if jobs > 1 and name not in alone]
     one_by_one = [name for name in tests if name not in together]
     for names, count in ((together, jobs), (one_by_one, 1)):
         if not names:
             continue
         lanes = Lanes(tests, min(count, len(names)))
         try:
-            for name, verdict, text, took in lanes.run(names):
+            for name, verdict, text, took in lanes.run(names, alone):
                 tell(name, verdict, text, took)
                 verdicts[name] = verdict
                 if verdict == "FAIL":
@@ -260,7 +290,7 @@ def run_all(tests, jobs, in_ci):
         print("once more:", flush=True)
         lanes = Lanes(tests, 1)
         try:
-            for name, verdict, text, took in lanes.run(failed):
+            for name, verdict, text, took in lanes.run(failed, failed):
                 tell(name, verdict, text, took)
                 verdicts[name] = verdict
                 if verdict != "FAIL":

@@ -41,6 +41,13 @@ def test_b(): meet("b", "a")
 def test_alone():
     note("alone")
 """
+# Says when it begins and ends.
+SPAN = """
+def test_{name}():
+    note("{name}-begins")
+    time.sleep(1)
+    note("{name}-ends")
+"""
 # The first runs forever, with a process in a session of its own.
 ENDLESS = """
 def test_endless():
@@ -139,6 +146,73 @@ def test_stages_are_not_begun_on_a_disk_that_they_would_fill():
         assert done.returncode == 1, done
         assert "room for 0.1 GB more, and all stages need about 10 GB there" in done.stderr, done
         assert not list(Path(folder).iterdir()), "the mount was its own"
+
+
+@timeout(120)
+def test_a_test_that_needs_the_machine_has_no_other_stage_beside_it():
+    with scratch() as folder:
+        # A checkout of its own: this test has its turn in the one it is of.
+        (folder / "tests").mkdir()
+        shutil.copy(RUNNER, folder / "tests")
+        shutil.copytree(RUNNER.parent / "lib", folder / "tests/lib")
+        environment = {"TOMBOLO_IN_TURN": ""}
+        for group, body in {"alone": "@alone\n" + SPAN.format(name="alone"), "beside": SPAN.format(name="beside1") + SPAN.format(name="beside2")}.items():
+            (folder / f"tests/{group}_one.py").write_text(HEAD.format(folder=str(folder)) + body)
+        words = [sys.executable, "-B", str(folder / "tests/run.py"), "--jobs", "2"]
+        with Process([*words, "alone"], env=environment) as alone_one, Process([*words, "beside"], env=environment) as beside:
+            assert alone_one.wait(60) == 0 and beside.wait(60) == 0
+        notes = (folder / "notes").read_text().split()
+        begun = notes.index("alone-begins")
+        assert notes[begun + 1] == "alone-ends", notes
+        # The two of one stage ran at the same time, so that the file can tell what runs side by side.
+        assert {word for word in notes if "alone" not in word} == {"beside1-begins", "beside2-begins", "beside1-ends", "beside2-ends"}, notes
+
+
+def stages(folder, recipes, *words):
+    """What starts the stages of a checkout whose ./x has these recipes, each a line of the shell."""
+    (folder / "tests").mkdir(exist_ok=True)
+    shutil.copy(RUNNER.parent / "stages.py", folder / "tests")
+    cases = "".join(f"{name}) {recipe} ;;\n" for name, recipe in recipes.items())
+    (folder / "x").write_text(f"case $1 in\n{cases}esac\n")
+    return [sys.executable, str(folder / "tests/stages.py"), *words]
+
+
+@timeout(60)
+def test_stages_run_side_by_side_each_after_those_it_uses():
+    meet = "echo {0} begins; touch {0}; for n in $(seq 200); do [ -e {1} ] && break; sleep 0.1; done; [ -e {1} ] && echo {0} ends"
+    with scratch() as folder:
+        recipes = {
+            "fmt": meet.format("fmt", "paths"),
+            "paths": meet.format("paths", "fmt"),
+            "build": "sleep 1; touch is-built",
+            "bypass": "[ -e is-built ] && echo after its build",
+            "doc": "exit 3",
+        }
+        done = subprocess.run(stages(folder, recipes, "--lanes", "2", "fmt", "paths", "bypass", "doc", "build"), capture_output=True, text=True)
+        assert done.returncode == 1, done
+        # In one piece, in order of their start: the bypass waited for its build, and doc did not wait for it.
+        pieces = "=== fmt\nfmt begins\nfmt ends\n\n=== paths\npaths begins\npaths ends\n\n=== doc\n\n=== build\n\n=== bypass\nafter its build\n"
+        assert done.stdout.startswith("\n" + pieces), done.stdout
+        assert "4 stages passed, 1 failed" in done.stdout and re.search(r"^doc +FAILED ", done.stdout, re.M), done.stdout
+        # One at a time they do not meet.
+        shutil.rmtree(folder)
+        folder.mkdir()
+        recipes["fmt"] = "sleep 1; [ ! -e paths ]"
+        done = subprocess.run(stages(folder, recipes | {"paths": "touch paths"}, "--lanes", "1", "fmt", "paths"), capture_output=True, text=True)
+        assert done.returncode == 0 and "2 stages passed, 0 failed" in done.stdout, done
+
+
+@timeout(60)
+def test_stopped_stages_end_what_they_have_started():
+    with scratch() as folder:
+        recipes = {name: f"echo $$ > {name}; exec sleep 600" for name in ("fmt", "paths")}
+        with Process(stages(folder, recipes, "--lanes", "2", "fmt", "paths", "doc")) as process:
+            until("both stages", lambda: all((folder / name).exists() and (folder / name).read_text() for name in recipes))
+            pids = [int((folder / name).read_text()) for name in recipes]
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait(30) == 1
+            assert not any(map(is_running, pids))
+            assert "doc" not in process.text, "none begins after that"
 
 
 @timeout(60)

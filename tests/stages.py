@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Runs the stages of `make test` in turn and prints a table of their times.
+"""Runs the stages of `make test` and prints a table of their times.
 
-usage: tests/stages.py [STAGE...]
+usage: tests/stages.py [--lanes N] [STAGE...]
 
-A stage is a recipe of ./x. All stages run, even after a failure, so that one run shows everything that needs fixing. Output
-goes to the terminal and to build/test/STAGE.log. At the end come the slowest tests, the output of repeated failures, and a
-table: the tests of each stage that passed, were skipped, or passed only on a second run (tests/run.py), and how many CPUs of
-the machine were busy meanwhile, with this and all other work. The last line counts stages and skipped tests. A stopped stage
-ends all that it has started.
+A stage is a recipe of ./x. All stages run, even after a failure, so that one run shows everything that needs fixing. N of them
+run at the same time (two where there are two CPUs), each after those whose results it uses. Output goes to build/test/STAGE.log
+and, in one piece per stage, to the terminal. At the end come the slowest tests, the output of repeated failures, and a table:
+the tests of each stage that passed, were skipped, or passed only on a second run (tests/run.py), and how many CPUs the stage
+kept busy. The last line counts stages and skipped tests. A stopped stage ends all that it has started.
 """
 
+import argparse
 import contextlib
 import os
 import re
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build/test"
@@ -28,6 +30,8 @@ LOGS = ROOT / "build/test"
 GRACE_S = 30
 # How long the output is read of what a stage has left running.
 LEFT_S = 5
+# How often a stage is looked at that says nothing.
+TICK_S = 0.2
 # How many of the slowest tests are listed.
 SLOWEST = 12
 # Lines shown again of a stage that failed otherwise than by a test of tests/run.py.
@@ -40,51 +44,111 @@ COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, (\d+) passe
 RAN = re.compile(r"^Ran (\d+) tests? in ")
 RESULT = re.compile(r"^(?:OK|FAILED) \((.*)\)$")
 CARGO_COUNTS = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored")
-# In this order the cheap verdicts come first. Minutes bound a stage that hangs; none comes near its bound, also not on a machine that is three
-# times slower.
+
+
+class Stage(NamedTuple):
+    # Bounds a stage that hangs; none comes near it, also not on a machine that is three times slower.
+    minutes: int
+    # The stages whose results it uses.
+    after: tuple = ()
+
+
+PROGRAMS = ("build", "cells")
+# In this order the cheap verdicts come first; of the others, those that compile and those that wait take turns.
 STAGES = {
-    "fmt": 5,
-    "paths": 3,
-    "unsafe-list": 3,
-    "licences": 10,
-    "runner": 10,
-    "lint": 30,
-    "doc": 30,
-    "unit": 60,
-    "loom": 45,
-    "build": 45,
-    "bindings": 30,
-    "lab-unit": 20,
-    "cells": 30,
+    "fmt": Stage(5),
+    "paths": Stage(3),
+    "unsafe-list": Stage(3),
+    "licences": Stage(10),
+    "build": Stage(45),
+    "lint": Stage(45),
+    "cells": Stage(30),
+    "doc": Stage(30),
+    "runner": Stage(15),
+    "bypass": Stage(45, ("build",)),
+    "unit": Stage(60),
     # Packages have it too.
-    "span-program": 30,
-    "package-test": 30,
-    "cell-unit": 20,
-    "cell-boot": 30,
-    "xen": 30,
-    "bypass": 30,
-    "guests": 60,
-    "lab-quick": 30,
-    "daytwo": 15,
-    "cni": 15,
-    "span": 30,
-    "faults": 60,
+    "span-program": Stage(45),
+    "faults": Stage(60, PROGRAMS),
+    "loom": Stage(45),
+    "span": Stage(45, (*PROGRAMS, "span-program")),
+    "cell-unit": Stage(30),
+    "cni": Stage(30, PROGRAMS),
+    "xen": Stage(45, PROGRAMS),
+    "package-test": Stage(45, (*PROGRAMS, "span-program")),
+    "daytwo": Stage(30, (*PROGRAMS, "span-program")),
+    "guests": Stage(60, PROGRAMS),
+    "lab-unit": Stage(30, ("build",)),
+    "lab-quick": Stage(45, PROGRAMS),
+    "cell-boot": Stage(30, PROGRAMS),
+    "bindings": Stage(30, ("build",)),
 }
 
 
-def said(process):
-    """What a stage prints, until its end. What it has left running may have its output open for longer: that is not waited for."""
-    ended = None
-    while True:
-        if select.select([process.stdout], [], [], 1)[0]:
-            text = os.read(process.stdout.fileno(), 1 << 16)
-            if not text:
-                return
-            yield text
-        elif process.poll() is not None:
-            ended = ended or time.monotonic()
-            if time.monotonic() - ended > LEFT_S:
-                return
+class Running:
+    """A stage while it runs: its process, its log, and what it has said."""
+
+    def __init__(self, name, minutes):
+        self.name, self.minutes = name, minutes
+        self.started = time.monotonic()
+        self.log = (LOGS / f"{name}.log").open("wb")
+        self.process = subprocess.Popen(["bash", "x", name], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                        stdin=subprocess.DEVNULL, start_new_session=True)
+        # When it was asked to end, and when its process had ended.
+        self.stopped = self.ended = None
+        self.is_closed = False
+        self.status = self.cpu_s = self.took = None
+        # What the terminal has not shown yet.
+        self.unseen = [f"\n=== {name}\n".encode()]
+
+    def say(self, text):
+        self.log.write(text)
+        self.unseen.append(text)
+
+    def note(self, text):
+        self.say(f"{self.name}: {text}\n".encode())
+
+    def show(self):
+        for text in self.unseen:
+            sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+        self.unseen.clear()
+
+    def stop(self, why):
+        """Asks it to end; tests/run.py ends its test and what that has started."""
+        self.note(f"{why}: stopped")
+        self.stopped = time.monotonic()
+        os.killpg(self.process.pid, signal.SIGTERM)
+
+    def is_over(self, is_readable):
+        """Takes what it says; true at its end. What it has left running may have its output open for longer: that is not waited for."""
+        now = time.monotonic()
+        if not self.stopped and now - self.started > self.minutes * 60:
+            self.stop(f"still running after {self.minutes} minutes")
+        if self.stopped and now - self.stopped > GRACE_S:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        if is_readable:
+            text = os.read(self.process.stdout.fileno(), 1 << 16)
+            self.is_closed = not text
+            self.say(text)
+        if self.status is None:
+            # Its result has the CPU time of all that it has waited for, too.
+            pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
+            if pid:
+                self.process.returncode = self.status = os.waitstatus_to_exitcode(status)
+                self.cpu_s, self.ended = used.ru_utime + used.ru_stime, now
+        return self.ended is not None and (self.is_closed or now - self.ended > LEFT_S)
+
+    def close(self):
+        """Kills what holds its output open."""
+        for pid, name in holders(self.process.stdout):
+            self.note(f"left running: {name}, process {pid}: killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.took = time.monotonic() - self.started
+        self.process.stdout.close()
+        self.log.close()
 
 
 def holders(pipe):
@@ -99,51 +163,37 @@ def holders(pipe):
     return found
 
 
-def run(stage, minutes):
-    """True when the stage passed. One that overruns, or that is interrupted, is asked to end, and killed after `GRACE_S`."""
-    log = LOGS / f"{stage}.log"
-    print(f"\n=== {stage}", flush=True)
-    with subprocess.Popen(["bash", "x", stage], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                          start_new_session=True) as process, log.open("wb") as file:
-        def stop(why):
-            text = f"{stage}: {why}: stopped\n"
-            file.write(text.encode())
-            print(text, end="", flush=True)
-            # tests/run.py ends its test and what that has started.
-            os.killpg(process.pid, signal.SIGTERM)
-            signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
-            signal.alarm(GRACE_S)
-
-        signal.signal(signal.SIGALRM, lambda *_: stop(f"still running after {minutes} minutes"))
-        signal.alarm(minutes * 60)
-        interrupted = None
-        while True:
-            try:
-                for text in said(process):
-                    file.write(text)
-                    sys.stdout.buffer.write(text)
-                    sys.stdout.flush()
+def run_all(names, lanes):
+    """Runs these stages, at most `lanes` at a time; gives them as they were started. SIGTERM and SIGINT end those that run, and the program."""
+    interrupted = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: interrupted.append(True))
+    waiting, running, begun = list(names), [], []
+    shown = 0
+    while running or (waiting and not interrupted):
+        for name in list(waiting):
+            unfinished = {*waiting, *(stage.name for stage in running)}
+            if len(running) < lanes and not interrupted and unfinished.isdisjoint(STAGES[name].after):
+                waiting.remove(name)
+                running.append(Running(name, STAGES[name].minutes))
+                begun.append(running[-1])
+        opened = [stage.process.stdout for stage in running if not stage.is_closed]
+        readable = select.select(opened, [], [], TICK_S)[0]
+        for stage in list(running):
+            if interrupted and not stage.stopped:
+                stage.stop("interrupted")
+            if stage.is_over(stage.process.stdout in readable):
+                stage.close()
+                running.remove(stage)
+        # The terminal has the stages one after the other, as they were started.
+        while shown < len(begun):
+            begun[shown].show()
+            if begun[shown].took is None:
                 break
-            except KeyboardInterrupt as interrupt:
-                interrupted = interrupt
-                stop("interrupted")
-        for pid, name in holders(process.stdout):
-            text = f"{stage}: left running: {name}, process {pid}: killed\n"
-            file.write(text.encode())
-            print(text, end="", flush=True)
-            os.kill(pid, signal.SIGKILL)
-        code = process.wait()
-        signal.alarm(0)
-        if interrupted:
-            raise interrupted
-    return code == 0
-
-
-def busy_seconds():
-    """CPU time that the machine has spent on any work since it was started, in seconds."""
-    # proc(5): user, nice, system, idle, iowait, irq, softirq.
-    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+            shown += 1
+    if interrupted:
+        sys.exit("stopped; what the stages had started is ended")
+    return begun
 
 
 class Tests:
@@ -192,38 +242,40 @@ def need_room():
 
 
 def main():
-    stages = sys.argv[1:] or list(STAGES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lanes", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N", help="stages that run at the same time (%(default)s)")
+    parser.add_argument("stages", nargs="*", metavar="STAGE")
+    options = parser.parse_args()
+    stages = options.stages or list(STAGES)
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         sys.exit(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    if options.lanes < 1:
+        sys.exit(f"--lanes: expected at least 1, found {options.lanes}")
     if len(stages) == len(STAGES):
         need_room()
     LOGS.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rows = []
-    for stage in stages:
-        start, busy = time.monotonic(), busy_seconds()
-        passed = run(stage, STAGES[stage])
-        took = time.monotonic() - start
-        rows.append((stage, passed, took, (busy_seconds() - busy) / took, Tests(stage)))
-    slowest = sorted((test for *_, tests in rows for test in tests.times), reverse=True)[:SLOWEST]
+    start = time.monotonic()
+    rows = [(stage, Tests(stage.name)) for stage in run_all(stages, options.lanes)]
+    took = time.monotonic() - start
+    slowest = sorted((test for _, tests in rows for test in tests.times), reverse=True)[:SLOWEST]
     if slowest:
         print("\nthe slowest tests, in seconds")
         for seconds, name in slowest:
             print(f"{seconds:8.1f} {name}")
-    for stage, passed, *_, tests in rows:
-        if not passed:
-            print(f"\n=== {stage} failed:")
+    for stage, tests in rows:
+        if stage.status:
+            print(f"\n=== {stage.name} failed:")
             print("\n".join(tests.failures()))
-    print(f"\n{'stage':14} {'verdict':8} {'seconds':>8} {'busy':>5} {'tests':>6} {'skipped':>8} {'second run':>11}")
-    for stage, passed, seconds, busy, tests in rows:
+    print(f"\n{'stage':14} {'verdict':8} {'seconds':>8} {'CPUs':>5} {'tests':>6} {'skipped':>8} {'second run':>11}")
+    for stage, tests in rows:
         counts = f"{tests.passed:6} {tests.skipped:8} {tests.second_runs:11}" if tests.passed + tests.skipped else ""
-        print(f"{stage:14} {'passed' if passed else 'FAILED':8} {seconds:8.1f} {busy:5.2f} {counts}".rstrip())
-    print(f"{'all':14} {'':8} {sum(row[2] for row in rows):8.1f}")
-    failed = sum(not row[1] for row in rows)
-    second_runs = sum(row[-1].second_runs for row in rows)
+        print(f"{stage.name:14} {'FAILED' if stage.status else 'passed':8} {stage.took:8.1f} {stage.cpu_s / stage.took:5.2f} {counts}".rstrip())
+    print(f"{'all':14} {'':8} {took:8.1f} {sum(stage.cpu_s for stage, _ in rows) / took:5.2f}")
+    failed = sum(stage.status != 0 for stage, _ in rows)
+    second_runs = sum(tests.second_runs for _, tests in rows)
     note = f", {second_runs} tests passed on a second run" if second_runs else ""
-    print(f"{len(rows) - failed} stages passed, {failed} failed; {sum(row[-1].skipped for row in rows)} tests skipped{note}")
+    print(f"{len(rows) - failed} stages passed, {failed} failed; {sum(tests.skipped for _, tests in rows)} tests skipped{note}")
     sys.exit(1 if failed else 0)
 
 
