@@ -15,6 +15,8 @@ LONG = ("--lease", "10000")
 EVIL = "@th,64,32 0x6576696c drop"
 FORWARD = "table inet f { chain c { type filter hook forward priority 0; %s; }; }"
 # No program can read the ruleset's generation before.
+# Commands in place of nft's rules.
+IPTABLES = ("iptables ", "ipset ")
 READS_GENERATION = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 17)
 
 
@@ -47,6 +49,11 @@ def good_and_evil(h):
     return in_turn(udp(h, b"good"), udp(h, b"evil"))
 
 
+def by_two_macs(h):
+    frame = udp(h, b"same")
+    return in_turn(frame, frame[:6] + bytes.fromhex("020000000077") + frame[12:])
+
+
 def alike(h):
     return [udp(h, b"same")] * 20
 
@@ -64,7 +71,8 @@ def prepared(h, rules):
     h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_acct=1", check=False)
     # Whom copies are for.
     h.space.ip("neighbour", "replace", "10.2.0.3", "lladdr", MAC_B, "dev", "tb", "nud", "permanent")
-    done = subprocess.run(["ip", "netns", "exec", str(h.space), "nft", "-f", "-"], input=rules, text=True, capture_output=True)
+    reader = ["sh", "-e"] if rules.startswith(IPTABLES) else ["nft", "-f", "-"]
+    done = subprocess.run(["ip", "netns", "exec", str(h.space), *reader], input=rules, text=True, capture_output=True)
     if done.returncode:
         raise Skip(f"this kernel or nft has no such rule: {done.stderr.strip()}")
 
@@ -99,6 +107,10 @@ CASES = [
     ('table netdev n { chain c { type filter hook egress device "tb" priority 0; %s; }; }' % EVIL, "matches the payload", good_and_evil),
     ('table netdev n { chain c { type filter hook ingress device "ta" priority 0; %s; }; }' % EVIL, "matches the payload", good_and_evil),
     ('table inet n { chain c { type filter hook ingress device "ta" priority 0; %s; }; }' % EVIL, "matches the payload", good_and_evil),
+    ("ipset create s hash:ip counters\nipset add s %s\niptables -A FORWARD -m set --match-set s src --packets-gt 5 -j DROP" % A,
+     "matches the counters of a set", alike),
+    ("ipset create s bitmap:ip,mac range 10.0.0.0/14\nipset add s %s,020000000077\niptables -A FORWARD -m set --match-set s src,src -j DROP" % A,
+     "matches a set of MAC addresses", by_two_macs),
 ]
 
 

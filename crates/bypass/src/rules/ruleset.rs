@@ -5,7 +5,7 @@
 //! in `broken`, so that a ruleset that is not understood is never taken for an empty one.
 
 use crate::netlink::attributes;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// `enum nf_tables_msg_types`, the low byte of a message's type.
 pub(crate) const NEWTABLE: u8 = 0;
@@ -68,6 +68,10 @@ pub(crate) struct Verdict {
     pub code: i32,
     pub chain: Option<String>,
 }
+
+/// `IPSET_ATTR_TYPENAME` and `IPSET_ATTR_INDEX`.
+const IPSET_TYPE: u16 = 3;
+const IPSET_INDEX: u16 = 11;
 
 pub(crate) const NFT_CONTINUE: i32 = -1;
 pub(crate) const NFT_BREAK: i32 = -2;
@@ -288,6 +292,8 @@ pub(crate) struct Ruleset {
     pub broken: usize,
     /// There are more rules or elements than are read.
     pub is_too_large: bool,
+    /// The indices of ipset's sets whose entries have MAC addresses.
+    pub mac_sets: BTreeSet<u16>,
     pub(super) rules: usize,
     pub(super) elements: usize,
     /// The index of the table that was looked for last: messages of one table follow each other.
@@ -295,6 +301,26 @@ pub(crate) struct Ruleset {
 }
 
 impl Ruleset {
+    /// Whether rules ask sets of ipset (`-m set`).
+    pub(crate) fn asks_ipset(&self) -> bool {
+        let mut rules = self.tables.iter().flat_map(|table| table.chains.values()).flat_map(|chain| &chain.rules);
+        rules.any(|rule| rule.expressions.iter().any(|e| e.name == "match" && e.text(1).as_deref() == Some("set")))
+    }
+
+    /// Takes in a message of a dump of ipset's sets, which begins with `struct nfgenmsg`.
+    pub(crate) fn add_ipset(&mut self, body: &[u8]) {
+        let find = |wanted| body.get(4..).and_then(|body| find(body, wanted));
+        let index = find(IPSET_INDEX).and_then(|index| Some(u16::from_be_bytes(index.try_into().ok()?)));
+        match (find(IPSET_TYPE).map(text), index) {
+            // "hash:mac", "bitmap:ip,mac", "hash:ip,mac".
+            (Some(kind), Some(index)) if kind.split([':', ',']).any(|part| part == "mac") => {
+                self.mac_sets.insert(index);
+            }
+            (Some(_), Some(_)) => {}
+            _ => self.broken += 1,
+        }
+    }
+
     fn table(&mut self, family: u8, name: Option<&[u8]>) -> Option<&mut Table> {
         let name = text(name?);
         let is_it = |t: &Table| t.family == family && t.name == name;

@@ -10,6 +10,13 @@ use std::time::Duration;
 
 /// NFNL_SUBSYS_NFTABLES, in a message's high byte.
 const SUBSYSTEM: u16 = 10 << 8;
+/// NFNL_SUBSYS_IPSET; `IPSET_CMD_LIST` and its attributes: the protocol, here 7, since which sets are listed with their indices,
+/// and that their entries are not wanted (linux/netfilter/ipset/ip_set.h).
+const SUBSYSTEM_IPSET: u16 = 6 << 8;
+const IPSET_LIST: u16 = 7;
+const IPSET_PROTOCOL: u16 = 1;
+const IPSET_FLAGS: u16 = 6;
+const IPSET_LIST_HEADER: u32 = 1 << 2;
 /// NFNLGRP_NFTABLES as a bit of the address.
 const GROUP_NFTABLES: u32 = 1 << (7 - 1);
 /// How often a ruleset that changes while it is read is read again, and the pause before that.
@@ -96,6 +103,11 @@ impl Nftables {
             sets.map(move |(name, _)| (family, table.clone(), name.clone())).collect::<Vec<_>>()
         };
         let sets: Vec<_> = ruleset.tables.iter().flat_map(of_interest).collect();
+        if ruleset.asks_ipset() {
+            let mut request = Message::new(SUBSYSTEM_IPSET | IPSET_LIST, NLM_F_DUMP, &[0; 4]);
+            request.put(IPSET_PROTOCOL, &[7]).put(IPSET_FLAGS, &IPSET_LIST_HEADER.to_be_bytes());
+            socket.ask(&request.finish(), |_, body| ruleset.add_ipset(body))?;
+        }
         for (family, table, name) in sets {
             let mut request = Message::new(SUBSYSTEM | u16::from(GETSETELEM), NLM_F_DUMP, &[family, 0, 0, 0]);
             let text = |name: String| [name.into_bytes(), vec![0]].concat();

@@ -447,6 +447,9 @@ impl<'a> Walk<'_, 'a> {
             "match" => {
                 let (name, revision) = (e.text(1)?, e.number(2).unwrap_or(0));
                 let info = e.get(3).unwrap_or_default();
+                if name == "set" {
+                    return Some(Outcome::Matches(xt::set(revision, info, &self.survey.ruleset.mac_sets, filter)));
+                }
                 Outcome::Matches(xt::matches(self.world, self.at, &name, revision, info, filter))
             }
             "target" => {

@@ -6,6 +6,7 @@
 use super::compare::Match;
 use super::filter::Filter;
 use super::world::{Position, Protocol, World};
+use std::collections::BTreeSet;
 
 /// Matches with one answer for all frames of a flow, or for none that may be taken (SCTP, fragments).
 const STABLE_MATCHES: &[&str] = &[
@@ -40,7 +41,6 @@ const STABLE_MATCHES: &[&str] = &[
     "rpfilter",
     "rt",
     "sctp",
-    "set",
     "socket",
     "srh",
     "tos",
@@ -128,6 +128,24 @@ pub(crate) fn matches(world: World, at: Position, name: &str, revision: u32, inf
             Match::Maybe(*filter)
         }
         None => Match::Judges(format!("matches -m {name}")),
+    }
+}
+
+/// `-m set`, with the sets whose entries have MAC addresses. Those of a flow's frames may differ, and what a set has counted grows
+/// with each frame that the kernel sees. `struct xt_set_info_match_v1` to `v4`: the set's index, and since the third two comparisons
+/// with counters, each an operator beside eight bytes.
+pub(crate) fn set(revision: u32, info: &[u8], mac_sets: &BTreeSet<u16>, filter: &Filter) -> Match {
+    let operators: &[usize] = match revision {
+        0..=2 => &[],
+        3 => &[8, 24],
+        4 => &[16, 32],
+        _ => return Match::Judges("matches -m set".into()),
+    };
+    match (u16_at(info, 0), operators.iter().map(|at| info.get(*at)).collect::<Option<Vec<_>>>()) {
+        (Some(index), _) if mac_sets.contains(&index) => Match::Judges("matches a set of MAC addresses".into()),
+        (Some(_), Some(operators)) if operators.iter().all(|operator| **operator == 0) => Match::Maybe(*filter),
+        (Some(_), Some(_)) => Match::Judges("matches the counters of a set".into()),
+        _ => Match::Judges("matches -m set".into()),
     }
 }
 
@@ -279,6 +297,28 @@ mod tests {
         assert_eq!(classify(world(Protocol::Udp, 0), "udp", &info), Match::Maybe(expected));
         info[8] = TCP_INVERT_DESTINATION;
         assert_eq!(classify(world(Protocol::Udp, 0), "udp", &info), Match::Maybe(Filter::ALL));
+    }
+
+    #[test]
+    fn sets_with_counters_or_mac_addresses_judge() {
+        let by = |revision, info: &[u8]| set(revision, info, &BTreeSet::from([7]), &Filter::ALL);
+        let info = |index: u16, operator: Option<usize>| {
+            let mut info = [&index.to_ne_bytes()[..], &[0; 46]].concat();
+            operator.into_iter().for_each(|at| info[at] = 4);
+            info
+        };
+        for revision in 0..5 {
+            assert_eq!(by(revision, &info(6, None)), Match::Maybe(Filter::ALL));
+            assert_eq!(by(revision, &info(7, None)), Match::Judges("matches a set of MAC addresses".into()));
+        }
+        for (revision, at) in [(3, 8), (3, 24), (4, 16), (4, 32)] {
+            assert_eq!(by(revision, &info(6, Some(at))), Match::Judges("matches the counters of a set".into()));
+        }
+        assert_eq!(by(5, &info(6, None)), Match::Judges("matches -m set".into()));
+        assert_eq!(
+            [0, 1, 8, 32].map(|n| by(4, &info(6, None)[..n])),
+            [(); 4].map(|()| Match::Judges("matches -m set".into()))
+        );
     }
 
     #[test]
