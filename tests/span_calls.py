@@ -96,10 +96,10 @@ class OfMachine(Fabric):
 
 
 @contextlib.contextmanager
-def machines(*names):
+def machines(*names, network=Bridge):
     need_root()
     with scratch() as folder, contextlib.ExitStack() as stack:
-        bridge = stack.enter_context(Bridge())
+        bridge = stack.enter_context(network())
         keys = folder / "keys"
         subprocess.run([PROGRAM, "service", "keys", "--keys", keys, *names], check=True, capture_output=True)
         yield (keys, *(Machine(stack, folder, bridge, number, name) for number, name in enumerate(names, 1)))

@@ -105,16 +105,16 @@ def start_all(machines, keys):
 
 
 @contextlib.contextmanager
-def machines(count):
+def machines(count, network=Bridge, kind=Machine):
     need_root()
     if not SPAN.exists():
         raise Skip(f"{SPAN} is not built: run ./x span-program")
     with scratch() as folder, contextlib.ExitStack() as stack:
-        bridge = stack.enter_context(Bridge())
+        bridge = stack.enter_context(network())
         keys = folder / "keys"
         names = [f"node-{n}" for n in range(1, count + 1)]
         subprocess.run([PROGRAM, "service", "keys", "--keys", keys, *names], check=True, capture_output=True)
-        yield (keys, *(Machine(stack, folder, bridge, n, count) for n in range(1, count + 1)))
+        yield (keys, *(kind(stack, folder, bridge, n, count) for n in range(1, count + 1)))
 
 
 @timeout(300)
