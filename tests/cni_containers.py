@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import tempfile
@@ -787,14 +788,19 @@ def test_a_microvm_whose_tap_has_a_name_of_its_own_is_known_by_the_name_of_its_i
 @timeout(120)
 def test_the_jailers_user_opens_the_tap_and_no_other_user_does():
     need_program("setpriv")
-    opens = ("import fcntl, os, struct\nfd = os.open('/dev/net/tun', os.O_RDWR)\n"
+    opens = ("import fcntl, os, struct, sys\nfd = os.open(sys.argv[1], os.O_RDWR)\n"
              "fcntl.ioctl(fd, 0x400454CA, struct.pack('16sH22x', b'tap7', 0x5002))\nprint('opened')")
-    with fabric() as f, Namespace() as one:
+    with fabric() as f, Namespace() as one, scratch() as folder:
+        # As the jailer makes one: the machine's own may be root's.
+        device = folder / "tun"
+        os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(10, 200))
+        device.chmod(0o666)
+        folder.chmod(0o755)
         vms = Cni(f, "1.0.0", vm="tap")
         vms("ADD", "vm1", path(one), args="TC_REDIRECT_TAP_NAME=tap7;TC_REDIRECT_TAP_UID=1234;TC_REDIRECT_TAP_GID=1235")
 
         def opened(user, group):
-            words = ["nsenter", f"--net={path(one)}", "setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "python3", "-c", opens]
+            words = ["nsenter", f"--net={path(one)}", "setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "python3", "-c", opens, device]
             done = subprocess.run(words, capture_output=True, text=True, timeout=60 * SLOW)
             assert done.returncode == 0 or "PermissionError" in done.stderr, done
             return "opened" in done.stdout
