@@ -59,6 +59,7 @@ STAGES = {
     "fmt": Stage(5),
     "paths": Stage(3),
     "unsafe-list": Stage(3),
+    "rooms": Stage(3),
     "licences": Stage(10),
     "build": Stage(45),
     "lint": Stage(45),

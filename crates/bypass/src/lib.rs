@@ -16,6 +16,7 @@
 //! - `place`: pins, owner record, locks, namespaces.
 //! - `attachment`, `hook`: attaching and detaching; tc's hooks with tcx or without.
 //! - `controller`: the process that supports the programs: traffic flows without it.
+//! - `chooser`: which program takes an interface's frames, by what each of them has gained.
 //! - `rules`: which firewall rules judge each frame, whose flows therefore stay on the kernel's
 //!   path.
 //! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show; `capture`: frames

@@ -11,8 +11,8 @@
 //!   it, wherever both are.
 //! * [`slots`]: the calls that a client has under way, for all clients.
 //! * [`session`]: one side of calls between two peers: answers, order, time that is left.
-//! * [`sections`] and [`frames`]: what carries them: the shared memory of a link, or a stream of
-//!   bytes.
+//! * [`carrier`]: what carries them: [`sections`], the shared memory of a link, or [`frames`], a stream
+//!   of bytes.
 //! * [`hello`]: what two machines say before that.
 //! * [`transport`]: both together, with the life of the link or connection. Cells and processes
 //!   bring their own memory, doorbells and sockets.

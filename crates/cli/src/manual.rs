@@ -145,7 +145,7 @@ pub(crate) fn reference() -> String {
 const HEAD: &str = "\
 # The program `tombolo`
 
-Printed by the program itself. A test compares it with the code; `UPDATE=1 cargo test -p tombolo-cli reference`
+All commands and options, as the program itself prints them. A test compares it with the code; `UPDATE=1 cargo test -p tombolo-cli reference`
 writes it again.
 
 - **Exit codes**: 0 done, 1 failed, 2 used wrongly (this includes a faulty fabric file), 3 done in part. A closed pipe is

@@ -1,5 +1,9 @@
 //! The C ABI of [`tombolo_rpc`]: `libtombolo.so` and `libtombolo.a`, with `bindings/include/tombolo.h` as their header.
 //!
+//! * [`client`]: the exports of clients: connections, calls, loans, shared memory, replies.
+//! * [`service`]: those of services: registration, answers, statistics.
+//! * [`general`]: statuses in words, the clock, the version.
+//!
 //! # Invariants
 //! * What crosses the boundary is C's: numbers, pointers, `repr(C)` structs (`types`). The header is written by hand, for those who
 //!   read it; `header` (a test) compares each of its prototypes, constants and struct layouts with the source.

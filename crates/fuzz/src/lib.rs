@@ -6,6 +6,8 @@
 //! lines ran: nothing has to be instrumented, and the cost is that a branch without any effect on the outcome is not
 //! aimed at. The targets are plain functions, so a coverage-guided fuzzer can call the same ones.
 //!
+//! The targets are in [`targets`], and by what they read in [`calls`], [`merge`], [`span`] and [`xen`].
+//!
 //! * Bounded: a run lasts as long as it is told (`TOMBOLO_FUZZ_SECONDS`, one second otherwise), and keeps at most
 //!   [`MAX_KEPT`] inputs of at most [`MAX_INPUT_BYTES`].
 //! * Repeatable: the seed is printed (`TOMBOLO_SEED` sets it). An input that panics, or takes longer than [`TOO_LONG`], is

@@ -1,7 +1,16 @@
 //! Calls with deadlines between processes of one machine, over shared memory.
 //!
 //! The layout of a connection and the protocol of its rings are in [`tombolo_ring::rpc`], order and rules in [`tombolo_calls`]; this crate holds what a service and a
-//! client do with them. What decides is pure and runs on any clock:
+//! client do with them.
+//!
+//! * [`provider`]: a service: registered under a name, called by clients, earliest deadline first.
+//! * [`client`]: connects to a service by its name and sends it requests, blocking or not.
+//! * [`shared`]: payloads that are handed over as whole memory, written in place.
+//! * [`folder`]: where services are found: a folder of sockets.
+//! * [`clock`], [`deadline`]: the clock of deadlines, and what a nested call inherits.
+//! * [`poll`]: whether polling before sleep is worth it.
+//!
+//! What decides is pure and runs on any clock:
 //!
 //! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
 //! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.

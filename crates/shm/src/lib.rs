@@ -9,6 +9,8 @@
 //! * [`doorbell`] – wake-ups, which are eventfds.
 //! * [`environment`] – environment variables, of which empty ones are not set.
 //! * [`foreign`] – finding out what a peer's descriptor is, and closing it, without waiting for the peer.
+//! * [`signal`] – signalling an eventfd that a peer holds too, without blocking.
+//! * [`lineage`] – a process and those that it descends from.
 //! * [`futex`] – sleeping on a word of shared memory.
 //! * [`class`] – the scheduling class of a thread.
 //! * [`fork`] – which process this is after a fork, and locks that no thread holds across one.

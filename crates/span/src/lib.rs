@@ -6,6 +6,9 @@
 //! ARP, neighbour discovery and DNS. This crate decides; it neither reads clocks nor sends anything.
 //! The program `tombolo-span` gives it messages and instants, and carries out its [`Action`]s.
 //!
+//! [`control`] has the state of one machine, [`claims`] who wins, [`member`] what can be claimed,
+//! [`message`] the bytes, and [`simulation`] many machines on a virtual clock.
+//!
 //! # Messages
 //! - A [`Change`](message::Change) goes to all: what came and what went, with a number. A receiver
 //!   that missed a number asks for the whole.

@@ -8,14 +8,15 @@
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
+//! * [`vlan`]: which VLANs a port belongs to. [`class`], [`limit`]: which frames go first, and how many may.
 //! * [`offload`]: segments and checksums in software, where a destination lacks them.
 //! * [`merge`]: segments of one stream as one frame, where a source cannot give it and a destination takes it.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`recheck`]: which ports are looked at once more, since a wake-up may have been lost.
-//! * [`capture`], [`pcapng`]: a port's frames as a file for Wireshark and its like.
-//! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
+//! * [`capture`], [`filter`], [`pcapng`]: a port's frames, or some of them, as a file for Wireshark and its like.
 //! * [`wait`]: how a worker sleeps.
 //! * [`gateway`]: the inner port that serves a network: ARP, ICMP echo, DHCP and DNS.
+//! * [`detail`]: facts of a port's kind, for status.
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
 //!
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].

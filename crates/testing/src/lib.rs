@@ -2,6 +2,7 @@
 //!
 //! A test waits for what it says, never for a time: [`until`] and [`found`] look again and again, and fail by the name of what did not
 //! come. Random choices come from a [`Random`], whose seed is printed, so that a failure can be run again with `TOMBOLO_SEED`.
+//! [`fork`] has children of a fork.
 
 pub mod fork;
 

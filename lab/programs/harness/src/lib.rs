@@ -5,6 +5,8 @@
 //! [`ready`] once it serves. From then on a thread of it answers for its CPU time and learns of its parent's end, however that comes: no
 //! process outlives its bench. The thread sleeps while calls are measured.
 //!
+//! [`peer`] has the rows of each peer.
+//!
 //! Failure: a row that cannot be measured is an error, never a zero.
 
 pub mod peer;
