@@ -14,6 +14,7 @@
 //! | segmentation, a segment would be longer than the destination's longest | any | dropped, `too_long` |
 //! | segmentation | takes it | as it is |
 //! | segmentation | does not | cut, each segment summed |
+//! | either, behind a VLAN tag | takes it of frames without a tag only | as where it takes none |
 //! | … with an IP fragment, a routing header still under way, unknown extension headers, more than 2048 segments | does not | dropped, `not_transformable` |
 //!
 //! Segments follow Linux's `tcp_gso_segment`: the IPv4 identification counts up, sequence numbers advance, PSH and
@@ -144,12 +145,13 @@ impl Transformer {
     /// Appends to the made frames what `frame` becomes; `false` where it can go as it is.
     fn transform(&mut self, batch: &Batch<'_>, frame: &Frame, caps: Caps, work: &mut Work) -> Result<bool, Reason> {
         let longest = caps.max_frame_bytes as usize;
+        let takes_checksum = caps.checksum && (caps.tagged || !is_tagged(frame.head()));
         let Some(cut) = frame.offload.segmentation else {
             if frame.len() > longest {
                 return Err(Reason::TooLong);
             }
             return match frame.offload.checksum {
-                Checksum::Partial { start, offset } if !caps.checksum => {
+                Checksum::Partial { start, offset } if !takes_checksum => {
                     let first = self.made.len();
                     batch.append_to(frame, &mut self.made);
                     if let Err(reason) = complete(&mut self.made[first..], start, offset) {
@@ -167,7 +169,7 @@ impl Transformer {
         if headers.payload + cut.size as usize > longest && frame.len() > longest {
             return Err(Reason::TooLong);
         }
-        if caps.checksum && caps.takes(cut.kind) && (caps.ecn || !cut.ecn) {
+        if takes_checksum && caps.takes(cut.kind) && (caps.ecn || !cut.ecn) {
             return Ok(false);
         }
         if headers.end - headers.payload > MAX_SEGMENTS * cut.size as usize {
@@ -217,6 +219,11 @@ impl Sent {
         self.frames += other.frames;
         self.bytes += other.bytes;
     }
+}
+
+/// Whether a frame that starts with `head` has a VLAN tag, of either kind.
+fn is_tagged(head: &[u8]) -> bool {
+    word(head, ETHERNET_HEADER_BYTES - 2).is_some_and(|kind| matches!(kind, ETHERTYPE_VLAN | ETHERTYPE_QINQ))
 }
 
 /// Completes a partial checksum in place.

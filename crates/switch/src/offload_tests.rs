@@ -285,6 +285,25 @@ fn a_partial_checksum_is_completed_only_where_it_has_to_be() {
 }
 
 #[test]
+fn tagged_frames_are_finished_for_a_destination_that_takes_the_state_of_others_only() {
+    let caps = Caps { tagged: false, ..Caps::full(1500) };
+    for shape in shapes() {
+        let summed = Shape { payload: 1001, ..shape };
+        for frame in [summed.offload_frame(0), shape.offload_frame(1000)] {
+            let (out, offloads, drops, ..) = run(std::slice::from_ref(&frame), caps);
+            assert!(!drops.any(), "{shape:?}");
+            if shape.tags == 0 {
+                assert_eq!((out, offloads), (vec![frame.0], vec![frame.1]), "{shape:?}");
+                continue;
+            }
+            let plain = run(std::slice::from_ref(&frame), Caps::plain(1500));
+            assert_eq!((&out, &offloads), (&plain.0, &plain.1), "{shape:?}");
+            assert!(offloads.iter().all(|offload| *offload == Offload::NONE), "{shape:?}");
+        }
+    }
+}
+
+#[test]
 fn a_udp_sum_of_zero_is_sent_as_ones() {
     // Such a payload that the sum comes out as 0xffff, whose complement would mean "no checksum".
     let mut f = vec![0; 14 + 20 + 8 + 2];

@@ -51,6 +51,8 @@ pub struct Caps {
     pub ecn: bool,
     /// Takes frames that represent several datagrams of one UDP flow.
     pub uso: bool,
+    /// Takes all of this also of frames with a VLAN tag. Those of a destination that does not are finished in software.
+    pub tagged: bool,
     /// Longest frame without segmentation state, in bytes with Ethernet header (and one VLAN tag).
     pub max_frame_bytes: u32,
 }
@@ -58,7 +60,15 @@ pub struct Caps {
 impl Caps {
     /// A destination that takes frames only as they are on a wire, for an MTU in bytes.
     pub const fn plain(mtu: u32) -> Caps {
-        Caps { checksum: false, tso4: false, tso6: false, ecn: false, uso: false, max_frame_bytes: mtu + 14 + 4 }
+        Caps {
+            checksum: false,
+            tso4: false,
+            tso6: false,
+            ecn: false,
+            uso: false,
+            tagged: true,
+            max_frame_bytes: mtu + 14 + 4,
+        }
     }
 
     /// Whether it takes frames of this kind, given that it takes partial checksums.
@@ -72,7 +82,7 @@ impl Caps {
 
     /// A destination that takes all offloads of TCP, for an MTU in bytes.
     pub const fn full(mtu: u32) -> Caps {
-        Caps { checksum: true, tso4: true, tso6: true, ecn: true, uso: false, max_frame_bytes: mtu + 14 + 4 }
+        Caps { checksum: true, tso4: true, tso6: true, ecn: true, ..Caps::plain(mtu) }
     }
 }
 

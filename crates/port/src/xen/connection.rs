@@ -50,7 +50,9 @@ impl Features {
         let max_frame_bytes = if self.sg { caps.max_frame_bytes } else { caps.max_frame_bytes.min(PAGE_BYTES as u32) };
         // Segmentation implies a blank checksum, and several slots.
         let tso = self.sg && checksum;
-        Caps { checksum, tso4: self.tso4 && tso, tso6: self.tso6 && tso, ecn: false, uso: false, max_frame_bytes }
+        // The ring does not say where a blank checksum is. Linux's frontend looks for it behind the Ethernet header and drops
+        // the frame if that is followed by a VLAN tag.
+        Caps { checksum, tso4: self.tso4 && tso, tso6: self.tso6 && tso, tagged: false, max_frame_bytes, ..caps }
     }
 }
 

@@ -1,4 +1,7 @@
 //! Where a packet's TCP or UDP checksum is. Xen's rings only say that it is blank; the switch wants to know where it goes.
+//!
+//! Of a guest, a packet with VLAN tags is taken too. To a guest none goes whose checksum is blank: Linux's frontend finds no
+//! checksum behind a tag (`skb_checksum_setup`) and drops the frame.
 
 use tombolo_ring::xen::{Checksum as RingChecksum, Gso, GsoKind};
 use tombolo_switch::drop::Reason;
@@ -18,11 +21,19 @@ struct Transport {
     start: usize,
 }
 
+const fn is_tag(kind: u16) -> bool {
+    matches!(kind, 0x8100 | 0x88a8)
+}
+
+fn is_tagged(frame: &[u8]) -> bool {
+    frame.get(12..14).is_some_and(|kind| is_tag(u16::from_be_bytes([kind[0], kind[1]])))
+}
+
 /// Finds it; `None` where there is none, or not in the first bytes.
 fn transport(frame: &[u8]) -> Option<Transport> {
     let word = |at: usize| Some(u16::from_be_bytes([*frame.get(at)?, *frame.get(at + 1)?]));
     let mut at = 12;
-    while matches!(word(at)?, 0x8100 | 0x88a8) {
+    while is_tag(word(at)?) {
         at += 4;
     }
     let ip = at + 2;
@@ -92,13 +103,16 @@ pub(super) fn from_ring(frame: &[u8], checksum: RingChecksum, gso: Option<Gso>) 
 /// What a ring is to say of a frame whose first bytes are `head`.
 ///
 /// # Errors
-/// [`Reason::NotTransformable`] where the receiver would look for the checksum at another place than it is: inside a tunnel.
+/// [`Reason::NotTransformable`] where the receiver would look for the checksum at another place than it is: inside a tunnel,
+/// or behind a VLAN tag, for which the port's capabilities have the switch finish the frame.
 pub(super) fn to_ring(head: &[u8], offload: &Offload) -> Result<(RingChecksum, Option<Gso>), Reason> {
     let checksum = match offload.checksum {
         Checksum::Unverified => RingChecksum::None,
         Checksum::Valid => RingChecksum::Valid,
         Checksum::Partial { start, offset } => match transport(head) {
-            Some(found) if found.start == usize::from(start) && found.checksum_offset() == offset => {
+            Some(found)
+                if !is_tagged(head) && found.start == usize::from(start) && found.checksum_offset() == offset =>
+            {
                 RingChecksum::Blank
             }
             _ => return Err(Reason::NotTransformable),
@@ -134,6 +148,7 @@ mod tests {
             let offload = from_ring(&tagged, checksum, gso).unwrap();
             let Checksum::Partial { start, .. } = frame.offload.checksum else { panic!("partial") };
             assert_eq!(offload.checksum, Checksum::Partial { start: start + 4, offset: 16 });
+            assert_eq!(to_ring(&tagged[..128], &offload), Err(Reason::NotTransformable), "{kind:?} {segment:?}");
             for len in 0..transport(&frame.bytes).unwrap().start {
                 assert!(from_ring(&frame.bytes[..len], checksum, gso).is_err(), "{len}");
             }
