@@ -265,11 +265,19 @@ impl Connection {
         for one in taken.iter_mut() {
             let (own, others) = rest.split_at(one.copies);
             rest = others;
-            if copied.is_err() || !own.iter().all(GrantCopy::is_done) {
+            if !own.iter().all(GrantCopy::is_done) {
                 one.lost = Some(Reason::BadGrant);
             }
         }
         *copies = recycle_copies(ops);
+        if let Err(errno) = copied {
+            // Not the guest's doing, so nothing is answered: the port takes these packets again when it has attached again.
+            let refused = || Fault {
+                kind: FaultKind::System,
+                detail: format!("the system refused to copy from the guest's pages: {errno}"),
+            };
+            return Err(fault.unwrap_or_else(refused));
+        }
         // Nothing is written to the arena any more in this turn.
         let arena: &'m [u8] = arena;
         for one in taken.drain(..) {
@@ -303,13 +311,7 @@ impl Connection {
                 fault.get_or_insert_with(|| ring_fault(one.queue, "transmit", error));
             }
         }
-        match (fault, copied) {
-            (Some(fault), _) => Err(fault),
-            (None, Err(errno)) => {
-                Err(Fault { kind: FaultKind::System, detail: format!("copying from the guest's pages: {errno}") })
-            }
-            (None, Ok(())) => Ok(used),
-        }
+        fault.map_or(Ok(used), Err)
     }
 
     /// Notifies the guest of the answers of the turn.
@@ -393,10 +395,12 @@ impl Connection {
         drops.refuse(&self.refused);
         let copied = if ops.is_empty() { Ok(()) } else { self.guest.copy(&mut ops) };
         let (mut sent, mut rest) = (Sent::default(), &ops[..]);
-        let mut fault = copied
-            .err()
-            .map(|errno| Fault { kind: FaultKind::System, detail: format!("copying to the guest's pages: {errno}") });
+        let mut fault = copied.err().map(|errno| Fault {
+            kind: FaultKind::System,
+            detail: format!("the system refused to copy to the guest's pages: {errno}"),
+        });
         for staged in self.staged.drain(..) {
+            // Where it was the system, nothing is answered: the pages are used when the port has attached again.
             if fault.is_some() {
                 break;
             }

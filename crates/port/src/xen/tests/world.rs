@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use tombolo_ring::mem::ForeignMut;
-use tombolo_ring::xen::netif::Extra;
+use tombolo_ring::xen::netif::{Extra, RSP_ERROR};
 use tombolo_ring::xen::{Checksum, PAGE_BYTES, RingPage, RxFront, TxFront, TxPart};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::frame::Offload;
@@ -374,6 +374,8 @@ pub(super) struct Frontend {
     queues: Vec<FrontQueue>,
     sent: usize,
     failed_pages: usize,
+    /// Pieces of packets that were answered with an error.
+    failed_pieces: usize,
 }
 
 fn tx_gref(queue: usize) -> u32 {
@@ -402,7 +404,7 @@ impl Frontend {
                 FrontQueue { tx_page, rx_page, tx: TxFront::new(), rx: RxFront::new(), free: Vec::new() }
             })
             .collect();
-        Frontend { world, domain: 0, device: 0, split, queues, sent: 0, failed_pages: 0 }
+        Frontend { world, domain: 0, device: 0, split, queues, sent: 0, failed_pages: 0, failed_pieces: 0 }
     }
 
     fn front_path(&self) -> String {
@@ -527,6 +529,22 @@ impl Frontend {
         assert!(self.push(queue, bytes, Checksum::Blank, None, true));
     }
 
+    /// Takes the answers to packets.
+    fn complete(&mut self, index: usize) {
+        let queue = &mut self.queues[index];
+        let page = RingPage::new(queue.tx_page).unwrap();
+        while let Some(completed) = queue.tx.complete(&page).unwrap() {
+            self.failed_pieces += usize::from(completed.status == RSP_ERROR);
+            queue.free.push(completed.token);
+        }
+    }
+
+    /// Pieces of packets of the first queue that were answered with an error.
+    pub(super) fn failed_pieces(&mut self) -> usize {
+        self.complete(0);
+        self.failed_pieces
+    }
+
     fn push(
         &mut self,
         index: usize,
@@ -535,11 +553,9 @@ impl Frontend {
         gso: Option<tombolo_ring::xen::Gso>,
         notify: bool,
     ) -> bool {
+        self.complete(index);
         let queue = &mut self.queues[index];
         let page = RingPage::new(queue.tx_page).unwrap();
-        while let Some(completed) = queue.tx.complete(&page).unwrap() {
-            queue.free.push(completed.token);
-        }
         // In the pieces in which drivers send: whole, headers apart, in pages that begin anywhere.
         self.sent += 1;
         let head = [bytes.len().min(PAGE_BYTES), 14, 54][self.sent % 3].min(bytes.len());
@@ -568,11 +584,9 @@ impl Frontend {
     }
 
     pub(super) fn subscribe(&mut self, extra: Extra) {
+        self.complete(0);
         let queue = &mut self.queues[0];
         let page = RingPage::new(queue.tx_page).unwrap();
-        while let Some(completed) = queue.tx.complete(&page).unwrap() {
-            queue.free.push(completed.token);
-        }
         assert!(queue.tx.push_multicast(&page, extra).unwrap());
         if queue.tx.publish(&page) {
             self.notify(self.ports(0).0);
