@@ -27,7 +27,7 @@ use tombolo_switch::port::FaultKind;
 const FOLDER: &str = "backend/vif";
 /// A node that each vif's backend has from the toolstack; without it the device is gone.
 const GUARD: &str = "frontend";
-/// How long a connection to XenStore that failed is left alone.
+/// How long XenStore is left alone when it refused something, or its connection failed.
 const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// How long what the backend before this one held is waited for. A process that is ending lets go
 /// of an event channel only when its last descriptor is closed.
@@ -129,7 +129,10 @@ pub(super) fn run(machine: &dyn Machine, config: &XenConfig, exchange: &Exchange
             Ok(()) | Err(StepError::Gone | StepError::Held) => {}
             Err(StepError::Ask(error)) => {
                 // Without XenStore nothing is known of the frontend; frames go on.
-                exchange.say(format!("no XenStore: {error}"));
+                exchange.say(match error {
+                    AskError::Refused(error) => refusal(error),
+                    error => format!("no XenStore: {error}"),
+                });
                 sleep(exchange.doorbell(), &RETRY);
             }
         }
@@ -148,6 +151,21 @@ struct Control<'c> {
     exchange: &'c Exchange,
     vif: Option<Vif>,
     pace: Pace,
+}
+
+/// What the port says while XenStore refuses what it asks for.
+fn refusal(error: StoreError) -> String {
+    let then = match error {
+        StoreError::Quota => {
+            ". In dom0, `xenstore-control quota` shows the limits, `xenstore-control quota NUMBER` what the domain of that number \
+             uses, and `xenstore-control quota set NAME VALUE` raises one"
+        }
+        StoreError::Access => {
+            ". The vif's nodes are written by dom0 and by the domain that is its `backend`: see that line of its `vif`"
+        }
+        _ => "",
+    };
+    format!("XenStore refuses the port's request: {error}{then}. The port asks again every second")
 }
 
 /// Begins a watch, if it is not there from a look that failed later on.
@@ -198,7 +216,12 @@ impl Control<'_> {
                     continue;
                 }
                 // A node that vanished between two questions: the event about it is on its way.
-                Err(StepError::Ask(error)) if error.is_refusal() => {}
+                Err(StepError::Ask(AskError::Refused(StoreError::NoEntry))) => {}
+                Err(StepError::Ask(AskError::Refused(error))) => {
+                    self.exchange.say(refusal(error));
+                    sleep(self.exchange.doorbell(), &RETRY);
+                    continue;
+                }
                 other => other?,
             }
             store.wait(self.exchange.doorbell())?;

@@ -532,6 +532,40 @@ fn a_busy_xenstore_delays_the_handshake_and_does_not_end_it() {
 }
 
 #[test]
+fn a_refusal_of_xenstore_is_told_and_asked_again_without_an_event() {
+    let says = |rig: &Rig<XenFixture>, words: &str| {
+        rig.port.details().iter().any(|(name, state)| *name == "state" && state.text().contains(words))
+    };
+    for (errno, words) in [("ENOSPC", "`xenstore-control quota"), ("EACCES", "`backend`"), ("EIO", "reports an error")]
+    {
+        let mut rig = Rig::<XenFixture>::up();
+        let world = rig.peer.world.clone();
+        rig.peer.frontend.vanish();
+        rig.until_woken("the link goes down", |rig| rig.seen == Some(Link::Down));
+        rig.until("the port waits", |rig| says(rig, "waiting for the domain"));
+        world.deny(Some(errno));
+        rig.peer.frontend.make(1);
+        rig.until(errno, |rig| says(rig, words) && says(rig, "asks again every second"));
+        assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("1"), "{errno}");
+        // Nothing in XenStore changes from here on, so no event comes.
+        world.deny(None);
+        rig.until("the port answers", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
+        rig.peer.frontend.publish();
+        rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+        both_ways(&mut rig);
+        // And where a new port may not watch anything from the first.
+        let registration = rig.port_registration();
+        world.deny(Some(errno));
+        drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+        rig.port = port(&world, 4, registration);
+        rig.until(errno, |rig| says(rig, words) && says(rig, "asks again every second"));
+        world.deny(None);
+        rig.until_woken("the link comes up again", |rig| rig.port.link() == Link::Up);
+        both_ways(&mut rig);
+    }
+}
+
+#[test]
 fn a_frontend_that_broke_the_protocol_is_told_to_close() {
     let mut rig = rig(1, true);
     rig.peer.frontend.jump(0);

@@ -53,6 +53,8 @@ struct State {
     conflicts: usize,
     /// As in a domain that is not the toolstack's.
     hides_names: bool,
+    /// What XenStore answers to whoever wants to write or watch something.
+    denial: Option<&'static str>,
 }
 
 /// What is shared by all.
@@ -105,6 +107,11 @@ impl World {
     /// From now on XenStore refuses to tell the names of domains, as in a driver domain.
     pub(super) fn hide_names(&self) {
         self.lock().hides_names = true;
+    }
+
+    /// From now on XenStore answers with this error where something is to be written or watched, or no more.
+    pub(super) fn deny(&self, errno: Option<&'static str>) {
+        self.lock().denial = errno;
     }
 
     pub(super) fn nodes_below(&self, path: &str) -> usize {
@@ -170,6 +177,9 @@ impl State {
             payload.split(|byte| *byte == 0).map(|part| std::str::from_utf8(part).unwrap()).collect();
         let path = absolute(parts[0]);
         let missing = (16, b"ENOENT\0".to_vec());
+        if let (4 | 6 | 11, Some(errno)) = (kind, self.denial) {
+            return (16, format!("{errno}\0").into_bytes());
+        }
         match kind {
             1 => {
                 let below = format!("{path}/");
