@@ -3,6 +3,7 @@ rule or die, beside a neighbour that must not notice."""
 
 import os
 import re
+from typing import NamedTuple
 
 from lib import built, timeout
 from lib.process import until
@@ -34,6 +35,17 @@ for i in $(seq "$1"); do
     rm /tmp/part
 done
 """
+
+
+class Resources(NamedTuple):
+    """What the switch holds, and what it has of dom0's and of XenStore's; `watches` are those of all clients of XenStore."""
+
+    descriptors: int
+    threads: int
+    mappings: int
+    event_channels: int
+    watches: int
+    memory_kib: int
 
 
 class Switch:
@@ -73,19 +85,19 @@ class Switch:
         return tuple(map(int, counts))
 
     def resources(self):
-        """Descriptors, threads, mappings of guests' pages, event channels of dom0, and resident memory in KiB."""
         pid = self.xen.run("cat /tmp/switch.pid").text.strip()
         text = self.xen.run(
             f"ls /proc/{pid}/fd | wc -l; ls /proc/{pid}/task | wc -l; grep -c gntdev /proc/{pid}/maps; lsevtchn 0 | wc -l; "
+            "rm -f /tmp/memory; xenstore-control memreport /tmp/memory >/dev/null; grep -c 'struct watch ' /tmp/memory; "
             f"awk '/VmRSS/ {{ print $2 }}' /proc/{pid}/status", check=False).text
-        return tuple(int(line) for line in text.split())
+        return Resources(*map(int, text.split()))
 
     def wait_resources(self, before):
         """Waits until all is given back; memory may have grown by a little."""
-        until("descriptors, threads, mappings and event channels are as before", lambda: self.resources()[:4] == before[:4])
+        until("all but memory is as before", lambda: self.resources()[:-1] == before[:-1])
         after = self.resources()
-        print(f"(descriptors, threads, mappings, event channels, KiB): before {before}, after {after}")
-        assert after[4] <= before[4] + GROWTH_KIB, (before, after)
+        print(f"before {before}, after {after}")
+        assert after.memory_kib <= before.memory_kib + GROWTH_KIB, (before, after)
 
 
 def files():

@@ -141,12 +141,6 @@ done
 """
 
 
-def watches(xen):
-    """Watches that XenStore holds, of all its clients."""
-    xen.run("rm -f /tmp/memory; xenstore-control memreport /tmp/memory")
-    return int(xen.run("grep -c 'struct watch ' /tmp/memory").text)
-
-
 def domains(xen):
     """The names of all domains. One of which a page is still mapped stays in the list."""
     return [line.split()[0] for line in xen.run("xl list").text.splitlines()[1:]]
@@ -220,12 +214,11 @@ def beside_a_neighbour():
     with host("httpd", "hostile", files=files() | {"bin/attack-foe": ATTACK.encode()}) as xen:
         switch = Switch(xen, "web", "foe")
         neighbour(xen)
-        before, watched = switch.resources(), watches(xen)
+        before = switch.resources()
         xen.start_pings(CELL)
         # Frames for the foe, all the time.
         xen.run(f"ip neigh replace {FOE} lladdr {FOE_MAC} dev tap0; sh -c 'exec ping -i 0.01 -s 1400 {FOE}' >/dev/null 2>&1 </dev/null &")
         yield xen, switch, before
-        assert watches(xen) == watched
         sent, answered = xen.finish_pings()
         print(f"{answered} of {sent} pings to the neighbour were answered")
         # On a busy machine 2 of 2582 and 6 of 3181 were not, and it is not known where they were lost: the switch had dropped none.
