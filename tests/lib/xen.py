@@ -75,12 +75,15 @@ class XenHost(Process, Commands):
         return time.monotonic() - self.started
 
     def start(self, command):
-        """As of every guest; but Xen holds 128 bytes of what its console is sent and drops the rest, so a longer command goes in pieces."""
-        if len(command) <= LINE_BYTES:
+        """As of every guest; but Xen holds 128 bytes of what its console is sent and drops the rest, so a longer command goes in pieces.
+        So does one of several lines."""
+        if len(command) <= LINE_BYTES and "\n" not in command:
             return super().start(command)
         script = f"/tmp/.c{next(_scripts)}"
-        for at in range(0, len(command), PIECE_BYTES):
-            self.finish(super().start(f"printf %s {shlex.quote(command[at : at + PIECE_BYTES])} >>{script}"))
+        for line in command.splitlines():
+            for at in range(0, len(line), PIECE_BYTES):
+                self.finish(super().start(f"printf %s {shlex.quote(line[at : at + PIECE_BYTES])} >>{script}"))
+            self.finish(super().start(f"echo >>{script}"))
         return super().start(f"sh {script}")
 
     def create(self, name, app, line="", memory_mib=32, mac="00:16:3e:00:00:02", vif=True):
