@@ -79,9 +79,9 @@ def members(file_text):
 
 
 def tag(space, device, tci, folder):
-    """Makes the stack of a namespace one that lives in a VLAN of its device."""
+    """Makes the stack of a namespace one that lives in a VLAN of its device. `tci` may be an expression of the frame, `skb`."""
     need_program("clang")
-    source, program = folder / "tagger.c", folder / f"tagger-{tci}.o"
+    source, program = folder / "tagger.c", folder / "tagger.o"
     source.write_text(TAGGER)
     subprocess.run(["clang", "-O2", "-target", "bpf", f"-DTCI={tci}", "-c", str(source), "-o", str(program)], check=True)
     space.run("tc", "qdisc", "replace", "dev", device, "clsact")
