@@ -153,6 +153,39 @@ struct Running {
     stop: Notify,
     /// What was captured, until the browser downloads it.
     pieces: Mutex<Option<mpsc::Receiver<Bytes>>>,
+    /// Told when the browser has begun the download.
+    taken: Notify,
+}
+
+impl Running {
+    /// A capture that begins, and where it writes what was captured.
+    fn new(of: &str) -> (Arc<Running>, mpsc::Sender<Bytes>) {
+        let (sender, pieces) = mpsc::channel(4);
+        let running = Running {
+            of: of.into(),
+            since: Instant::now(),
+            done: Mutex::default(),
+            stop: Notify::new(),
+            pieces: Mutex::new(Some(pieces)),
+            taken: Notify::new(),
+        };
+        (Arc::new(running), sender)
+    }
+
+    /// What was captured, for one browser.
+    fn take(&self) -> Option<mpsc::Receiver<Bytes>> {
+        let pieces = locked(&self.pieces).take();
+        self.taken.notify_one();
+        pieces
+    }
+
+    /// Ends when a browser has begun the download. What none downloads within [`PICKED_UP`] is dropped, and the capture
+    /// ends by that.
+    async fn picked_up(&self) {
+        if tokio::time::timeout(PICKED_UP, self.taken.notified()).await.is_err() {
+            self.take();
+        }
+    }
 }
 
 fn locked<T>(what: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -642,14 +675,7 @@ impl Shared {
             let filter = Some(quoted(&wanted.filter)).filter(|f| !f.is_empty()).map(|f| format!("?filter={f}"));
             let path = format!("/v1/{}/{}/capture{}", wanted.kind, quoted(&wanted.name), filter.unwrap_or_default());
             let body = self.opened(&path).await?;
-            let (sender, pieces) = mpsc::channel(4);
-            let running = Arc::new(Running {
-                of: wanted.name.clone(),
-                since: Instant::now(),
-                done: Mutex::default(),
-                stop: Notify::new(),
-                pieces: Mutex::new(Some(pieces)),
-            });
+            let (running, sender) = Running::new(&wanted.name);
             {
                 let mut captures = locked(&self.captures);
                 if captures.contains_key(&wanted.id) {
@@ -661,11 +687,8 @@ impl Shared {
             tokio::spawn(async move {
                 let _place = place;
                 let limit = Duration::from_secs(wanted.seconds);
-                tokio::join!(record(body, &running, limit, sender), async {
-                    tokio::time::sleep(PICKED_UP).await;
-                    // What no browser downloads ends by this.
-                    locked(&running.pieces).take();
-                });
+                // A capture that is over keeps its place until its file is picked up, and no longer.
+                tokio::join!(record(body, &running, limit, sender), running.picked_up());
                 locked(&shared.captures).remove(&wanted.id);
             });
             Ok(nothing())
@@ -676,7 +699,7 @@ impl Shared {
     /// The file of a capture that was started, which ends by itself, or by `StopCapture`.
     fn download(&self, id: &str) -> Response<Outgoing> {
         let found = locked(&self.captures).get(id).cloned();
-        let pieces = found.as_ref().and_then(|running| locked(&running.pieces).take());
+        let pieces = found.as_ref().and_then(|running| running.take());
         let (Some(running), Some(pieces)) = (found, pieces) else {
             return fault(StatusCode::NOT_FOUND, "no capture with that identifier waits to be downloaded");
         };
@@ -789,13 +812,7 @@ mod tests {
             for _ in 0..4 {
                 feed.try_send(block.clone()).unwrap();
             }
-            let running = Running {
-                of: "web".into(),
-                since: Instant::now(),
-                done: Mutex::default(),
-                stop: Notify::new(),
-                pieces: Mutex::default(),
-            };
+            let (running, _) = Running::new("web");
             let recorded = record(Channel(source), &running, limit, sender);
             let stopped = async {
                 if limit < Duration::from_secs(1) {
