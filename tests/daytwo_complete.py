@@ -91,6 +91,14 @@ class Prompt:
             raise AssertionError(f"{error}; shown: {self.shown()!r}") from None
         return time.monotonic() - begun
 
+    def typed(self, text, expected):
+        """Types more of the line, and waits until `expected` shows."""
+        os.write(self.fd, text.encode())
+        try:
+            until(f"{expected} after {text}", lambda: expected in self.shown(), 20)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; shown: {self.shown()!r}") from None
+
     def __enter__(self):
         return self
 
@@ -108,6 +116,19 @@ def offered(folder, env, *words):
                           env=os.environ | env | asks)
     assert done.returncode == 0 and not done.stderr, done
     return [line.strip() for line in done.stdout.splitlines() if not line.startswith("-")], time.monotonic() - begun
+
+
+def fish_offers(folder, fabric, expected):
+    """By fish's own engine: the line that it shows for each unfinished command."""
+    need_program("fish")
+    script = subprocess.run([PROGRAM, "completions", "fish"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    (folder / "tombolo.fish").write_text(script)
+    # The shells before have put the program there.
+    env = os.environ | fabric.env | {"HOME": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    for line, offer in expected:
+        done = subprocess.run(["fish", "--no-config", "-c", f"source {folder}/tombolo.fish; complete -C '{line}'"], capture_output=True, text=True,
+                              cwd=folder, env=env, timeout=60)
+        assert offer in [each.rstrip("\t") for each in done.stdout.splitlines()], (line, done)
 
 
 @timeout(240)
@@ -131,19 +152,77 @@ def test_bash_zsh_and_fish_complete_names_of_a_running_fabric():
                 prompt.complete("tombolo logs ", "reckoner", tabs=2)
                 prompt.complete("tombolo cell cons", "console ")
                 prompt.complete("tombolo capture --snap", "--snaplen")
-        need_program("fish")
-        script = subprocess.run([PROGRAM, "completions", "fish"], check=True, stdout=subprocess.PIPE, text=True).stdout
-        (folder / "tombolo.fish").write_text(script)
-        env = os.environ | fabric.env | {"HOME": str(folder), "PATH": f"{elsewhere / 'bin'}:{os.environ['PATH']}"}
-        for line, expected in (("tombolo cell stop web", "webserver\tcell, running"), ("tombolo --fabric ", f"{name}\truns"),
-                               ("tombolo call ", "multiply\tservice"), ("tombolo port stats gu", "guest\tstream on inner, down")):
-            done = subprocess.run(["fish", "--no-config", "-c", f"source {folder}/tombolo.fish; complete -C '{line}'"], capture_output=True, text=True,
-                                  cwd=elsewhere, env=env, timeout=60)
-            assert expected in done.stdout.splitlines(), (line, done)
+        fish_offers(elsewhere, fabric, (("tombolo cell stop web", "webserver\tcell, running"), ("tombolo --fabric ", f"{name}\truns"),
+                                        ("tombolo call ", "multiply\tservice"), ("tombolo port stats gu", "guest\tstream on inner, down")))
         found, _ = offered(elsewhere, fabric.env, "cell", "run", "")
         assert {"webserver", "database", "httpd", "iperf"} <= set(found), found
         found, _ = offered(elsewhere, fabric.env, "events", "--fabric", name, "")
         assert {"webserver", "guest", "calls"} <= set(found), found
+
+
+RULES = """
+name = "{name}"
+[network.inner]
+subnet = "10.235.0.0/24"
+uplink = "user"
+[port.front]
+kind = "stream"
+ip = "10.235.0.9"
+mac = "52:54:00:00:00:09"
+groups = ["webs", "all"]
+[port.back]
+kind = "stream"
+[[forward]]
+listen = "127.81.7.3:18080"
+to = "front:80"
+[[forward]]
+proto = "udp"
+listen = "127.81.7.3:18081"
+to = "front:80"
+[[rule]]
+action = "deny"
+from = "webs"
+to = "back"
+[[rule]]
+action = "allow"
+"""
+
+
+@timeout(240)
+def test_bash_zsh_and_fish_complete_values_of_rules_forwards_and_keys():
+    name = f"cv{os.getpid()}"
+    with scratch() as folder, Fabric(folder, RULES.format(name=name)) as fabric:
+        elsewhere = folder / "elsewhere"
+        elsewhere.mkdir()
+        for shell in ("bash", "zsh"):
+            with Prompt(shell, elsewhere, fabric.env) as prompt:
+                prompt.complete("tombolo rule add de", "deny ")
+                prompt.complete("tombolo rule add deny --from we", "--from webs ")
+                prompt.complete("tombolo rule add deny --to out", "--to outside ")
+                prompt.complete("tombolo rule add deny --to=ba", "--to=back ")
+                prompt.complete("tombolo rule add deny --protocol ic", "icmp ")
+                prompt.complete("tombolo rule rm ", "2", tabs=2)
+                # A member's port has to follow, so no space does.
+                prompt.complete("tombolo forward add 127.0.0.1:8000 fr", "8000 front:")
+                prompt.typed("8", "8000 front:8")
+                prompt.complete("tombolo forward rm 127.8", "rm 127.81.7.3:18080 ")
+                # Where bash takes the word apart.
+                prompt.complete("tombolo forward rm 127.81.7.3:1", "rm 127.81.7.3:18080 ")
+                prompt.complete("tombolo forward rm 127.81.7.3:", "rm 127.81.7.3:18080 ")
+                prompt.complete("tombolo forward rm 127.81.7.3:18080 --proto ud", "rm 127.81.7.3:18080 --proto udp ")
+                prompt.complete("tombolo set port.front.cla", "set port.front.class=")
+                prompt.complete("tombolo set port.front.class=ur", "set port.front.class=urgent ")
+                prompt.complete(f"tombolo status --fabric={name[:3]}", f"--fabric={name} ")
+        fish_offers(elsewhere, fabric, (
+            ("tombolo rule add deny --from we", "webs\tgroup"), ("tombolo rule add deny --to out", "outside\tthe network's uplink"),
+            ("tombolo forward add 127.0.0.1:8000 fr", "front:\tport"), ("tombolo forward rm 127", "127.81.7.3:18080\tto front:80"),
+            ("tombolo forward rm --proto udp 127", "127.81.7.3:18081\tto front:80"), ("tombolo rule add deny --at ", "3\tbehind all"),
+            ("tombolo rule rm ", '1\t{ action = "deny", from = "webs", to = "back" }'), ("tombolo set port.front.class=m", "port.front.class=marked")))
+        # What was changed while it runs is known at once.
+        fabric.cli("rule", "rm", "1")
+        fabric.cli("set", "port.back.groups=later")
+        assert offered(elsewhere, fabric.env, "rule", "rm", "")[0] == ["1"]
+        assert "later" in offered(elsewhere, fabric.env, "rule", "add", "deny", "--from", "")[0]
 
 
 @timeout(120)

@@ -2,11 +2,13 @@
 //! `$_TOMBOLO_COMPLETE` and the words typed so far, and the program answers with what fits there.
 //!
 //! Commands, flags and paths come from the definition of the flags. This file adds the names of things: fabrics, networks,
-//! machines, ports, links and services. They come from the running fabric, or from the fabric's file if it does not run.
+//! machines, ports, links, services, groups, forwards, rules and keys with their values. They come from the running fabric,
+//! or from the fabric's file if it does not run.
 //!
 //! - Completion never waits longer than [`LIMIT`] for names, whatever the daemon, a file or a file system does. Each
 //!   question is asked in a separate thread, which ends with the process.
-//! - What is not a plain name is not offered, since shells would take it apart and terminals would interpret it.
+//! - What is neither a plain name nor an address, key or value is not offered, since shells would take it apart and
+//!   terminals would interpret it.
 //! - Completion never fails: without an answer there is nothing to offer.
 
 use std::ffi::{OsStr, OsString};
@@ -18,8 +20,10 @@ use std::time::{Duration, Instant};
 use clap::CommandFactory;
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter};
 use clap_complete::env::{CompleteEnv, Shells};
+use serde_json::Value;
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
+use tombolo_host::file::schema::{Key, SECTIONS};
 use tombolo_host::{config, file, rundir};
 use tombolo_rpc::folder;
 
@@ -58,6 +62,22 @@ enum What {
     Awaited,
     /// A key or section of the configuration that runs.
     Key,
+    /// A key of a section that runs, and its value.
+    Setting,
+    /// A member and a port of it.
+    Target,
+    /// Where a forward listens.
+    Forward,
+    /// What a rule does.
+    Action,
+    /// A side of a rule.
+    Who,
+    /// A rule's protocol.
+    Protocol,
+    /// The number of a rule.
+    Rule,
+    /// The number of a rule that a new one comes before, or the next number.
+    Place,
 }
 
 /// Command, argument, and what the argument names.
@@ -72,13 +92,22 @@ const NAMES: &[(&str, &str, What)] = &[
     ("logs", "members", What::Log),
     ("wait", "name", What::Awaited),
     ("exec", "machine", What::Machine),
+    ("set", "settings", What::Setting),
     ("unset", "keys", What::Key),
     ("port add", "network", What::Network),
     ("port set", "name", What::Port),
     ("port del", "name", What::Port),
     ("port stats", "name", What::Port),
+    ("forward add", "to", What::Target),
     ("forward add", "network", What::Network),
+    ("forward rm", "listen", What::Forward),
+    ("rule add", "action", What::Action),
+    ("rule add", "from", What::Who),
+    ("rule add", "to", What::Who),
+    ("rule add", "protocol", What::Protocol),
     ("rule add", "network", What::Network),
+    ("rule add", "at", What::Place),
+    ("rule rm", "number", What::Rule),
     ("table mac", "network", What::Network),
     ("table neighbours", "network", What::Network),
     ("capture", "port", What::Port),
@@ -109,12 +138,74 @@ pub(crate) fn script(shell: &str) -> io::Result<String> {
     let mut text = Vec::new();
     known.write_registration(VARIABLE, "tombolo", "tombolo", "tombolo", &mut text)?;
     let mut text = String::from_utf8_lossy(&text).trim().to_string() + "\n";
+    let edits = match shell {
+        "bash" => BASH,
+        "zsh" => ZSH,
+        _ => &[],
+    };
+    for (theirs, ours) in edits {
+        text = text.replacen(theirs, ours, 1);
+    }
     if shell == "zsh" {
         // A file of fpath is run at the first completion, which it has to answer too.
         text += "\nif [ \"$funcstack[1]\" = _tombolo ]; then\n    _clap_dynamic_completer_tombolo \"$@\"\nfi\n";
     }
     Ok(text)
 }
+
+/// What the script for bash has in place of clap's. Bash breaks words at `:` and `=`, so that `127.0.0.1:8080`, `web:80`
+/// and `--from=web` come as three. Those are one word for the program, and of what it offers bash wants the last part only.
+const BASH: &[(&str, &str)] = &[
+    (
+        r#"    local words=("${COMP_WORDS[@]}")
+    if [[ "${BASH_VERSINFO[0]}" -ge 4 ]]; then
+        words[COMP_CWORD]="$2"
+    fi
+"#,
+        r#"    local words=() rest=$COMP_LINE last=" " cut="" each i
+    for ((i = 0; i <= COMP_CWORD; i++)); do
+        each=${COMP_WORDS[i]}
+        # The cursor may be within the word, or behind a separator that bash takes for the word.
+        [[ $i -lt $COMP_CWORD || ( -z $2 && $each == [:=]* ) ]] || each=$2
+        if [[ $i -gt 0 && $rest != [[:space:]]* && ( $each == [:=]* || $last == *[:=] ) ]]; then
+            cut=${words[${#words[@]} - 1]}
+            words[${#words[@]} - 1]+=$each
+        else
+            cut="" words+=("$each")
+        fi
+        rest=${rest#"${rest%%[![:space:]]*}"}
+        rest=${rest#"${COMP_WORDS[i]}"} last=$each
+    done
+    [[ -n $2 ]] || cut=${words[${#words[@]} - 1]}
+    _CLAP_COMPLETE_INDEX=$((${#words[@]} - 1))
+"#,
+    ),
+    (
+        r"    if [[ $? != 0 ]]; then
+        unset COMPREPLY
+",
+        r#"    if [[ $? != 0 ]]; then
+        unset COMPREPLY
+    elif [[ -n $cut ]]; then
+        COMPREPLY=("${COMPREPLY[@]#"$cut"}")
+        [[ "${COMPREPLY-}" != *[=/:] ]] || compopt -o nospace 2>/dev/null
+"#,
+    ),
+];
+
+/// And that for zsh: no space comes after a `:` or `=` that more has to follow.
+const ZSH: &[(&str, &str)] = &[
+    ("        local -a other=()\n", "        local -a other=() open=()\n"),
+    (
+        "            else\n                other+=(\"$completion\")\n",
+        r#"            elif [[ "$completion" =~ '^[^:]*(=|\\:)(:|$)' ]]; then
+                open+=("$completion")
+            else
+                other+=("$completion")
+"#,
+    ),
+    ("        [[ -n $other ]]", "        [[ -n $open ]] && _describe -V 'values' open -S ''\n        [[ -n $other ]]"),
+];
 
 /// The command with what completes the names.
 fn with_names(command: clap::Command) -> clap::Command {
@@ -140,7 +231,11 @@ type Name = (String, String);
 
 fn fitting(what: What, typed: &OsStr) -> Vec<CompletionCandidate> {
     let asked: Vec<OsString> = std::env::args_os().skip_while(|word| word != "--").skip(1).collect();
-    let mut out: Vec<_> = offered(names(what, &asked), typed)
+    let found = match what {
+        What::Setting => settings(&asked, &typed.to_string_lossy()),
+        _ => names(what, &asked),
+    };
+    let mut out: Vec<_> = offered(found, typed)
         .into_iter()
         .map(|(name, about)| CompletionCandidate::new(name).help(Some(about.into())))
         .collect();
@@ -155,13 +250,19 @@ fn fitting(what: What, typed: &OsStr) -> Vec<CompletionCandidate> {
 fn offered(mut names: Vec<Name>, typed: &OsStr) -> Vec<Name> {
     let Some(typed) = typed.to_str() else { return vec![] };
     let is_plain = |name: &str| {
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        let is_fit = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':' | b'=' | b'[' | b']');
+        name.bytes().all(is_fit) && name.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '[')
     };
     names.retain(|(name, _)| name.starts_with(typed) && is_plain(name));
-    names.sort();
+    names.sort_by(|a, b| number(&a.0).cmp(&number(&b.0)).then_with(|| a.cmp(b)));
     names.dedup_by(|a, b| a.0 == b.0);
     names.truncate(NAMES_LIMIT);
     names
+}
+
+/// Numbers are in their own order, before names.
+fn number(name: &str) -> usize {
+    name.parse().unwrap_or(usize::MAX)
 }
 
 fn names(what: What, asked: &[OsString]) -> Vec<Name> {
@@ -194,7 +295,55 @@ fn names(what: What, asked: &[OsString]) -> Vec<Name> {
             Some("port") => names(What::Port, asked),
             _ => names(What::Machine, asked),
         },
+        What::Setting => settings(asked, ""),
+        What::Target => Content::asked(asked).members().map(|(name, word)| (format!("{name}:"), word)).collect(),
+        What::Forward => Content::asked(asked).forwards(proto(asked)),
+        What::Action => values("rule", "action"),
+        What::Protocol => values("rule", "protocol"),
+        What::Who => Content::asked(asked).sides(),
+        What::Rule => Content::asked(asked).rules(),
+        What::Place => {
+            let mut places = Content::asked(asked).rules();
+            places.push(((places.len() + 1).to_string(), "behind all".into()));
+            places
+        }
     }
+}
+
+/// The transport that the words of the command line name.
+fn proto(asked: &[OsString]) -> String {
+    value_of(asked, &["--proto"]).and_then(|word| word.into_string().ok()).unwrap_or_else(|| "tcp".into())
+}
+
+/// A key of a kind of section.
+fn key(section: &str, name: &str) -> Option<&'static Key> {
+    SECTIONS.iter().find(|s| s.name == section)?.keys().find(|key| key.name == name)
+}
+
+/// The words that a key may have as its value: those in quotes of what it expects, and true and false.
+fn values(section: &str, name: &str) -> Vec<Name> {
+    let Some(key) = key(section, name) else { return vec![] };
+    let is_word = |word: &str| word.bytes().all(|b| b.is_ascii_lowercase() || b == b'-');
+    let quoted = key.expects.split('"').skip(1).step_by(2);
+    let truth = ["true", "false"].into_iter().filter(|word| key.expects.split([' ', ',']).any(|w| w == *word));
+    // A list of words is not a word.
+    let all = quoted.chain(truth).filter(|word| is_word(word) && !key.expects.starts_with("a list of"));
+    all.map(|word| (word.to_string(), String::new())).collect()
+}
+
+/// What `set` takes: the keys of the sections that run, each with `=`, and behind that its words.
+fn settings(asked: &[OsString], typed: &str) -> Vec<Name> {
+    if let Some((path, _)) = typed.split_once('=') {
+        let section = path.split('.').next().unwrap_or_default();
+        let name = path.rsplit('.').next().unwrap_or_default();
+        return values(section, name).into_iter().map(|(word, about)| (format!("{path}={word}"), about)).collect();
+    }
+    let content = Content::asked(asked);
+    let sections =
+        content.sections().filter_map(|(word, path)| Some((SECTIONS.iter().find(|s| s.name == word)?, path)));
+    sections
+        .flat_map(|(s, path)| s.keys().map(move |key| (format!("{path}.{}=", key.name), key.expects.into())))
+        .collect()
 }
 
 fn with(mut names: Vec<Name>, more: &[(&str, &str)]) -> Vec<Name> {
@@ -283,31 +432,103 @@ impl Known {
     }
 }
 
-/// The parts of the fabric that the words select: as it runs, or else as its file says.
-fn known(words: &[OsString]) -> Known {
-    let until = Instant::now() + LIMIT;
-    let selects = || (selected(words), selected(words));
-    let (here, there) = selects();
-    let running = asked(move || running(&here));
-    let written = asked(move || written(&there));
-    match running.recv_timeout(until - Instant::now()) {
-        Ok(Some(known)) => known,
-        _ => written.recv_timeout(until.saturating_duration_since(Instant::now())).ok().flatten().unwrap_or_default(),
+/// What is in the fabric file that would say what runs, or in the file itself.
+#[derive(Debug, Default)]
+struct Content {
+    text: String,
+    /// Nothing where the text has faults.
+    root: Value,
+}
+
+impl Content {
+    fn of(text: String) -> Content {
+        let root = config::Document::read(&text).map(|document| document.root).unwrap_or_default();
+        Content { text, root }
+    }
+
+    fn asked(words: &[OsString]) -> Content {
+        let running = |select: &Select| Some(client(select)?.config().ok()?.toml);
+        Content::of(first(words, running, written).unwrap_or_default())
+    }
+
+    /// Members of networks, with the words of their sections.
+    fn members(&self) -> impl Iterator<Item = Name> {
+        let members = ["cell", "vm", "tap", "port"];
+        file::names(&self.text)
+            .into_iter()
+            .filter(move |(word, _)| members.contains(word))
+            .map(|(word, name)| (name, word.into()))
+    }
+
+    /// Each section with a name: the word and the path of its keys.
+    fn sections(&self) -> impl Iterator<Item = (&str, String)> {
+        let words = self.root.as_object().into_iter().flatten();
+        words.flat_map(|(word, sections)| {
+            let names = sections.as_object().into_iter().flatten().filter(|(_, section)| section.is_object());
+            names.map(move |(name, _)| (word.as_str(), format!("{word}.{name}")))
+        })
+    }
+
+    fn list(&self, word: &str) -> impl Iterator<Item = &Value> {
+        self.root.get(word).and_then(Value::as_array).into_iter().flatten()
+    }
+
+    /// Who may be a side of a rule: members, their groups, and outside.
+    fn sides(&self) -> Vec<Name> {
+        let sections = self.sections().filter_map(|(_, path)| config::at(&self.root, &format!("{path}.groups")));
+        let groups = sections.flat_map(|value| match value {
+            Value::Array(all) => all.iter().filter_map(Value::as_str).collect(),
+            one => one.as_str().into_iter().collect::<Vec<_>>(),
+        });
+        let groups: Vec<_> = groups.map(|group| (group.to_string(), "group".to_string())).collect();
+        with(self.members().chain(groups).collect(), &[(file::OUTSIDE, "the network's uplink")])
+    }
+
+    /// Where the forwards of a transport listen, with what they lead to.
+    fn forwards(&self, proto: String) -> Vec<Name> {
+        let text = |forward: &Value, key: &str| forward.get(key).and_then(Value::as_str).map(String::from);
+        self.list("forward")
+            .filter(|forward| text(forward, "proto").unwrap_or_else(|| "tcp".into()) == proto)
+            .filter_map(|forward| Some((text(forward, "listen")?, format!("to {}", text(forward, "to")?))))
+            .collect()
+    }
+
+    /// The numbers of the rules, with their content.
+    fn rules(&self) -> Vec<Name> {
+        (1..).zip(self.list("rule")).map(|(n, rule): (usize, _)| (n.to_string(), config::inline(rule))).collect()
     }
 }
 
-fn running(select: &Select) -> Option<Known> {
+/// What the running fabric that the words select says, or else what its file says.
+fn first<T: Send + 'static>(
+    words: &[OsString],
+    running: impl FnOnce(&Select) -> Option<T> + Send + 'static,
+    written: impl FnOnce(&Select) -> Option<T> + Send + 'static,
+) -> Option<T> {
+    let until = Instant::now() + LIMIT;
+    let (here, there) = (selected(words), selected(words));
+    let (running, written) = (asked(move || running(&here)), asked(move || written(&there)));
+    match running.recv_timeout(until - Instant::now()) {
+        Ok(Some(found)) => Some(found),
+        _ => written.recv_timeout(until.saturating_duration_since(Instant::now())).ok().flatten(),
+    }
+}
+
+/// The parts of the fabric that the words select.
+fn known(words: &[OsString]) -> Known {
+    let running = |select: &Select| Some(Known::of_status(&client(select)?.status().ok()?));
+    first(words, running, |select| Some(Known::of_file(&written(select)?))).unwrap_or_default()
+}
+
+fn client(select: &Select) -> Option<Client> {
     let root = rundir::runtime_root().ok()?;
     let name = select.name(&root).ok()?;
-    let status = Client::new(&name, &rundir::api_socket(&root, &name)).ok()?.status().ok()?;
-    Some(Known::of_status(&status))
+    Client::new(&name, &rundir::api_socket(&root, &name)).ok()
 }
 
 /// The keys and sections of what runs, with their values.
 fn keys(select: &Select) -> Option<Vec<Name>> {
-    let root = rundir::runtime_root().ok()?;
-    let name = select.name(&root).ok()?;
-    let running = Client::new(&name, &rundir::api_socket(&root, &name)).ok()?.config().ok()?.config;
+    let running = client(select)?.config().ok()?.config;
     let about = |path: &str| match config::at(&running, path) {
         Some(value) if !value.is_object() => config::inline(value),
         _ => "section".into(),
@@ -315,7 +536,8 @@ fn keys(select: &Select) -> Option<Vec<Name>> {
     Some(all_paths(&running).into_iter().map(|path| (path.clone(), about(&path))).collect())
 }
 
-fn written(select: &Select) -> Option<Known> {
+/// The text of the fabric's file.
+fn written(select: &Select) -> Option<String> {
     let path = match (&select.fabric, &select.file) {
         (None, Some(file)) => file.clone(),
         (None, None) if Path::new(DEFAULT_FILE).exists() => DEFAULT_FILE.into(),
@@ -324,7 +546,7 @@ fn written(select: &Select) -> Option<Known> {
             rundir::read_owner(&root.join(select.name(&root).ok()?))?.file
         }
     };
-    Some(Known::of_file(&read(&path)?))
+    read(&path)
 }
 
 /// The beginning of a fabric file.
@@ -385,7 +607,9 @@ mod tests {
         let new =
             [("port add", "name"), ("cell run", "name"), ("service bridge", "service"), ("service import", "name")];
         for (path, argument, value) in &all {
-            let names = ["NAME", "MEMBER", "LINK", "NETWORK"].contains(&value.as_str()) && !argument.ends_with("netns");
+            let names = ["NAME", "MEMBER", "LINK", "NETWORK", "WHO", "MEMBER:PORT", "KEY", "KEY=VALUE"]
+                .contains(&value.as_str())
+                && !argument.ends_with("netns");
             let known = NAMES.iter().any(|(p, a, _)| (p, a) == (&path.as_str(), &argument.as_str()));
             let is_new = new.contains(&(path, argument));
             assert_eq!(names && !is_new, known && names, "{path} {argument} <{value}>: add it to NAMES");
@@ -448,5 +672,40 @@ mod tests {
         assert_eq!(names(&known.machines), "web db");
         assert_eq!(names(&known.ports), "web db t");
         assert_eq!(names(&known.links), "l");
+    }
+
+    #[test]
+    fn what_rules_and_forwards_may_say_is_offered() {
+        let text = "[network.lan]\nuplink = \"user\"\n[cell.web]\ngroups = [\"front\", \"all\"]\n[vm.db]\ncount = 2\n\
+                    groups = \"all\"\n[tap.t]\n[[forward]]\nlisten = \"[::1]:80\"\nto = \"web:80\"\n[[forward]]\nproto = \"udp\"\n\
+                    listen = \"127.0.0.1:53\"\nto = \"db-1:53\"\n[[rule]]\naction = \"deny\"\nto = \"db-1\"\n[[rule]]\naction = \"allow\"\n";
+        let content = Content::of(text.into());
+        let plain =
+            |names: Vec<Name>| offered(names, OsStr::new("")).into_iter().map(|n| n.0).collect::<Vec<_>>().join(" ");
+        assert_eq!(plain(content.sides()), "all db-1 db-2 front outside t web");
+        assert_eq!(plain(content.forwards("tcp".into())), "[::1]:80");
+        assert_eq!(content.forwards("udp".into()), [("127.0.0.1:53".to_string(), "to db-1:53".to_string())]);
+        assert_eq!(content.rules()[0].1, "{ action = \"deny\", to = \"db-1\" }");
+        assert_eq!(plain(content.rules()), "1 2");
+        assert_eq!(plain(values("rule", "action")), "allow deny");
+        assert_eq!(plain(values("rule", "protocol")), "icmp tcp udp");
+        assert_eq!(plain(values("port", "class")), "background high marked normal urgent");
+        assert_eq!(plain(values("vm", "allow")), "");
+        assert_eq!(plain(values("vm", "agent")), "false true");
+        let values = settings(&[], "port.guest.class=").into_iter().map(|(value, _)| value).collect::<Vec<_>>();
+        assert!(values.contains(&"port.guest.class=urgent".into()), "{values:?}");
+        // Ten comes behind nine.
+        let numbers = (1..=10).map(|n| (n.to_string(), String::new())).collect();
+        assert_eq!(plain(numbers), "1 2 3 4 5 6 7 8 9 10");
+    }
+
+    #[test]
+    fn each_edit_of_a_script_finds_its_place() {
+        for (shell, edits) in [("bash", BASH), ("zsh", ZSH)] {
+            let text = script(shell).unwrap();
+            for (_, ours) in edits {
+                assert!(text.contains(ours), "clap's script for {shell} has changed: {text}");
+            }
+        }
     }
 }

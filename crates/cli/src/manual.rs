@@ -154,7 +154,8 @@ writes it again.
 - **Output**: tables are for people and may change; `--json` only gains fields. There is no colour in a pipe or with
   `NO_COLOR`. Progress is shown on a terminal only.
 - **Completion**: `source <(tombolo completions bash)`; also zsh, fish, elvish, powershell. Names of fabrics, networks,
-  machines, ports, links and services are completed too: those of the running fabric, else those of its file.
+  machines, ports, links and services are completed too, and what `forward`, `rule`, `set` and `unset` take: those of the
+  running fabric, else those of its file.
 - **Manual pages**: `tombolo man | man -l -` shows one. `tombolo man --out DIR` writes all of them.
 - **Signals**: SIGINT, SIGTERM and SIGHUP to `up` stop the fabric as `down` does; SIGUSR2, and with `--leave-on-term` SIGTERM,
   leave machines and containers running for the next daemon ([upgrade.md](upgrade.md)). A second signal kills machines that end
