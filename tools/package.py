@@ -114,25 +114,31 @@ def lintian():
     return [line for line in done.stdout.splitlines() if line[:2] in ("E:", "W:")]
 
 
-def rpm():
-    """RPM's packages, from the same files."""
+def rpmbuild(folder, release=1):
+    """RPM's packages of this release, from the files of Debian's, in `folder`; gives their paths."""
     environment = built()
+    stage = Path(folder) / "stage"
+    run(sys.executable, ROOT / "tools/install.py", "--strip", "--destdir", stage, "--prefix", "/usr", "--libdir", "lib64",
+        "--pythondir", "lib/python3/site-packages", "--built", environment["TOMBOLO_BUILT"], "--cells", environment["TOMBOLO_CELLS"],
+        "--span", environment["TOMBOLO_SPAN"], env=os.environ | {"SOURCE_DATE_EPOCH": epoch()})
+    defines = {"_topdir": f"{folder}/top", "_dbpath": f"{folder}/db", "version": VERSION, "release": release, "stage": stage}
+    words = [word for name, value in defines.items() for word in ("--define", f"{name} {value}")]
+    log = OUT / "rpmbuild.log"
+    with log.open("wb") as out:
+        done = subprocess.run(["rpmbuild", "-bb", "--target", "x86_64", *words, ROOT / "packaging/rpm/tombolo.spec"], stdout=out, stderr=out,
+                              env=os.environ | {"SOURCE_DATE_EPOCH": epoch()})
+    if done.returncode:
+        sys.exit("\n".join(log.read_text(errors="replace").splitlines()[-30:]) + f"\npackage: rpmbuild failed: see {log}")
+    return sorted(Path(folder).glob("top/RPMS/*/*.rpm"), key=lambda path: path.name)
+
+
+def rpm():
+    """RPM's packages; gives their paths."""
     with tempfile.TemporaryDirectory(dir=OUT, prefix="rpm.") as folder:
-        stage = Path(folder) / "stage"
-        run(sys.executable, ROOT / "tools/install.py", "--strip", "--destdir", stage, "--prefix", "/usr", "--libdir", "lib64",
-            "--pythondir", "lib/python3/site-packages", "--built", environment["TOMBOLO_BUILT"], "--cells", environment["TOMBOLO_CELLS"],
-            "--span", environment["TOMBOLO_SPAN"], env=os.environ | {"SOURCE_DATE_EPOCH": epoch()})
-        defines = {"_topdir": f"{folder}/top", "_dbpath": f"{folder}/db", "version": VERSION, "stage": stage}
-        words = [word for name, value in defines.items() for word in ("--define", f"{name} {value}")]
-        log = OUT / "rpmbuild.log"
-        with log.open("wb") as out:
-            done = subprocess.run(["rpmbuild", "-bb", "--target", "x86_64", *words, ROOT / "packaging/rpm/tombolo.spec"], stdout=out, stderr=out,
-                                  env=os.environ | {"SOURCE_DATE_EPOCH": epoch()})
-        if done.returncode:
-            sys.exit("\n".join(log.read_text(errors="replace").splitlines()[-30:]) + f"\npackage: rpmbuild failed: see {log}")
+        made = rpmbuild(folder)
         for old in OUT.glob("*.rpm"):
             old.unlink()
-        for new in Path(folder).glob("top/RPMS/*/*.rpm"):
+        for new in made:
             shutil.move(new, OUT / new.name)
     return sorted(OUT.glob("*.rpm"))
 
