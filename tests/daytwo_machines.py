@@ -111,10 +111,11 @@ def test_a_vm_has_a_disk_for_cloud_init():
 @timeout(300)
 def test_a_vm_reads_and_writes_each_of_its_disks():
     """Each disk is the one that the file names, in the guest's order of it: read there, written there, read here."""
-    kernel, initrd = BUILD / "guest/vmlinuz", BUILD / "guest/initramfs.cpio"
-    if not (kernel.exists() and initrd.exists()):
+    initrd = BUILD / "guest/initramfs.cpio"
+    if not initrd.exists():
         raise Skip("build/guest is not there: run ./x guest")
-    for machine in ("microvm", "q35"):
+    # microvm boots the ELF by its PVH entry, q35 the packed kernel by firmware.
+    for machine, kernel in (("microvm", BUILD / "guest/vmlinux"), ("q35", BUILD / "guest/vmlinuz")):
         with scratch() as home:
             disks = [home / name for name in ("first.raw", "second.raw", "third.raw")]
             for number, disk in enumerate(disks, 1):
