@@ -14,7 +14,7 @@ import tempfile
 import time
 
 from lib import Fabric, Namespace, Process, need_program, need_root, scratch, timeout, until
-from lib.containers import BUILT, Cni, Containerd, Failed, Podman, cnitool, leftovers, of, path, plugin
+from lib.containers import BUILT, Cni, Containerd, Failed, Podman, RootlessPodman, cnitool, leftovers, of, path, plugin
 from lib.fabric import PROGRAM, Api
 from lib.frames import mac_bytes
 from lib.machine import SLOW
@@ -665,6 +665,39 @@ def test_podman_runs_containers_on_the_fabric():
         assert "10.236.1.77/22" in engine("exec", "chosen", "ip", "address").stdout
         engine("rm", "--force", "--time", "0", "web", "chosen")
         assert not cni.ports() and not f.status()["forwards"] and not f.status()["networks"][0]["leases"]
+
+
+@timeout(300)
+def test_podman_without_root_runs_containers_on_a_fabric_of_its_user():
+    need_root()
+    with scratch() as folder:
+        name = f"rl{os.getpid()}"
+        (folder / "pods.toml").write_text(f'name = "{name}"\n[network.lan]\nsubnet = "10.237.0.0/22"\n')
+        plugins = [{"type": "tombolo-cni", "fabric": name, "runtime": str(RootlessPodman.HOME / "run"), "capabilities": {"ips": True}}]
+        with RootlessPodman(folder, {"cniVersion": "0.4.0", "name": "pods", "plugins": plugins}) as podman:
+            tombolo = RootlessPodman.HOME / "bin/tombolo"
+
+            def ports():
+                status = json.loads(podman.run(podman.inside(tombolo, "status", "--json")).stdout)
+                return {port["name"]: port["up"] for port in status["ports"] if "container" in port["details"]}
+
+            with Process(podman.inside(tombolo, "up", RootlessPodman.HOME / "pods.toml"), name="tombolo") as daemon:
+                daemon.wait_line(lambda line: " is up" in line, 60 * SLOW)
+                podman("run", "--detach", "--network", "pods", "--name", "one", "--ip", "10.237.1.9", "localhost/bb:1", "sleep", "3600")
+                assert ports() == {"one": True}
+                said = podman("run", "--rm", "--network", "pods", "localhost/bb:1", "sh", "-c", f"ip address show eth0; ping -c 1 -W 5 one.{name}.internal").stdout
+                assert "inet 10.237." in said and "inet6 fd" in said and "1 packets received" in said, said
+                until("the second one's port is gone", lambda: ports() == {"one": True}, 30)
+                # Its daemon is killed, and the next one has it. `podman unshare` is between this test and the daemon.
+                podman.run(podman.words("kill", "-9", json.loads((folder / "run" / name / "owner.json").read_text())["pid"]))
+                until("the daemon has ended", lambda: daemon.popen.poll() is not None, 30)
+                with Process(podman.inside(tombolo, "up", RootlessPodman.HOME / "pods.toml"), name="next") as following:
+                    following.wait_line(lambda line: " is up" in line, 60 * SLOW)
+                    assert ports() == {"one": True}
+                    podman("rm", "--force", "--time", "0", "one")
+                    assert ports() == {}
+                    podman.run(podman.inside(tombolo, "down"))
+                    until("the daemon has ended", lambda: following.popen.poll() is not None, 30)
 
 
 @timeout(300)

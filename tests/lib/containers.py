@@ -227,6 +227,102 @@ address = "{folder}/c.sock.ttrpc"
         self.process.stop()
 
 
+class RootlessPodman:
+    """podman of a user without privileges, with its CNI backend, in mount and PID namespaces of the test's own: what it leaves running
+    ends with them. The user has no further numbers (/etc/subuid), so its containers have one user.
+
+    Their namespaces are known in a network namespace that podman makes for all of them, and only there. So what has to see them, as a
+    daemon, runs there too: `inside(…)` gives the words.
+    """
+
+    USER = 4_000_016
+    HOME = Path("/mnt/home")
+
+    def __init__(self, folder, conflist):
+        peers = {name: debian(name, *packages) for name, packages in (
+            ("podman", ("podman", "conmon", "libsubid4")), ("conmon", ("conmon",)), ("runc", ("runc",)), ("slirp4netns", ("slirp4netns", "libslirp0")))}
+        need_program("setpriv")
+        # As the user finds them: it may have no way to this tree.
+        paths = {name: Path("/mnt/peers") / path.relative_to(PEERS / "root") if path.is_relative_to(PEERS) else path for name, path in peers.items()}
+        self.podman = paths["podman"]
+        policy = folder / ".config/containers/policy.json"
+        for path in (folder / "net.d", folder / "bin", folder / "tmp", policy.parent):
+            path.mkdir(parents=True)
+        (folder / "net.d/10-tombolo.conflist").write_text(json.dumps(conflist))
+        for program in (plugin(), BUILT / "tombolo"):
+            shutil.copy(program, folder / "bin")
+        policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
+        (folder / "containers.conf").write_text(f"""[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+log_driver = "k8s-file"
+[network]
+network_backend = "cni"
+cni_plugin_dirs = ["{self.HOME}/bin"]
+network_config_dir = "{self.HOME}/net.d"
+default_network = "{conflist["name"]}"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+lock_type = "file"
+runtime = "runc"
+conmon_path = ["{paths["conmon"]}"]
+conmon_env_vars = ["LD_LIBRARY_PATH=/mnt/peers/usr/lib/x86_64-linux-gnu"]
+network_cmd_path = "{paths["slirp4netns"]}"
+[engine.runtimes]
+runc = ["{paths["runc"]}"]
+""")
+        image(folder)
+        PEERS.joinpath("root").mkdir(parents=True, exist_ok=True)
+        script = f"""set -e
+mount -t tmpfs none /run
+mount -t tmpfs none /mnt
+mkdir -p /run/user/{self.USER} /mnt/peers {self.HOME}
+chown {self.USER}:{self.USER} /run/user/{self.USER}
+chmod 700 /run/user/{self.USER}
+mount --bind {PEERS / "root"} /mnt/peers
+mount --bind {folder} {self.HOME}
+chown -R {self.USER}:{self.USER} {self.HOME}
+mknod /mnt/tun c 10 200
+chmod 666 /mnt/tun
+mount --bind /mnt/tun /dev/net/tun
+echo ready
+exec sleep infinity
+"""
+        self.holder = Process(["unshare", "-mp", "--fork", "--kill-child", "--mount-proc", "--propagation", "private", "sh", "-c", script], name="holder")
+
+    def __enter__(self):
+        self.holder.__enter__()
+        self.holder.wait_line(lambda line: line == "ready", 30)
+        self.pid = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()[0]
+        self("load", "-i", self.HOME / "bb.tar")
+        return self
+
+    def __exit__(self, *error):
+        self.holder.__exit__(*error)
+
+    def words(self, *words):
+        """A command of the user."""
+        environment = {"HOME": self.HOME, "USER": "tester", "XDG_RUNTIME_DIR": f"/run/user/{self.USER}", "TMPDIR": self.HOME / "tmp",
+                       "CONTAINERS_CONF": self.HOME / "containers.conf", "LD_LIBRARY_PATH": "/mnt/peers/usr/lib/x86_64-linux-gnu",
+                       "PATH": f"/mnt/peers/usr/bin:/mnt/peers/usr/sbin:{os.environ['PATH']}",
+                       "TOMBOLO_RUNTIME": self.HOME / "run", "TOMBOLO_STATE": self.HOME / "state"}
+        return ["nsenter", "-m", "-p", "-t", self.pid, "setpriv", "--reuid", str(self.USER), "--regid", str(self.USER),
+                "--clear-groups", "env", "-i", f"--chdir={self.HOME}", *(f"{key}={value}" for key, value in environment.items()), *map(str, words)]
+
+    def inside(self, *words):
+        """A command that sees the containers' namespaces."""
+        return self.words(self.podman, "--storage-driver", "vfs", "unshare", "--rootless-netns", *words)
+
+    def run(self, words, check=True, seconds=120 * SLOW):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds)
+        if check and done.returncode:
+            raise AssertionError(f"{words} ended with {done.returncode}: {done.stderr.strip()}")
+        return done
+
+    def __call__(self, *words, **more):
+        return self.run(self.words(self.podman, "--storage-driver", "vfs", *words), **more)
+
+
 class Podman:
     """podman with its CNI backend, and files of its own. It runs in the network namespace `netns`, which is the host of its containers.
 
