@@ -366,6 +366,72 @@ def test_a_section_of_the_file_does_not_take_a_containers_port():
         assert f.port("web")["kind"] == "stream"
 
 
+def losses(fabric):
+    """The events that tell what rules and mirrors have lost."""
+    events = map(json.loads, fabric.cli("events", "--json").stdout.splitlines())
+    return [event for event in events if "what names it goes" in event["text"]]
+
+
+@timeout(240)
+def test_what_was_added_changed_removed_and_applied_is_one_record_for_the_next_daemon():
+    with fabric() as f, contextlib.ExitStack() as stack:
+        spaces = [stack.enter_context(Namespace()) for _ in range(4)]
+        cni, text = Cni(f, "1.1.0"), f.file.read_text()
+        limits = {"runtimeConfig": {"bandwidth": {"egressRate": 5_000_000, "egressBurst": 100_000}}}
+
+        def there():
+            config = json.loads(f.cli("config", "--json").stdout)
+            status = f.status()
+            [network] = status["networks"]
+            kept = ("name", "network", "kind")
+            ports = {port["name"]: ([port[key] for key in kept], {key: port["details"].get(key) for key in ("container", "netns", "rate", "mac")})
+                     for port in status["ports"]}
+            fixed = sorted((lease["ip"], lease["mac"], lease["name"]) for lease in network["leases"] if lease["fixed"])
+            return config, ports, fixed, [name for name in network["counters"] if name.startswith("rule")], network["mtu"]
+
+        def record():
+            return json.loads((f.folder / "run" / f.name / "owner.json").read_text())
+
+        def apply(content):
+            f.file.write_text(content)
+            f.cli("apply", f.file)
+
+        first = there()
+        steps = (
+            lambda: cni("ADD", "c1", path(spaces[0]), args="K8S_POD_NAME=web", **limits),
+            lambda: cni("ADD", "c2", path(spaces[1]), args="K8S_POD_NAME=db"),
+            # The file's own member, beside those that were added.
+            lambda: apply(text + f'[tap.extra]\nnetns = "{path(spaces[2])}"\nip = "10.236.1.9"\n'),
+            lambda: f.cli("set", 'rule=[{action = "deny", from = ["web", "extra"], to = "db"}]'),
+            lambda: f.cli("port", "set", "--rate", "send=3M", "db"),
+            lambda: cni("ADD", "c3", path(spaces[3])),
+            lambda: cni("DEL", "c1", path(spaces[0])),
+            lambda: f.cli("set", "network.lan.policy=deny"),
+            lambda: cni("DEL", "c3", path(spaces[3])),
+        )
+        seen = [first]
+        for step in steps:
+            step()
+            now = there()
+            assert now != seen[-1], now
+            seen.append(now)
+            f.kill()
+            f.start()
+            until("containers have a carrier again", lambda: all(port["up"] for port in cni.ports().values()), 30)
+            again = there()
+            assert again == now, (now, again)
+        rules = seen[-1][0]["changes"]["rule"]
+        assert [rule["from"] for rule in rules] == [["extra"]] and set(cni.ports()) == {"db"}, rules
+        # What is left is the file's alone, in the record too.
+        cni("DEL", "c2", path(spaces[1]))
+        apply(text)
+        assert there() == first, (first, there())
+        assert "uplink-lan" in str(record()) and not any(record().get(key) for key in ("additions", "changes", "rates", "containers")), record()
+        f.kill()
+        f.start()
+        assert there() == first, (first, there())
+
+
 @timeout(120)
 def test_rules_lose_the_name_of_a_container_that_ends_and_what_was_changed_stays():
     with fabric() as f, Namespace() as one, Namespace() as two:
