@@ -445,6 +445,9 @@ def test_rules_lose_the_name_of_a_container_that_ends_and_what_was_changed_stays
         assert set(cni.ports()) == {"db"}
         changes = json.loads(f.cli("config", "--json").stdout)["changes"]
         assert [rule["from"] for rule in changes["rule"]] == ["db"], changes
+        told = losses(f)
+        assert len(told) == 1 and told[0]["kind"] == "apply" and 'container "web" has ended' in told[0]["text"], told
+        assert "the rule {" in told[0]["text"] and "is removed" in told[0]["text"], told
         f.kill()
         f.start()
         assert json.loads(f.cli("config", "--json").stdout)["changes"] == changes, "they fit still"
@@ -456,6 +459,8 @@ def test_rules_lose_the_name_of_a_container_that_ends_and_what_was_changed_stays
         assert not cni.ports()
         changes = json.loads(f.cli("config", "--json").stdout)["changes"]
         assert "rule" not in changes and "db" not in str(changes), changes
+        told = losses(f)
+        assert len(told) == 2 and told[1]["kind"] == "recovery" and 'container "db" has ended' in told[1]["text"], told
         # Neither has the daemon them in memory, where the next container would be checked against them.
         cni("ADD", "c3", path(one), args="K8S_POD_NAME=web")
         assert "rule_0" not in f.status()["networks"][0]["counters"], f.status()["networks"][0]["counters"]

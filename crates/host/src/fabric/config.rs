@@ -16,6 +16,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::apply::{Prepared, Source, Wanted};
+use super::events::{Facts as Told, Kind};
 use super::{FabricError, Running, Say};
 use crate::api::config::{ConfigQuery, ConfigReport};
 use crate::api::report::SCHEMA;
@@ -293,6 +294,39 @@ pub(super) fn changes_without(
     changes_to(base, &gone.fold(now, |root, name| without_member(&root, name.as_ref(), true)))
 }
 
+/// What rules and mirrors of a configuration lose with a member: how each of them changes, for people.
+fn losses(root: &Value, name: &str) -> Option<String> {
+    if is_group(root, name) {
+        return None;
+    }
+    let items = |word: &'static str| {
+        let list = root.get(word).and_then(Value::as_array).into_iter().flatten();
+        list.filter_map(move |item| match without_name(item, name) {
+            None => Some(format!("the {word} {item} is removed")),
+            Some(left) if left != *item => Some(format!("the {word} {item} is {left} now")),
+            Some(_) => None,
+        })
+    };
+    let all: Vec<_> = items("rule").chain(items("mirror")).collect();
+    (!all.is_empty()).then(|| format!("the container \"{name}\" has ended, and what names it goes: {}", all.join("; ")))
+}
+
+/// What the rules and mirrors of a configuration lose with the members that have gone, a sentence each.
+pub(super) fn lost_by_policies(
+    base: Option<&Document>,
+    changes: &Map<String, Value>,
+    gone: impl Iterator<Item = impl AsRef<str>>,
+) -> Vec<String> {
+    let Some(base) = base else { return vec![] };
+    let mut root = with_changes(base, changes);
+    let lost = gone.filter_map(|name| {
+        let lost = losses(&root, name.as_ref());
+        root = without_member(&root, name.as_ref(), true);
+        lost
+    });
+    lost.collect()
+}
+
 impl Running {
     /// What commands and the API have changed since the file was read.
     pub(super) fn changes(&self) -> Map<String, Value> {
@@ -443,15 +477,15 @@ impl Running {
         let Some(base) = &self.base else { return };
         let before = with_changes(base, &self.changes());
         let after = without_member(&before, name, all);
-        let policy_changed = ["rule", "mirror"].iter().any(|word| before.get(*word) != after.get(*word));
+        let lost = if all { losses(&before, name) } else { None };
         let changes = changes_to(base, &after);
         self.dir().record(|o| o.changes = changes);
-        if !policy_changed {
-            return;
-        }
+        let Some(lost) = lost else { return };
         self.spec.forget_in_policies([name].into_iter());
         self.settle_policies().iter().for_each(|error| (self.say)(error));
-        (self.say)(&format!("removed \"{name}\" from rules and mirrors: its container has ended"));
+        (self.say)(&lost);
+        // It may be what kept others from a member of this name that comes later.
+        self.events.add(Kind::Apply, Told::of(name), &lost);
     }
 
     /// The keys that were changed since the file was read, and that a file of this content says otherwise.
@@ -556,6 +590,12 @@ mod tests {
         assert_eq!((&left["rule"], left.get("mirror")), (&json!([rule(json!(["a"])), rule(json!("front"))]), None));
         let left = Value::Object(changes_without(Some(&base), changes, ["front"].iter()));
         assert_eq!(left["rule"], changes["rule"], "members of the group are there");
+        let lost = lost_by_policies(Some(&base), changes, ["front", "pod", "pod"].iter());
+        let told = "the container \"pod\" has ended, and what names it goes: \
+            the rule {\"action\":\"deny\",\"from\":\"pod\"} is removed; \
+            the rule {\"action\":\"deny\",\"from\":[\"pod\",\"a\"]} is {\"action\":\"deny\",\"from\":[\"a\"]} now; \
+            the mirror {\"of\":\"a\",\"to\":\"pod\"} is removed; the mirror {\"of\":[\"pod\"],\"to\":\"a\"} is removed";
+        assert_eq!(lost, [told]);
     }
 
     #[test]

@@ -155,15 +155,22 @@ fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
     Interface::delete_own(&netns, device, *mac).map(drop)
 }
 
-/// Forgets the ports of containers that ended while no daemon ran.
-pub(super) fn without_gone(mut spec: Fabric, base: Option<&Document>, dir: &mut RunDir, say: &Say) -> Fabric {
+/// Forgets the ports of containers that ended while no daemon ran. Also returns what rules and mirrors have lost by that, a
+/// sentence for each container.
+pub(super) fn without_gone(
+    mut spec: Fabric,
+    base: Option<&Document>,
+    dir: &mut RunDir,
+    say: &Say,
+) -> (Fabric, Vec<String>) {
     let taps = spec.taps.iter().filter(|t| t.container.is_some() && tap_has_gone(t)).map(|t| t.name.clone());
     let recorded = dir.owner().containers.clone();
     let members = spec.contained().filter(|member| has_gone(member, &recorded)).map(|member| member.name.to_string());
     let gone: BTreeSet<String> = taps.chain(members).collect();
     if gone.is_empty() {
-        return spec;
+        return (spec, vec![]);
     }
+    let lost = super::config::lost_by_policies(base, &dir.owner().changes, gone.iter());
     spec.taps.retain(|t| !gone.contains(&t.name));
     spec.ports.retain(|p| !gone.contains(&p.name));
     spec.forwards.retain(|f| !matches!(&f.target, Target::Name(name) if gone.contains(name)));
@@ -181,7 +188,7 @@ pub(super) fn without_gone(mut spec: Fabric, base: Option<&Document>, dir: &mut 
     for name in gone {
         say(&format!("port {name}: its container has ended meanwhile; it is forgotten"));
     }
-    spec
+    (spec, lost)
 }
 
 impl Running {

@@ -457,7 +457,7 @@ impl Running {
             }
             None => spec,
         };
-        let spec = containers::without_gone(spec, base.as_ref(), &mut dir, &say);
+        let (spec, lost) = containers::without_gone(spec, base.as_ref(), &mut dir, &say);
         let running = match known {
             Some((facts, prepared, store, commit)) => {
                 let running = Running::new(spec, absolute, dir, facts, say);
@@ -476,6 +476,7 @@ impl Running {
         running.base = base;
         running.me = Arc::downgrade(&shared.running);
         running.taking_over = running.take_state("handover".into()).is_some();
+        lost.into_iter().for_each(|what| running.took_over(what));
         let mut planned = running.prepare().await;
         if let (Err(error), Some(spec)) = (&planned, unchanged.filter(|_| !running.taking_over))
             && !running.dir().owner().changes.is_empty()
