@@ -335,6 +335,63 @@ def test_calls_for_one_attachment_come_one_after_the_other():
             assert not cni.ports() and "eth0" not in one.ip("link")
 
 
+@contextlib.contextmanager
+def other_calls_under_way(fabric):
+    """The turns of all attachments are taken, as calls of the plugin take them."""
+    folder = fabric.folder / "run" / fabric.name
+    with contextlib.ExitStack() as stack:
+        for n in range(256):
+            fcntl.flock(stack.enter_context(open(folder / f"cni-{n:02x}.lock", "a")), fcntl.LOCK_EX)
+        yield
+
+
+def await_waiting(pid):
+    """Waits until a call waits for its turn: it has opened the file, which it locks."""
+    def has_lock():
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):
+            return any(os.readlink(f"{folder}/{fd}").endswith(".lock") for fd in os.listdir(folder))
+    until("the call waits for its turn", has_lock, 30)
+
+
+@timeout(240)
+def test_an_add_whose_runtime_or_namespace_went_while_it_waited_adds_nothing():
+    with fabric() as f, Namespace() as one, scratch() as folder:
+        cni = Cni(f, "1.1.0")
+        # Whoever would read its answer has gone. DEL waits as well, and does not find what comes after it.
+        with other_calls_under_way(f):
+            unread = cni.start("ADD", "c1", path(one))
+            await_waiting(unread.pid)
+            unread.stdout.close()
+        assert unread.wait(60 * SLOW) == 1
+        cni("DEL", "c1", path(one))
+        # The runtime was killed, and its answer goes to a file.
+        with other_calls_under_way(f):
+            left = f"exec 3<&0; {plugin()} <&3 >{folder}/answer & echo $! >{folder}/pid; wait"
+            runtime = cni.start("ADD", "c2", path(one), program=("sh", "-c", left))
+            until("the plugin runs", lambda: (folder / "pid").exists() and (folder / "pid").read_text().strip(), 30)
+            pid = int((folder / "pid").read_text())
+            await_waiting(pid)
+            runtime.kill()
+            runtime.wait()
+        until("the call has answered", lambda: (folder / "answer").read_text().endswith("\n"), 60)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        assert "the process that called the plugin has ended" in json.loads((folder / "answer").read_text())["msg"]
+        # The namespace has gone, and the runtime waits.
+        with other_calls_under_way(f):
+            with Namespace() as two:
+                call = cni.start("ADD", "c3", path(two))
+                await_waiting(call.pid)
+        assert "network namespace" in refused(5, cni.finish, call)
+        assert not cni.ports() and "eth0" not in one.ip("link"), cni.ports()
+        # One that is waited for comes to its turn.
+        with other_calls_under_way(f):
+            call = cni.start("ADD", "c4", path(one))
+            await_waiting(call.pid)
+        assert cni.finish(call)["ips"] and set(cni.ports()) == {"c4"}
+
+
 @timeout(180)
 def test_del_at_a_daemon_that_does_not_answer_is_to_be_tried_again():
     with fabric() as f, Namespace() as one:

@@ -1,7 +1,8 @@
 //! The commands: what is made in the container's namespace and in the fabric, and taken out again.
 //!
 //! # Order
-//! Calls for one attachment come one after the other ([`Fabric::turn`]).
+//! Calls for one attachment come one after the other ([`Fabric::turn`]). An ADD whose runtime has ended while it waited
+//! for its turn does nothing ([`Caller`]): DEL may have come first, and no other one would follow.
 //! ADD makes a persistent tap in the namespace first, then has the fabric attach to it, then adds
 //! the route. So at each step what is left after a kill is in the namespace, and ends with it.
 //! DEL removes the port first: the daemon's descriptor would keep the namespace alive.
@@ -30,6 +31,7 @@ use tombolo_host::file::Mac;
 use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_port::tap::{self, TapConfig};
 
+use crate::caller::Caller;
 use crate::dan;
 use crate::error::CniError;
 use crate::fabric::{Device, Fabric, Form, Place, Place6, mac_of, member_name, plain_name};
@@ -40,13 +42,18 @@ fn system(error: impl std::fmt::Display) -> CniError {
 }
 
 /// Carries out a command. What it returns goes to standard output.
-pub(crate) fn run(command: Command, environment: &Environment, config: &Config) -> Result<Option<Value>, CniError> {
+pub(crate) fn run(
+    command: Command,
+    environment: &Environment,
+    config: &Config,
+    caller: &Caller,
+) -> Result<Option<Value>, CniError> {
     let since = |command, since| match config.is_at_least(since) {
         true => Ok(()),
         false => Err(CniError::TooOld { command, since, found: config.version.into() }),
     };
     match command {
-        Command::Add => add(environment, config).map(Some),
+        Command::Add => add(environment, config, caller).map(Some),
         Command::Del => del(environment, config).map(|()| None),
         Command::Check => {
             since("CHECK", "0.4.0")?;
@@ -164,7 +171,7 @@ fn open_container(path: &str) -> Result<Netns, CniError> {
     Ok(netns)
 }
 
-fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
+fn add(environment: &Environment, config: &Config, caller: &Caller) -> Result<Value, CniError> {
     let config = &config.with_args(environment)?;
     let (container, interface, path) = (environment.container()?, environment.interface()?, environment.need_netns()?);
     let name = environment.device(config.vm)?;
@@ -175,12 +182,15 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, CniError> {
     let identity = config.identity(container, interface);
     let mac = mac_of(config, &identity);
     let fabric = Fabric::new(config)?;
+    // Without a daemon or its network there is nothing to wait for.
+    fabric.network(&fabric.status()?)?;
+    let _turn = fabric.turn(mac)?;
+    // While this call waited, its runtime may have ended, DEL may have come for the same attachment, and the fabric may have
+    // changed. So everything is looked at from here on.
+    caller.check()?;
+    let netns = open_container(path)?;
     let status = fabric.status()?;
     let mtu = fabric.network(&status)?.mtu;
-    let netns = open_container(path)?;
-    let _turn = fabric.turn(mac)?;
-    // Another call may have changed it while this one waited.
-    let status = fabric.status()?;
     let has_ipv6 = match config.vm {
         // The guest of a monitor configures IPv6 itself: firecracker-go-sdk takes results with one address only.
         Some(Vm::Tap) => false,
@@ -715,14 +725,14 @@ mod tests {
             crate::request::parse(Command::Add, text.as_bytes()).unwrap()
         };
         let environment = Environment::default();
-        let code = |command, version| run(command, &environment, &config(version)).unwrap_err().code();
+        let code = |command, version| run(command, &environment, &config(version), &Caller::now()).unwrap_err().code();
         assert_eq!(code(Command::Gc, "1.1.0"), 7);
         assert_eq!(code(Command::Gc, "1.0.0"), 1);
         assert_eq!(code(Command::Status, "1.0.0"), 1);
         assert_eq!(code(Command::Status, "1.1.0"), 50, "no daemon");
         assert_eq!(code(Command::Check, "0.3.1"), 1);
         assert_eq!(code(Command::Add, "1.1.0"), 4, "nothing in the environment");
-        let answer = run(Command::Version, &environment, &config("0.4.0")).unwrap().unwrap();
+        let answer = run(Command::Version, &environment, &config("0.4.0"), &Caller::now()).unwrap().unwrap();
         assert_eq!(answer["supportedVersions"].as_array().unwrap().len(), 4);
     }
 
@@ -736,8 +746,8 @@ mod tests {
             netns: Some("/nonexistent/netns".into()),
             ..Environment::default()
         };
-        assert_eq!(run(Command::Del, &environment, &config).unwrap(), None);
-        let error = run(Command::Add, &environment, &config).unwrap_err();
+        assert_eq!(run(Command::Del, &environment, &config, &Caller::now()).unwrap(), None);
+        let error = run(Command::Add, &environment, &config, &Caller::now()).unwrap_err();
         assert_eq!(error.code(), 11, "{error}");
     }
 }

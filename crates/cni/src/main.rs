@@ -4,13 +4,14 @@
 //! network configuration on standard input (CNI 0.3.1 to 1.1.0). The container gets a tap of the
 //! fabric's switch directly in its namespace, without a veth pair, so offloads are kept
 //! (docs/kubernetes.md). [`request`] checks what comes in, [`attach`] carries it out, [`fabric`]
-//! talks to the daemon, [`dan`] writes the files
+//! talks to the daemon, [`caller`] tells whether the runtime is still there, [`dan`] writes the files
 //! that Kata reads, [`error`] has the codes. Nothing is kept between two calls: what is needed
 //! is in the fabric and follows from the container's ID. So calls for different attachments run in
 //! parallel.
 #![forbid(unsafe_code)]
 
 mod attach;
+mod caller;
 mod dan;
 mod error;
 mod fabric;
@@ -19,10 +20,11 @@ mod request;
 use std::io::{Read, Write};
 use std::process::ExitCode;
 
+use caller::Caller;
 use request::{Command, Environment, MAX_INPUT_BYTES};
 use serde_json::Value;
 
-fn answer(environment: &Environment, input: &[u8]) -> Result<Option<Value>, error::CniError> {
+fn answer(environment: &Environment, input: &[u8], caller: &Caller) -> Result<Option<Value>, error::CniError> {
     let command = Command::parse(environment.command.as_deref())?;
     if command == Command::Version {
         return Ok(Some(attach::versions(&request::version_of(input))));
@@ -33,11 +35,12 @@ fn answer(environment: &Environment, input: &[u8]) -> Result<Option<Value>, erro
             attach::note_nothing_added(&error);
             Ok(None)
         }
-        config => attach::run(command, environment, &config?),
+        config => attach::run(command, environment, &config?, caller),
     }
 }
 
 fn main() -> ExitCode {
+    let caller = Caller::now();
     let environment = Environment::of_process();
     if environment.command.is_none() && std::env::args_os().len() > 1 {
         println!(
@@ -49,7 +52,7 @@ fn main() -> ExitCode {
     let mut input = Vec::new();
     let read = std::io::stdin().lock().take(MAX_INPUT_BYTES + 1).read_to_end(&mut input);
     let result = match read {
-        Ok(_) => answer(&environment, &input),
+        Ok(_) => answer(&environment, &input, &caller),
         Err(error) => Err(error::CniError::Decode(error.to_string())),
     };
     let (text, code) = match result {
@@ -107,7 +110,9 @@ mod tests {
             (json!({ "runtimeConfig": 7 }), 6),
             (json!({ "defaultRoute": "yes" }), 6),
         ];
-        let code = |command: &str, input: &[u8]| answer(&environment(command), input).err().map(|error| error.code());
+        let code = |command: &str, input: &[u8]| {
+            answer(&environment(command), input, &Caller::now()).err().map(|error| error.code())
+        };
         for (more, refused) in wishes {
             let input = input(&more);
             assert_eq!(code("ADD", &input), Some(refused), "{more}");
@@ -138,7 +143,7 @@ mod tests {
             ["ADD", "DEL"].map(|command| {
                 let mut environment = environment(command);
                 change(&mut environment);
-                answer(&environment, &input(&json!({}))).err().map(|error| error.code())
+                answer(&environment, &input(&json!({})), &Caller::now()).err().map(|error| error.code())
             })
         };
         let long = "x".repeat(200);
