@@ -227,3 +227,17 @@ def test_a_stage_is_over_when_it_has_ended_whatever_it_has_left_running():
         assert done.returncode == 0 and time.monotonic() - begun < 30, done
         assert f"begins\nends\nfmt: left running: sleep, process {left}: killed\n" in done.stdout, done.stdout
         until("its end", lambda: not Path(f"/proc/{left}/exe").exists())
+
+
+@timeout(60)
+def test_a_test_of_cargo_that_was_skipped_is_counted_as_that_and_not_as_passed():
+    with scratch() as folder:
+        (folder / "tests").mkdir()
+        shutil.copy(RUNNER.parent / "stages.py", folder / "tests")
+        # As crates/testing writes it: a line of its own, or behind the name where tests run one by one.
+        lines = ("test good ... ok", "skipped: tests::a: it takes root", "test tests::a ... ok", "test tests::b ... skipped: tests::b: no nft",
+                 "ok", "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured")
+        (folder / "x").write_text("".join(f"echo '{line}'\n" for line in lines))
+        done = subprocess.run([sys.executable, folder / "tests/stages.py", "fmt"], capture_output=True, text=True)
+        assert "1 stages passed, 0 failed; 2 tests skipped" in done.stdout, done.stdout
+        assert re.search(r"^fmt +passed +[\d.]+ +[\d.]+ +1 +2 +0$", done.stdout, re.M), done.stdout

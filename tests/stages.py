@@ -40,6 +40,8 @@ LAST_LINES = 40
 NEEDED_GB = {ROOT: 10, Path(tempfile.gettempdir()): 2}
 TEST = re.compile(r"^(ok  |FAIL|skip) (\S+)  ([\d.]+) s")
 COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, (\d+) passed on a second run)?$")
+# A test of cargo's that could not run, or not wholly; the harness counts it among those that passed (crates/testing).
+CARGO_SKIPPED = re.compile(r"^(?:test .* \.\.\. )?skipped: ")
 # Lines of Python's unittest.
 RAN = re.compile(r"^Ran (\d+) tests? in ")
 RESULT = re.compile(r"^(?:OK|FAILED) \((.*)\)$")
@@ -213,6 +215,9 @@ class Tests:
                 self.passed += int(counts[1])
                 self.skipped += int(counts[3])
                 self.second_runs += int(counts[4] or 0) if counts.re is COUNTS else 0
+            if CARGO_SKIPPED.match(line):
+                self.skipped += 1
+                self.passed -= 1
             if ran := RAN.match(line):
                 self.passed += int(ran[1])
             elif result := RESULT.match(line):

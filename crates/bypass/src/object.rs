@@ -174,14 +174,12 @@ mod tests {
     #[test]
     fn the_kernels_verifier_takes_all_programs() {
         if !rustix::process::geteuid().is_root() {
-            println!("SKIP: loading eBPF programs needs root");
-            return;
+            return tombolo_testing::skip("loading eBPF programs needs root");
         }
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
         if (numbers.next(), numbers.next()) < (Some(5), Some(15)) {
-            println!("SKIP: the bypass cannot work before Linux 5.15, this is {release}");
-            return;
+            return tombolo_testing::skip(format!("the bypass cannot work before Linux 5.15, this is {release}"));
         }
         let types = Types::read().unwrap();
         for object in [fitting(&types).unwrap(), OLD_OBJECT.to_vec()] {

@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn this_kernel_is_judged_as_loading_judges_it() {
         match (probe(), object::load()) {
-            (Err(ProbeError::NotRoot), _) => println!("SKIP: loading eBPF programs needs root"),
+            (Err(ProbeError::NotRoot), _) => tombolo_testing::skip("loading eBPF programs needs root"),
             (Ok(found), Ok(_)) => assert!(!found.release.is_empty()),
             (Err(ProbeError::Load(_)), Err(_)) => {}
             (probe, load) => panic!("{probe:?}, but loading gave {:?}", load.map(drop)),

@@ -192,8 +192,7 @@ fn what_is_typed_wrongly_is_told_with_what_is_expected() {
 #[test]
 fn whom_a_service_does_not_let_in_is_told_whose_it_is() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED whom_a_service_does_not_let_in_is_told_whose_it_is: needs root to be another user");
-        return;
+        return tombolo_testing::skip("it takes root to be another user");
     }
     const NOBODY: u32 = 65534;
     let dir = tempfile::tempdir().unwrap();

@@ -321,7 +321,7 @@ fn a_capture_is_a_file_that_tshark_reads() {
     tshark.args(["-r", "c.pcapng", "-T", "fields", "-e", "arp.opcode"]);
     match tshark.current_dir(home.0.path()).env("HOME", home.0.path()).output() {
         Ok(out) => assert_eq!(text(&out.stdout), "1\n2\n", "{}", text(&out.stderr)),
-        Err(error) => eprintln!("SKIPPED reading the capture with tshark: {error}"),
+        Err(error) => tombolo_testing::skip(format!("reading the capture with tshark: {error}")),
     }
 }
 
@@ -383,8 +383,7 @@ fn processes_with(word: &str) -> Vec<u32> {
 #[test]
 fn a_probe_that_stalls_dies_with_the_program_that_was_killed_over_it() {
     let Ok(qemu) = tombolo_host::qemu::probe::find() else {
-        eprintln!("SKIPPED a_probe_that_stalls_dies_with_the_program_that_was_killed_over_it: no QEMU");
-        return;
+        return tombolo_testing::skip("no QEMU");
     };
     let home = Home::new(FILE);
     // The real one, whose processor is never started.

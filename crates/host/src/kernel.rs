@@ -598,8 +598,7 @@ mod tests {
     #[test]
     fn nft_takes_the_rules() {
         let Some(nft) = which("nft") else {
-            eprintln!("SKIPPED nft_takes_the_rules: no nft");
-            return;
+            return tombolo_testing::skip("nft is not installed");
         };
         // In a namespace of its own, checked without being put in force.
         let mut child = match Command::new("unshare")
@@ -609,10 +608,7 @@ mod tests {
             .spawn()
         {
             Ok(child) => child,
-            Err(error) => {
-                eprintln!("SKIPPED nft_takes_the_rules: unshare: {error}");
-                return;
-            }
+            Err(error) => return tombolo_testing::skip(format!("unshare: {error}")),
         };
         let prefix = format!(
             "{SIX}uplink6 = {{ prefix = \"2001:db8:5:6::/64\" }}\n[[forward]]\nlisten = \"[::]:80\"\nto = \"[fd00:1:2:3::9]:80\"\n"
@@ -625,8 +621,7 @@ mod tests {
         let out = child.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
         if said.contains("unshare failed") || said.contains("Operation not permitted") {
-            eprintln!("SKIPPED nft_takes_the_rules: {said}");
-            return;
+            return tombolo_testing::skip(said.trim().replace('\n', "; "));
         }
         assert!(out.status.success(), "{said}");
     }

@@ -202,10 +202,7 @@ fn serve(gateway: &GatewayHandle, server: SocketAddr) {
 #[test]
 fn busybox_gets_a_lease_resolves_and_pings() {
     if let Some(reason) = missing() {
-        println!("skipped: busybox at the gateway: {reason}");
-        let strict = std::env::var("CI").is_ok_and(|ci| ci == "true");
-        assert!(!strict, "in CI nothing may be skipped: {reason}");
-        return;
+        return tombolo_testing::skip(reason);
     }
     let fabric = Fabric::start(&LeaseStore::default());
     serve(&fabric.gateway, name_server());

@@ -539,9 +539,7 @@ pub fn run<F: Fixture>(name: &str, check: impl FnOnce(&str)) {
     match F::missing() {
         None => check(name),
         Some(reason) => {
-            println!("skipped: {}: {name}: {reason}", F::KIND);
-            let strict = std::env::var("CI").is_ok_and(|ci| ci == "true");
-            assert!(!strict, "skipped: {}: {name}: {reason}; in CI nothing may be skipped", F::KIND);
+            tombolo_testing::skip(format!("{}: {name}: {reason}", F::KIND));
         }
     }
 }

@@ -224,13 +224,12 @@ fn qemu(netdev: &str, stdin: Option<OwnedFd>) -> Program {
 }
 
 /// Runs a test that needs a program, or says why not.
-fn with(program: &str, test: &str, body: impl FnOnce()) {
+fn with(program: &str, body: impl FnOnce()) {
     let there = std::env::var_os("PATH").is_some_and(|p| std::env::split_paths(&p).any(|d| d.join(program).exists()));
     if there {
         return body();
     }
-    println!("skipped: {test}: {program} is not installed");
-    assert!(std::env::var("CI").as_deref() != Ok("true"), "skipped: {test}: {program} is not installed");
+    tombolo_testing::skip(format!("{program} is not installed"));
 }
 
 fn unix(path: &Path) -> Address {
@@ -239,7 +238,7 @@ fn unix(path: &Path) -> Address {
 
 #[test]
 fn qemu_stream_connects_to_us_and_again_after_it_was_killed() {
-    with("qemu-system-x86_64", "qemu_stream_connects_to_us", || {
+    with("qemu-system-x86_64", || {
         let folder = Folder::new("qc");
         let path = folder.0.join("s");
         let mut worker = Worker::new(|r| StreamPort::listen(&unix(&path), 0o600, 1500, r).unwrap());
@@ -257,7 +256,7 @@ fn qemu_stream_connects_to_us_and_again_after_it_was_killed() {
 
 #[test]
 fn we_connect_to_qemu_stream_and_again_after_it_was_killed() {
-    with("qemu-system-x86_64", "we_connect_to_qemu_stream", || {
+    with("qemu-system-x86_64", || {
         let folder = Folder::new("qs");
         let path = folder.0.join("s");
         let mut worker = Worker::new(|r| StreamPort::connect(&unix(&path), 1500, r));
@@ -274,7 +273,7 @@ fn we_connect_to_qemu_stream_and_again_after_it_was_killed() {
 
 #[test]
 fn qemu_socket_is_given_one_end_of_a_pair() {
-    with("qemu-system-x86_64", "qemu_socket_is_given_one_end_of_a_pair", || {
+    with("qemu-system-x86_64", || {
         let (mut worker, feed) = Worker::given();
         for _ in 0..2 {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -291,7 +290,7 @@ fn qemu_socket_is_given_one_end_of_a_pair() {
 
 #[test]
 fn qemu_socket_connects_to_us_over_tcp() {
-    with("qemu-system-x86_64", "qemu_socket_connects_to_us_over_tcp", || {
+    with("qemu-system-x86_64", || {
         let any = "tcp:127.0.0.1:0".parse().unwrap();
         let mut worker = Worker::new(|r| StreamPort::listen(&any, 0, 1500, r).unwrap());
         let Some(Address::Tcp(at)) = worker.port.listens_at().cloned() else { panic!("a TCP port") };
@@ -303,7 +302,7 @@ fn qemu_socket_connects_to_us_over_tcp() {
 
 #[test]
 fn we_connect_to_qemu_socket_over_tcp() {
-    with("qemu-system-x86_64", "we_connect_to_qemu_socket_over_tcp", || {
+    with("qemu-system-x86_64", || {
         // A port that was free a moment ago.
         let at = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let mut worker = Worker::new(|r| StreamPort::connect(&Address::Tcp(at), 1500, r));
@@ -321,20 +320,19 @@ fn passt(arguments: &[&str], stdin: Option<OwnedFd>) -> Program {
 }
 
 /// passt takes its template from the interface with the default route.
-fn with_passt(test: &str, body: impl FnOnce()) {
-    with("passt", test, || {
+fn with_passt(body: impl FnOnce()) {
+    with("passt", || {
         let routes = std::fs::read_to_string("/proc/net/route").unwrap_or_default();
         if routes.lines().any(|line| line.split_whitespace().nth(1) == Some("00000000")) {
             return body();
         }
-        println!("skipped: {test}: passt needs an interface with a default route");
-        assert!(std::env::var("CI").as_deref() != Ok("true"), "skipped: {test}: no default route");
+        tombolo_testing::skip("passt needs an interface with a default route");
     });
 }
 
 #[test]
 fn passt_is_given_one_end_of_a_pair_and_another_passt_after_it() {
-    with_passt("passt_is_given_one_end_of_a_pair", || {
+    with_passt(|| {
         let (mut worker, feed) = Worker::given();
         for _ in 0..2 {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -351,7 +349,7 @@ fn passt_is_given_one_end_of_a_pair_and_another_passt_after_it() {
 
 #[test]
 fn we_connect_to_passt() {
-    with_passt("we_connect_to_passt", || {
+    with_passt(|| {
         let folder = Folder::new("passt");
         let path = folder.0.join("s");
         let mut worker = Worker::new(|r| StreamPort::connect(&unix(&path), 1500, r));

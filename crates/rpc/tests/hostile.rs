@@ -797,8 +797,7 @@ fn one_user_does_not_take_all_connections_all_memory_and_all_of_the_queue() {
 #[test]
 fn the_groups_of_which_a_caller_is_a_member_count() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED: the right to be another user (root)");
-        return;
+        return tombolo_testing::skip("it takes root to be another user");
     }
     use std::os::unix::fs::PermissionsExt;
     let dir = tempfile::tempdir().unwrap();

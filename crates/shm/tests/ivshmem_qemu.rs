@@ -48,7 +48,7 @@ impl Qemu {
         let mut child = match child {
             Ok(child) => child,
             Err(error) => {
-                eprintln!("SKIPPED: qemu-system-x86_64: {error}");
+                tombolo_testing::skip(format!("qemu-system-x86_64: {error}"));
                 return None;
             }
         };

@@ -507,9 +507,7 @@ mod tests {
     fn each_expression_means_what_it_means_to_tcpdump() {
         let found = Command::new("tcpdump").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
         if found.is_err() {
-            assert!(std::env::var_os("CI").is_none(), "tcpdump is not installed, and CI skips nothing: ./x setup base");
-            eprintln!("SKIPPED each_expression_means_what_it_means_to_tcpdump: tcpdump is not installed");
-            return;
+            return tombolo_testing::skip("tcpdump is not installed: ./x setup base");
         }
         let mut random = Random::seeded();
         let frames: Vec<_> = (0..3000).map(|_| frame(&mut random)).collect();

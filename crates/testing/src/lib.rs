@@ -6,6 +6,8 @@
 
 pub mod fork;
 
+use std::fmt::Display;
+use std::io::Write;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 /// How long a wait lasts before it fails: long enough for a machine that has much else to do.
@@ -36,6 +38,21 @@ pub fn found<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
 #[track_caller]
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     found(what, || done().then_some(()));
+}
+
+/// Says that the test of this thread, or a part of it, cannot run here, and why. Where `CI` is `true` nothing may be skipped.
+///
+/// The line goes past the test harness, which keeps what a test that passes has printed: tests/stages.py counts these lines.
+///
+/// # Panics
+/// Where `CI` is `true`.
+#[track_caller]
+pub fn skip(reason: impl Display) {
+    let thread = std::thread::current();
+    let line = format!("skipped: {}: {reason}", thread.name().unwrap_or("a test"));
+    // In one piece, so that it stays a line. Without a place to tell it there is none to count it.
+    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
+    assert!(std::env::var("CI").as_deref() != Ok("true"), "{line}; in CI nothing may be skipped");
 }
 
 /// The seed that `TOMBOLO_SEED` gives, if it does.

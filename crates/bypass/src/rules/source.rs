@@ -162,8 +162,7 @@ mod tests {
     #[test]
     fn the_kernel_gives_a_ruleset_that_is_understood() {
         if !rustix::process::geteuid().is_root() {
-            println!("SKIP: the ruleset is root's");
-            return;
+            return tombolo_testing::skip("the ruleset is root's");
         }
         let (ruleset, _) = Nftables::open().unwrap().read().unwrap();
         assert_eq!(ruleset.broken, 0);

@@ -481,8 +481,7 @@ fn a_request_that_does_not_go_on_is_ended() {
 #[test]
 fn another_users_connections_take_none_of_the_owners() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED another_users_connections_take_none_of_the_owners: it takes root to become another user");
-        return;
+        return tombolo_testing::skip("it takes root to become another user");
     }
     let stand = Stand::with(Limits { head: 10 * TIMEOUT, ..Limits::default() });
     for path in [stand.dir.path(), &stand.socket] {
@@ -1017,8 +1016,7 @@ fn the_fabrics_end_ends_a_capture_that_nobody_ends() {
 #[test]
 fn another_user_is_refused() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED another_user_is_refused: it takes root to become another user");
-        return;
+        return tombolo_testing::skip("it takes root to become another user");
     }
     let stand = Stand::new();
     let ask = || {

@@ -167,7 +167,7 @@ mod tests {
             .output()
         {
             Ok(found) => String::from_utf8_lossy(&found.stdout).into_owned(),
-            Err(error) => return eprintln!("SKIPPED: blkid: {error}"),
+            Err(error) => return tombolo_testing::skip(format!("blkid: {error}")),
         };
         assert!(found.lines().any(|l| l == "LABEL=CIDATA") && found.lines().any(|l| l == "TYPE=vfat"), "{found}");
         assert!(write(&place, "web", &dir.path().join("absent"), None).is_err());

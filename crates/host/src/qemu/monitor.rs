@@ -90,8 +90,7 @@ mod tests {
     #[test]
     fn a_guest_that_obeys_its_power_button_turns_itself_off() {
         let Ok(qemu) = crate::qemu::probe::find() else {
-            eprintln!("SKIPPED: no qemu-system-x86_64");
-            return;
+            return tombolo_testing::skip("no qemu-system-x86_64");
         };
         let dir = tempfile::tempdir().unwrap();
         let (disk, console, socket) = (dir.path().join("disk"), dir.path().join("c"), dir.path().join("vm.qmp"));

@@ -233,15 +233,14 @@ mod tests {
                 let nonsense = runs_guest(&qemu.path, "no-such-accelerator", EMULATION_LIMIT).unwrap_err();
                 assert!(nonsense.contains("ended with 1"), "{nonsense}");
             }
-            Err(error) => eprintln!("SKIPPED emulation_runs_the_probe: {error}"),
+            Err(error) => tombolo_testing::skip(error),
         }
     }
 
     #[test]
     fn the_rom_is_what_its_source_says() {
         let (Some(clang), Some(objcopy)) = (which("clang"), which("objcopy")) else {
-            eprintln!("SKIPPED the_rom_is_what_its_source_says: needs clang and objcopy");
-            return;
+            return tombolo_testing::skip("it needs clang and objcopy");
         };
         let dir = tempfile::tempdir().unwrap();
         let (object, binary) = (dir.path().join("p.o"), dir.path().join("p.bin"));

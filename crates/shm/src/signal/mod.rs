@@ -258,7 +258,7 @@ mod tests {
             arrives_and_never_blocks(AIO);
             assert!(counters().by_io_uring >= before + 501);
         } else {
-            eprintln!("skipped: no io_uring here");
+            tombolo_testing::skip("no io_uring here");
         }
         let before = counters().by_helper;
         arrives_and_never_blocks(AIO | URING);
