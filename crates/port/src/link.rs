@@ -58,6 +58,12 @@ pub enum LinkError {
     /// A thread could not enter the namespace.
     #[error("entering a network namespace: {source}; that needs CAP_SYS_ADMIN over it")]
     Enter { source: Errno },
+    /// The system gave no thread for work in a namespace.
+    #[error(
+        "starting a thread that enters a network namespace: {source}; there are too many threads: raise `TasksMax=` of this \
+         program's unit, the limit of pids of its container, or `ulimit -u`"
+    )]
+    Thread { source: std::io::Error },
     /// A name that no interface can have.
     #[error("`{name}` cannot be the name of an interface: 1 to 15 bytes without `/` are expected")]
     Name { name: String },
@@ -115,44 +121,38 @@ impl Netns {
 
     /// What the kernel calls each of the namespaces (`SO_NETNS_COOKIE`): no other one of this boot has the same number, also after
     /// this one ended. `None` for one that cannot be entered, and for all before Linux 5.14. One thread visits all of them.
-    pub fn cookies(all: impl IntoIterator<Item = Option<Netns>> + Send) -> Vec<Option<u64>> {
+    ///
+    /// # Errors
+    /// [`LinkError::Thread`].
+    pub fn cookies(all: impl IntoIterator<Item = Option<Netns>> + Send) -> Result<Vec<Option<u64>>, LinkError> {
         let cookie = |netns: Option<Netns>| {
             move_into_link_name_space(netns?.as_fd(), Some(LinkNameSpaceType::Network)).ok()?;
             sys::netns_cookie(sys::netlink_socket(0).ok()?).ok()
         };
-        std::thread::scope(|scope| {
-            let asked = scope.spawn(|| all.into_iter().map(cookie).collect());
-            asked.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
+        apart(|| all.into_iter().map(cookie).collect())
     }
 
     /// A new namespace without a name: it goes away with the last descriptor, process or device in it.
     ///
     /// # Errors
-    /// The kernel's; needs `CAP_SYS_ADMIN`.
+    /// The kernel's; needs `CAP_SYS_ADMIN`. [`LinkError::Thread`].
     pub fn anonymous() -> Result<Netns, LinkError> {
-        std::thread::scope(|scope| {
-            let made = scope.spawn(|| {
-                sys::unshare_network().map_err(|source| LinkError::Enter { source })?;
-                Netns::open("/proc/thread-self/ns/net")
-            });
-            made.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
+        apart(|| {
+            sys::unshare_network().map_err(|source| LinkError::Enter { source })?;
+            Netns::open("/proc/thread-self/ns/net")
+        })?
     }
 
     /// Runs `work` in this namespace, on a thread of its own; processes that it starts are in it too.
     ///
     /// # Errors
-    /// [`LinkError::Enter`].
+    /// [`LinkError::Enter`], [`LinkError::Thread`].
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, LinkError> {
-        std::thread::scope(|scope| {
-            let done = scope.spawn(|| {
-                move_into_link_name_space(self.0.as_fd(), Some(LinkNameSpaceType::Network))
-                    .map_err(|source| LinkError::Enter { source })?;
-                Ok(work())
-            });
-            done.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
+        apart(|| {
+            move_into_link_name_space(self.0.as_fd(), Some(LinkNameSpaceType::Network))
+                .map_err(|source| LinkError::Enter { source })?;
+            Ok(work())
+        })?
     }
 
     /// Runs `work` in the namespace where there is one, else here.
@@ -162,6 +162,15 @@ impl Netns {
             None => Ok(work()),
         }
     }
+}
+
+/// Runs `work` on a thread of its own, since a thread that has entered a namespace stays there.
+fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, LinkError> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("netns".into()).spawn_scoped(scope, work);
+        let thread = thread.map_err(|source| LinkError::Thread { source })?;
+        Ok(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
 }
 
 impl AsFd for Netns {
@@ -696,10 +705,13 @@ mod tests {
 
     #[test]
     fn no_two_namespaces_have_one_cookie_though_one_has_the_inode_of_another() {
-        let (Ok(first), Ok(second)) = (Netns::anonymous(), Netns::anonymous()) else { return };
+        let (first, second) = match (Netns::anonymous(), Netns::anonymous()) {
+            (Ok(first), Ok(second)) => (first, second),
+            (Err(error), _) | (_, Err(error)) => return tombolo_testing::skip(error),
+        };
         let inode = |netns: &Netns| rustix::fs::fstat(netns).unwrap().st_ino;
         let [one, two, none, again] =
-            Netns::cookies([Some(first.clone()), Some(second), None, Some(first.clone())])[..]
+            Netns::cookies([Some(first.clone()), Some(second), None, Some(first.clone())]).unwrap()[..]
         else {
             panic!()
         };
@@ -710,7 +722,7 @@ mod tests {
         // The kernel gives the lowest free number, once it has cleaned up.
         for _ in 0..2000 {
             let next = Netns::anonymous().unwrap();
-            assert_ne!(Netns::cookies([Some(next.clone())]), [one]);
+            assert_ne!(Netns::cookies([Some(next.clone())]).unwrap(), [one]);
             if inode(&next) == was {
                 return;
             }
@@ -718,9 +730,41 @@ mod tests {
         }
     }
 
+    /// The kernel counts the threads of a user, but root's. The child of this test is another user, who may have one.
+    #[test]
+    fn without_a_thread_to_enter_a_namespace_there_is_an_error_and_no_panic() {
+        const CHILD: &str = "TOMBOLO_TEST_ONE_THREAD";
+        if std::env::var_os(CHILD).is_none() {
+            if !rustix::process::geteuid().is_root() {
+                return tombolo_testing::skip("it takes root to become another user");
+            }
+            let name = std::thread::current().name().unwrap().to_string();
+            // Open now: the other user may have no way to the file.
+            let program = std::fs::File::open(std::env::current_exe().unwrap()).unwrap();
+            let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&program));
+            rustix::io::fcntl_setfd(&program, rustix::io::FdFlags::empty()).unwrap();
+            let mut child = std::process::Command::new("prlimit");
+            child.args(["--nproc=1", &path, "--exact", &name, "--nocapture"]).env(CHILD, "1");
+            std::os::unix::process::CommandExt::uid(&mut child, 4_000_000_016);
+            let done = child.output().unwrap();
+            let said = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+            assert!(done.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let here = Netns::open("/proc/thread-self/ns/net").unwrap();
+        let no_thread = |error| matches!(error, LinkError::Thread { .. });
+        assert!(no_thread(here.run(|| ()).unwrap_err()));
+        assert!(no_thread(Netns::anonymous().unwrap_err()));
+        let error = Netns::cookies([Some(here)]).unwrap_err();
+        assert!(error.to_string().contains("TasksMax="), "{error}");
+    }
+
     #[test]
     fn routes_come_and_an_interface_goes() {
-        let Ok(netns) = Netns::anonymous() else { return };
+        let netns = match Netns::anonymous() {
+            Ok(netns) => netns,
+            Err(error) => return tombolo_testing::skip(error),
+        };
         let config =
             crate::tap::TapConfig { netns: Some(netns.clone()), persist: true, ..crate::tap::TapConfig::new("t") };
         crate::tap::make(&config).unwrap();

@@ -93,6 +93,8 @@ fn inode(path: &Path) -> Option<(u64, u64)> {
 fn identities<'p>(paths: impl Iterator<Item = &'p Path> + Clone + Send) -> Vec<Option<Identity>> {
     let inodes: Vec<_> = paths.clone().map(inode).collect();
     let cookies = Netns::cookies(paths.map(|path| Netns::open(&path.to_string_lossy()).ok()));
+    // Without a thread that could ask, the inodes decide.
+    let cookies = cookies.unwrap_or_else(|_| vec![None; inodes.len()]);
     inodes.into_iter().zip(cookies).map(|(inode, cookie)| Some(Identity { inode: inode?, cookie })).collect()
 }
 
