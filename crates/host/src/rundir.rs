@@ -577,6 +577,14 @@ impl RunDir {
         dir
     }
 
+    /// For tests: one in a folder of the test's own.
+    #[cfg(test)]
+    pub(crate) fn of_test(folder: &Path) -> RunDir {
+        let lock = File::create(folder.join("lock")).unwrap();
+        let (path, state) = (folder.to_path_buf(), folder.join("state"));
+        RunDir { path, state, lock, owner: Owner::default(), leftover: None, unwritten: None }
+    }
+
     /// Takes the directory over from a daemon that handed its lock over. That daemon holds it too, until it ends.
     pub fn inherit(fabric: &str, file: &Path, lock: OwnedFd) -> Result<RunDir, RunDirError> {
         let path = runtime_root()?.join(fabric);

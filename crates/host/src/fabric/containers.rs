@@ -25,8 +25,13 @@
 //!   create a pod. So it has no more rights than that of a DHCP client. The file's author may choose
 //!   any name.
 //!
+//! - What looks at a namespace while the fabric runs does so on a thread of its own, without the lock of [`Running`]. An
+//!   addition opens the namespace under the lock: the plugin has opened it before, and waits instead of the daemon if
+//!   the path leads to a file system that does not answer.
+//!
 //! # Limits
-//! The namespace of a container that dies without DEL is there for up to two seconds.
+//! The namespace of a container that dies without DEL is there for up to two seconds. If a path leads to a file system that
+//! stops to answer later, the ends of all containers wait for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
@@ -43,7 +48,6 @@ use tombolo_switch::gateway::{LeaseRecord, is_reserved};
 use super::{FabricError, Running, Say};
 use crate::config::Document;
 use crate::file::{Contained, Fabric, Mac, Tap, Target};
-use crate::plan::PortPlan;
 use crate::preflight::HostFault;
 use crate::rundir::{ContainerPlace, RunDir};
 
@@ -144,6 +148,23 @@ fn interface(netns: Option<&str>, device: &str) -> Option<Interface> {
     Interface::open(netns.as_ref(), device).ok()
 }
 
+/// Whether what is in a container's namespace now is what its port had, as far as it was noted. The error says what is there
+/// instead. It may wait for the file system that the path leads to.
+pub(super) fn check_place(place: &ContainerPlace) -> Result<(), String> {
+    if identity(&place.netns) != Some(Identity::of(place)) {
+        return Err(format!("the namespace at {} is not that of its container any more", place.netns.display()));
+    }
+    let Some((index, (device, _))) = place.index.zip(place.tap.as_ref()) else { return Ok(()) };
+    match interface(Some(&place.netns.to_string_lossy()), device).map(|link| link.index()) {
+        Some(Ok(found)) if found == index => Ok(()),
+        Some(Ok(found)) => Err(format!(
+            "interface {device} of the container is another one than it was given: expected index {index}, found {found}; \
+             delete the container's network and add it again"
+        )),
+        _ => Err(format!("the container has no interface {device}")),
+    }
+}
+
 /// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it stays.
 fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
     let is_same = || identity(&place.netns) == Some(Identity::of(place));
@@ -229,24 +250,6 @@ impl Running {
         let index = link.as_ref().and_then(|link| link.index().ok());
         let tap = link.and_then(|link| Some((link.name().to_string(), link.mac().ok()?)));
         ContainerPlace { netns, inode: found.inode, cookie: found.cookie, tap, index }
-    }
-
-    /// Whether what is in a container's namespace now is what its port had, as far as it was noted. The error says what is
-    /// there instead.
-    pub(super) fn check_place(&self, plan: &PortPlan) -> Result<(), String> {
-        let Some(place) = self.containers.get(&plan.name) else { return Ok(()) };
-        if identity(&place.netns) != Some(Identity::of(place)) {
-            return Err(format!("the namespace at {} is not that of its container any more", place.netns.display()));
-        }
-        let Some((index, (device, _))) = place.index.zip(place.tap.as_ref()) else { return Ok(()) };
-        match interface(Some(&place.netns.to_string_lossy()), device).map(|link| link.index()) {
-            Some(Ok(found)) if found == index => Ok(()),
-            Some(Ok(found)) => Err(format!(
-                "interface {device} of the container is another one than it was given: expected index {index}, found \
-                 {found}; delete the container's network and add it again"
-            )),
-            _ => Err(format!("the container has no interface {device}")),
-        }
     }
 
     /// Whether a fault of this machine is about a container: its port is parked, or its forward takes the place of another.
@@ -367,9 +370,14 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
             running.note_containers();
         }
         let Some(running) = me.upgrade() else { return };
-        let mut running = running.lock().await;
-        if !running.applying {
-            running.try_parked(Instant::now());
+        let due = running.lock().await.parked_that_are_due(Instant::now());
+        drop(running);
+        for (plan, place) in due {
+            let noted = place.clone();
+            let check = move || noted.as_ref().map_or(Ok(()), check_place);
+            let Ok(checked) = tokio::task::spawn_blocking(check).await else { continue };
+            let Some(running) = me.upgrade() else { return };
+            running.lock().await.try_parked(&plan, place.as_ref(), checked, Instant::now());
         }
     }
 }

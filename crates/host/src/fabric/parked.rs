@@ -11,11 +11,14 @@
 //!   the API fails instead, so that the runtime is told.
 //! - A parked port holds nothing of the namespace.
 //! - It is replaced once the real one is open: until then its addresses stay taken.
+//! - It is tried again until it is attached or removed, whatever fails: also while its worker takes no port.
+//! - What is in the namespace is looked at without the lock of [`Running`].
 //!
 //! # Limits
 //! A try takes a few system calls of the control plane's time, every 30 s for each parked port
 //! once it has failed six times.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use tombolo_switch::Nanos;
@@ -26,13 +29,28 @@ use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
 
 use super::backoff::Backoff;
 use super::events::{Facts as Told, Kind};
+use super::ports::{NOWHERE, RunningPort};
 use super::{FabricError, Running};
 use crate::plan::{Attachment, PortPlan};
+use crate::rundir::ContainerPlace;
+
+/// Why a port is parked, for the control plane, and for the worker that tells it.
+#[derive(Clone)]
+struct Why(Arc<Mutex<String>>);
+
+impl Why {
+    fn new(text: &str) -> Why {
+        Why(Arc::new(Mutex::new(text.into())))
+    }
+
+    fn text(&self) -> MutexGuard<'_, String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 /// That a port is parked, and when it is tried again.
-#[derive(Clone)]
 pub(crate) struct Parked {
-    why: String,
+    why: Why,
     backoff: Backoff,
     again_at: Instant,
 }
@@ -41,7 +59,13 @@ pub(crate) struct Parked {
 struct ParkedPort {
     kind: &'static str,
     mtu: u32,
-    why: String,
+    why: Why,
+}
+
+impl ParkedPort {
+    fn of(plan: &PortPlan, why: &Why) -> Box<ParkedPort> {
+        Box::new(ParkedPort { kind: kind_of(plan), mtu: plan.mtu.into(), why: why.clone() })
+    }
 }
 
 impl Port for ParkedPort {
@@ -76,7 +100,7 @@ impl Port for ParkedPort {
     fn disarm(&mut self) {}
     fn reset(&mut self, _: &Fault) {}
     fn details(&self) -> Details {
-        let hint = format!("it is parked, since it cannot be attached, and is tried again: {}", self.why);
+        let hint = format!("it is parked, since it cannot be attached, and is tried again: {}", self.why.text());
         vec![("state", "parked".to_string().into()), ("hint", hint.into())]
     }
 }
@@ -105,7 +129,11 @@ impl Running {
     fn park(&mut self, plan: &PortPlan, why: &str) -> Result<(), FabricError> {
         let (mut backoff, now) = (Backoff::CONTAINER, Instant::now());
         let again_at = now + backoff.failed(now, now);
-        self.put_parked(plan, Parked { why: why.into(), backoff, again_at })?;
+        let parked = Parked { why: Why::new(why), backoff, again_at };
+        let (worker, token) = self.hand_to_worker(plan, ParkedPort::of(plan, &parked.why))?;
+        let parked = Some(parked);
+        let port = RunningPort { plan: plan.clone(), worker, token, passt: None, directory: None, parked };
+        self.ports.insert(plan.name.clone(), port);
         let text = format!("port {} is parked: it cannot be attached, and is tried again", plan.name);
         (self.say)(&format!("{text}: {why}"));
         let facts = Told::of(&plan.name).network(&plan.network).cause(why);
@@ -113,43 +141,54 @@ impl Running {
         Ok(())
     }
 
-    fn put_parked(&mut self, plan: &PortPlan, parked: Parked) -> Result<(), FabricError> {
-        let port = ParkedPort { kind: kind_of(plan), mtu: plan.mtu.into(), why: parked.why.clone() };
-        self.hand_to_worker(plan, Box::new(port))?;
-        if let Some(port) = self.ports.get_mut(&plan.name) {
-            port.parked = Some(parked);
+    /// The parked ports whose time has come, and what was noted of their namespaces. They are looked at without the lock
+    /// that protects this ([`super::containers::check_place`]).
+    pub(super) fn parked_that_are_due(&self, now: Instant) -> Vec<(PortPlan, Option<ContainerPlace>)> {
+        if self.applying {
+            return vec![];
         }
-        Ok(())
+        let due = self.ports.values().filter(|port| port.parked.as_ref().is_some_and(|parked| parked.again_at <= now));
+        due.map(|port| (port.plan.clone(), self.containers.get(&port.plan.name).cloned())).collect()
     }
 
-    /// Tries the parked ports again whose time has come.
-    pub(super) fn try_parked(&mut self, now: Instant) {
-        let due = |port: &&super::RunningPort| port.parked.as_ref().is_some_and(|parked| parked.again_at <= now);
-        let due: Vec<PortPlan> = self.ports.values().filter(due).map(|port| port.plan.clone()).collect();
-        for plan in due {
-            let parked = self.ports.get(&plan.name).and_then(|port| port.parked.clone());
-            let Err(error) = self.add_port(&plan) else {
+    /// Tries a parked port again. `checked` is what a look at `place` has found.
+    pub(super) fn try_parked(
+        &mut self,
+        plan: &PortPlan,
+        place: Option<&ContainerPlace>,
+        checked: Result<(), String>,
+        now: Instant,
+    ) {
+        // It may have been removed, and added again, during the look.
+        let is_it = self.ports.get(&plan.name).is_some_and(|port| port.parked.is_some() && port.plan == *plan);
+        if self.applying || !is_it || self.containers.get(&plan.name) != place {
+            return;
+        }
+        let why = match checked.map(|()| self.add_checked_port(plan)) {
+            Ok(Ok(())) => {
                 let text = format!("port {} is attached again", plan.name);
                 self.events.add(Kind::Recovery, Told::of(&plan.name).network(&plan.network), &text);
                 self.note_containers();
-                continue;
-            };
-            let Some(mut parked) = parked else { continue };
-            let why = match error {
-                FabricError::Port { why, .. } => why,
-                other => other.to_string(),
-            };
-            parked.again_at = now + parked.backoff.failed(now, now);
-            match self.ports.get_mut(&plan.name) {
-                Some(port) if why == parked.why => port.parked = Some(parked),
-                // Its status tells the reason of now.
-                _ => {
-                    self.drop_port(&plan.name);
-                    if let Err(error) = self.put_parked(&plan, Parked { why, ..parked }) {
-                        (self.say)(&format!("port {}: {error}", plan.name));
-                    }
-                }
+                return;
             }
+            Ok(Err(FabricError::Port { why, .. })) | Err(why) => why,
+            Ok(Err(other)) => other.to_string(),
+        };
+        let Some(port) = self.ports.get_mut(&plan.name) else { return };
+        let token = port.token;
+        let Some(parked) = &mut port.parked else { return };
+        parked.again_at = now + parked.backoff.failed(now, now);
+        *parked.why.text() = why;
+        if token != NOWHERE {
+            return;
+        }
+        let stand_in = ParkedPort::of(plan, &parked.why);
+        match self.hand_to_worker(plan, stand_in) {
+            Ok((worker, token)) => {
+                self.ports.entry(plan.name.clone()).and_modify(|port| (port.worker, port.token) = (worker, token));
+            }
+            // The next try is one for this, too.
+            Err(error) => (self.say)(&format!("port {} is in no worker, and is tried again: {error}", plan.name)),
         }
     }
 
@@ -159,5 +198,95 @@ impl Running {
 
     pub(super) fn is_parked(&self, name: &str) -> bool {
         self.ports.get(name).is_some_and(|port| port.parked.is_some())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, AsRawFd};
+    use std::path::{Path, PathBuf};
+    use std::time::Duration;
+
+    use tombolo_port::link::Netns;
+    use tombolo_port::tap::{TapConfig, make};
+
+    use super::*;
+    use crate::plan::{self, Facts};
+    use crate::rundir::RunDir;
+
+    const LATER: Duration = Duration::from_secs(3600);
+
+    #[test]
+    fn a_parked_port_is_tried_again_though_its_worker_has_ended_and_is_attached_by_the_next() {
+        let netns = match Netns::anonymous() {
+            Ok(netns) => netns,
+            Err(error) => return tombolo_testing::skip(error),
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let text = format!(
+            "name = \"demo\"\n[network.lan]\n[tap.pod]\nadopt = true\ndevice = \"eth0\"\n\
+             netns = \"/proc/self/fd/{}\"\nmac = \"02:00:00:00:00:07\"\nguard = \"mac\"\n\
+             container = \"pods/a/eth0\"\n",
+            netns.as_fd().as_raw_fd()
+        );
+        let mut spec = crate::file::parse(&text, Path::new("/x/demo.toml")).unwrap();
+        spec.networks[0].gateway = None;
+        let none = || Err("not asked".to_string());
+        let facts = Facts {
+            qemu: Err("not asked".into()),
+            kvm: none(),
+            xl: Err("not asked".into()),
+            runtime: folder.path().into(),
+            tsc: None,
+        };
+        let plan = plan::plan(&spec, &facts).unwrap().ports.remove(0);
+        let (worker, network) = (spec.workers[0].clone(), spec.networks[0].clone());
+        let dir = RunDir::of_test(folder.path());
+        let mut running = Running::new(spec, PathBuf::new(), dir, facts, std::sync::Arc::new(|_| ()));
+        running.start_worker(worker.clone()).unwrap();
+        running.start_network(&network).unwrap();
+        // The device is not there yet.
+        running.add_port_or_park(&plan).unwrap();
+        assert!(running.is_parked("pod") && running.parked_that_are_due(Instant::now()).is_empty());
+        let reason = |running: &Running| running.ports["pod"].parked.as_ref().unwrap().why.text().clone();
+        assert!(reason(&running).contains("eth0"), "{}", reason(&running));
+        let tap = TapConfig {
+            netns: Some(netns.clone()),
+            persist: true,
+            mac: Some([2, 0, 0, 0, 0, 7]),
+            ..TapConfig::new("eth0")
+        };
+        make(&tap).unwrap();
+        running.workers[0].thread.handle().stop().unwrap();
+        let mut now = Instant::now();
+        for checked in [Ok(()), Err("it is another one".to_string()), Ok(())] {
+            now += LATER;
+            assert_eq!(running.parked_that_are_due(now), [(plan.clone(), None)]);
+            running.try_parked(&plan, None, checked, now);
+            assert!(running.is_parked("pod") && running.parked_that_are_due(now).is_empty());
+        }
+        assert!(reason(&running).contains("worker has ended"), "{}", reason(&running));
+        // As an apply gives a network another worker.
+        running.workers.clear();
+        running.networks.clear();
+        running.start_worker(worker).unwrap();
+        running.start_network(&network).unwrap();
+        running.try_parked(&plan, None, Err("it is another one".into()), now + LATER);
+        let there = |running: &Running| {
+            let status = running.workers[0].thread.handle().status().unwrap();
+            status.ports.iter().map(|port| (port.name.to_string(), port.details.clone())).collect::<Vec<_>>()
+        };
+        let parked = there(&running);
+        assert!(
+            matches!(&parked[..], [(name, details)] if name == "pod" && format!("{details:?}").contains("it is another one")),
+            "{parked:?}"
+        );
+        running.try_parked(&plan, None, Ok(()), now + 2 * LATER);
+        assert!(!running.is_parked("pod"));
+        let attached = there(&running);
+        assert!(
+            matches!(&attached[..], [(name, details)] if name == "pod" && !format!("{details:?}").contains("parked")),
+            "{attached:?}"
+        );
     }
 }

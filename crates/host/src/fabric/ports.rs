@@ -14,14 +14,18 @@ use tombolo_port::vxlan::{Directory, VxlanConfig, VxlanPort};
 use tombolo_port::xen::{XenConfig, XenPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::port::{HandOver, Port};
-use tombolo_switch::wait::Token;
+use tombolo_switch::wait::{CONTROL, Token};
 use tombolo_switch::worker::Restart;
 
+use super::containers::check_place;
 use super::parked::Parked;
 use super::passt::Passt;
 use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file;
 use crate::plan::{self, Attachment, PortGuard, PortPlan};
+
+/// The token of a port that no worker has. It is none that a worker gives, so it names no other port.
+pub(super) const NOWHERE: Token = CONTROL;
 
 /// A port that a worker runs.
 pub(crate) struct RunningPort {
@@ -101,24 +105,28 @@ impl Running {
         PortSettings { guard, mac_limit: None, storm, rates, labels: plan.labels(), vlans: vlans.clone(), marking }
     }
 
-    /// Hands a port that is open to the worker of its network, as the planned one.
-    pub(super) fn hand_to_worker(&mut self, plan: &PortPlan, port: Box<dyn Port>) -> Result<(), FabricError> {
+    /// Hands a port that is open to the worker of its network, as the planned one. Its token there.
+    pub(super) fn hand_to_worker(&self, plan: &PortPlan, port: Box<dyn Port>) -> Result<(usize, Token), FabricError> {
         let fail = error(plan);
         let (worker, running) = self.worker_of(&plan.network).ok_or_else(|| fail(&"its network has no worker"))?;
         let net = self.networks.get(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
         let reserved = running.thread.handle().reserve()?;
         let token = reserved.token();
         running.thread.handle().add_port(reserved, net.id, &plan.name, port, self.settings_of(plan))?;
-        let plan = plan.clone();
-        let running = RunningPort { plan, worker, token, passt: None, directory: None, parked: None };
-        self.ports.insert(running.plan.name.clone(), running);
-        Ok(())
+        Ok((worker, token))
     }
 
-    /// Opens a planned port and hands it to its network's worker. It takes the place of the same port that is parked.
+    /// Opens a planned port and hands it to its network's worker. One of a container has to be what was noted of it.
     pub(crate) fn add_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
+        if let Some(place) = self.containers.get(&plan.name) {
+            check_place(place).map_err(|why| error(plan)(&why))?;
+        }
+        self.add_checked_port(plan)
+    }
+
+    /// As [`Running::add_port`], where the container was looked at. It takes the place of the same port that is parked.
+    pub(super) fn add_checked_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
         let fail = error(plan);
-        self.check_place(plan).map_err(|why| fail(&why))?;
         // Ports of a vhost-user frontend take it themselves.
         let own = matches!(plan.attachment, Attachment::VhostUser { .. });
         let handed = if own { None } else { self.take_port(&plan.name) };
@@ -150,8 +158,9 @@ impl Running {
                 return Err(error);
             }
         }
-        if let (Err(_), true) = (&added, parked) {
-            self.ports.remove(&plan.name);
+        if let (Err(_), Some(port)) = (&added, self.ports.get_mut(&plan.name).filter(|_| parked)) {
+            // The one that was parked has left the worker.
+            port.token = NOWHERE;
         }
         added?;
         let watched = passt.as_ref().map(|p| p.process.id());
