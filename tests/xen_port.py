@@ -4,10 +4,12 @@ One boot goes through all of it, since each takes half a minute. An emulated Xen
 asserts a speed.
 """
 
+import base64
 import contextlib
 import json
 import random
 import re
+import struct
 import time
 
 from lib import scratch, timeout
@@ -15,9 +17,14 @@ from lib.process import until
 from lib.xen import PATTERN, XenHost, fabric_files, linux_guest, linux_init, sha256, xl_config
 
 HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
-CELL_MAC, LINUX_MAC = "00:16:3e:00:00:20", "00:16:3e:00:00:21"
+CELL_MAC, LINUX_MAC, TRUNK_MAC = "00:16:3e:00:00:20", "00:16:3e:00:00:21", "00:16:3e:00:00:22"
+# VLAN 10 of a second network: dom0 has it by an access port, Linux by a trunk to its second device.
+TAGGED_HOST, TAGGED_LINUX = "10.88.0.3", "10.88.0.21"
+# Sources that the guards do not let pass.
+FORGED, FORGED_MAC = "10.87.0.99", "02:00:00:00:00:99"
 # What Linux serves, and what it fetches again and again from dom0 and from the cell.
 DATA, UP = (random.Random(seed).randbytes(3_000_000) for seed in (1, 2))
+CAPTURED = random.Random(3).randbytes(40_000)
 FETCHED = 300_007
 
 FABRIC = f"""
@@ -25,27 +32,61 @@ name = "xen"
 [network.lan]
 subnet = "10.87.0.0/24"
 [tap.host]
+network = "lan"
 ip = "{HOST}"
 [port.web]
 kind = "xen"
+network = "lan"
 mac = "{CELL_MAC}"
 ip = "{CELL}"
 [port.guest]
 kind = "xen"
+network = "lan"
 domain = "linux"
 queues = 2
 mac = "{LINUX_MAC}"
 ip = "{LINUX}"
+[network.tags]
+subnet = "10.88.0.0/24"
+[tap.tags]
+network = "tags"
+ip = "{TAGGED_HOST}"
+vlan = 10
+[port.trunk]
+kind = "xen"
+network = "tags"
+domain = "linux"
+vif = 1
+mac = "{TRUNK_MAC}"
+ip = "{TAGGED_LINUX}"
+trunk = [10, 20]
 """
 
 # What process 1 of the Linux guest does. A cell that is destroyed closes no connection, so each fetch has a limit.
-INIT = linux_init(f"""ip link set eth0 up
-udhcpc -q -t 100 -T 1 -i eth0 -s /udhcpc
+INIT = linux_init(f"""device() {{
+    until found=$(grep -l $1 /sys/class/net/eth*/address); do usleep 10000; done
+    found=${{found%/address}}
+    echo ${{found##*/}}
+}}
+lan=$(device {LINUX_MAC}) trunk=$(device {TRUNK_MAC})
+ip link set $lan up
+udhcpc -q -t 100 -T 1 -i $lan -s /udhcpc
+ip link set $trunk up
+ip link add link $trunk name tagged type vlan id 10
+ip addr add {TAGGED_LINUX}/24 dev tagged
+ip link set tagged up
+ip addr add {FORGED}/32 dev $lan
+ip link add link $trunk name forged type vlan id 20
+ip link set forged address {FORGED_MAC}
+ip addr add 10.89.0.1/24 dev forged
+ip link set forged up
 httpd -h /www
 while :; do
-    for from in {HOST}/up {CELL}/bytes/{FETCHED}; do
+    for from in {HOST}/up {CELL}/bytes/{FETCHED} {TAGGED_HOST}/up; do
         echo "fetched $from $(timeout 10 wget -q -O - http://$from | sha256sum)"
     done
+    ping -c 1 -W 1 -I {FORGED} {HOST}
+    ping -c 1 -W 1 10.89.0.2
     for queue in $(awk '/-q[0-9]+-[rt]x/ {{ print $NF "=" $2 + $3 }}' /proc/interrupts); do
         echo "events of $queue"
     done
@@ -59,12 +100,14 @@ def pattern(size):
 
 @contextlib.contextmanager
 def host():
-    ramdisk, kernel = linux_guest(INIT, {"data": DATA})
+    ramdisk, kernel = linux_guest(INIT, {"data": DATA, "captured": CAPTURED}, modules=("xen_netfront", "8021q"))
     files = fabric_files(FABRIC) | {"domu/kernel": kernel, "domu/ramdisk": ramdisk, "www/up": UP}
-    files["domu/web.cfg"] = xl_config("web", CELL_MAC, 32, "/cells/httpd", line="verbose").encode()
+    # Xen 4.17 does not restore a domain with 32 MiB.
+    files["domu/web.cfg"] = xl_config("web", CELL_MAC, 64, "/cells/httpd", line="verbose").encode()
     # A queue for each processor, as its driver does.
-    files["domu/linux.cfg"] = xl_config("linux", LINUX_MAC, 160, ramdisk="/domu/ramdisk", more=["vcpus=2"]).encode()
-    with scratch() as folder, XenHost(folder, ["httpd"], files) as xen:
+    more = ["vcpus=2", f"vif={[f'mac={mac},script=/bin/true' for mac in (LINUX_MAC, TRUNK_MAC)]}"]
+    files["domu/linux.cfg"] = xl_config("linux", None, 160, ramdisk="/domu/ramdisk", more=more).encode()
+    with scratch() as folder, XenHost(folder, ["httpd"], files, memory_mib=704) as xen:
         try:
             print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
             yield xen
@@ -73,9 +116,13 @@ def host():
             raise
 
 
+def status(xen):
+    # The console of an emulated machine takes a millisecond for each line.
+    return json.loads(xen.run("tombolo status --json | tr -s ' ' | tr -d '\\n'").text)
+
+
 def port(xen, name):
-    status = json.loads(xen.run("tombolo status --json").text)
-    return next(port for port in status["ports"] if port["name"] == name)
+    return next(port for port in status(xen)["ports"] if port["name"] == name)
 
 
 def fetch(xen, address, path, want, meanwhile=lambda: None):
@@ -88,9 +135,9 @@ def fetch(xen, address, path, want, meanwhile=lambda: None):
 
 def fetched(xen):
     """What Linux has fetched so far, by where from; each with the right content, or none while the other end was away."""
-    found = {HOST: 0, CELL: 0}
+    found = {HOST: 0, CELL: 0, TAGGED_HOST: 0}
     for address, digest in re.findall(r"fetched ([\d.]+)/\S+ ([0-9a-f]{64})", xen.console("linux")):
-        want = sha256(UP) if address == HOST else sha256(pattern(FETCHED))
+        want = sha256(pattern(FETCHED)) if address == CELL else sha256(UP)
         found[address] += digest == want
     return found
 
@@ -101,14 +148,75 @@ def rings_used(xen):
 
 
 def fetches_more(xen):
-    """Linux fetches from both another time, with the right content."""
+    """Linux fetches from each another time, with the right content."""
     before = fetched(xen)
-    until("Linux fetches both another time", lambda: all(fetched(xen)[a] > before[a] for a in before), 300, 0.5)
+    until("Linux fetches from each another time", lambda: all(fetched(xen)[a] > before[a] for a in before), 300, 0.5)
 
 
 def answers(xen, address):
     until(f"an answer of {address}", lambda: xen.ping(address, 1, seconds=2) == 1.0)
     assert xen.ping(address, 5, seconds=40) == 1.0
+
+
+def frames_of(data):
+    """The frames of a pcapng file; its last block may not be whole yet."""
+    at, frames = 0, []
+    while at + 8 <= len(data):
+        kind, length = struct.unpack_from("<II", data, at)
+        if at + length > len(data):
+            break
+        if kind == 6:  # an enhanced packet block
+            _, _, _, kept, whole = struct.unpack_from("<IIIII", data, at + 8)
+            assert kept == whole, "frames are whole"
+            frames.append(data[at + 28 : at + 28 + kept])
+        at += length
+    return frames
+
+
+def captured(xen, name, expression, meanwhile, is_enough):
+    """The frames of a port of which the expression is true, from before `meanwhile` happens until they are enough."""
+    xen.run("rm -f /tmp/frames")
+    xen.run(f"tombolo capture {name} --filter '{expression}' -w /tmp/frames >/dev/null 2>&1 & echo $! >/tmp/capture.pid")
+    # Its header: the capture has begun.
+    until("the capture's file", lambda: not xen.run("[ -s /tmp/frames ]", check=False).code)
+    meanwhile()
+    read = lambda: frames_of(base64.b64decode(xen.run("base64 /tmp/frames", 120).text))
+    frames = until("enough is captured", lambda: is_enough(found := read()) and found, 60, 0.5)
+    xen.run("kill $(cat /tmp/capture.pid)")
+    return frames
+
+
+def is_guarded(xen, source, destination, address, expression):
+    """Frames of which the expression is true come from the guest of the one port, go no further, and are counted."""
+    before = guarded(xen, source)
+
+    def meanwhile():
+        xen.run(f"timeout 120 tombolo capture {source} --filter '{expression}' --count 2 -w /dev/null", 150)
+        # The capture of the other port has come so far when it has this.
+        assert xen.ping(address, 1, size=777, seconds=20) == 1.0
+
+    frames = captured(xen, destination, f"{expression} or greater 819 and less 819", meanwhile, is_enough=bool)
+    assert {len(frame) for frame in frames} == {14 + 20 + 8 + 777}, frames
+    assert guarded(xen, source) >= before + 2
+
+
+def stream(frames):
+    """What the TCP segments carry, put together by their sequence numbers."""
+    parts, first = {}, 0
+    for frame in frames:
+        tcp = 14 + (frame[14] & 15) * 4
+        end = 14 + struct.unpack_from("!H", frame, 16)[0]
+        sequence, flags = struct.unpack_from("!I", frame, tcp + 4)[0], frame[tcp + 13]
+        payload = frame[tcp + (frame[tcp + 12] >> 4) * 4 : end]
+        if flags & 2:
+            first = sequence + 1
+        parts[sequence + (flags >> 1 & 1)] = payload
+    data = b""
+    for sequence, payload in sorted((((sequence - first) % (1 << 32)), payload) for sequence, payload in parts.items()):
+        if sequence > len(data):
+            break
+        data = data[:sequence] + payload + data[sequence + len(payload) :]
+    return data
 
 
 def reached(xen, what):
@@ -121,13 +229,25 @@ def channels(xen):
 
 def killed(xen):
     """kill -9 of the daemon, and another one."""
-    pid = json.loads(xen.run("tombolo status --json").text)["pid"]
-    xen.run(f"kill -9 {pid}")
+    xen.run(f"kill -9 {status(xen)['pid']}")
     up(xen)
 
 
 def up(xen, more=""):
     xen.run(f"tombolo up -d {more} /tombolo.toml", 120)
+
+
+def guarded(xen, name):
+    """Frames that the guard of a port dropped."""
+    return port(xen, name)["counters"]["rx_drops"].get("guard", 0)
+
+
+def save_and_restore(xen):
+    before = port(xen, "web")["counters"]["rx_bytes"]
+    until("the download runs", lambda: port(xen, "web")["counters"]["rx_bytes"] > before + 1_000_000, 60, 0.05)
+    xen.run("xl save web /tmp/image >/dev/null 2>&1", 120)
+    assert xen.state("web") is None
+    xen.run("xl restore /tmp/image >/dev/null 2>&1 && rm /tmp/image", 120)
 
 
 def nothing_is_left(xen):
@@ -138,7 +258,7 @@ def nothing_is_left(xen):
 
 @timeout(1200)
 def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
-    """Content both ways for both guests; the daemon killed and replaced under downloads; devices detached and attached, a domain destroyed under traffic; nothing left."""
+    """Content both ways for both guests, also with VLAN tags; captured; forged sources dropped; the daemon killed and replaced under downloads, a domain saved and restored; devices detached and attached, a domain destroyed under traffic; nothing left."""
     with host() as xen:
         refused = xen.run("tombolo up -d /tombolo.toml", 120, check=False)
         assert refused.code and "rmmod xen-netback" in refused.text, refused.text
@@ -152,6 +272,7 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
             xen.run(f"xl create -q /domu/{name}.cfg", 120)
         xen.wait_console("web", f"net up {CELL}/24", 300)
         xen.wait_console("linux", f"@net up {LINUX}/24", 300)
+        assert not xen.run("ip addr show tags | grep -F 10.88.0.3", check=False).code
         reached(xen, "both guests have their leases")
         for address in (CELL, LINUX):
             assert xen.ping(address, 10, seconds=40) == 1.0
@@ -171,14 +292,42 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
 
         reached(xen, "content both ways")
 
+        # Linux has tagged frames by its second device, and takes them only with their checksums and in segments. dom0's kernel
+        # gives them without either.
+        fetch(xen, TAGGED_LINUX, "data", sha256(DATA))
+        assert port(xen, "trunk")["counters"]["software_segments"] > 1000, port(xen, "trunk")["counters"]
+        reached(xen, "tagged frames both ways")
+
+        # A capture at the port of the Xen guest has what went to it and what came, whole and uncut.
+        at_80 = f"tcp src port 80 and src host {LINUX} or tcp dst port 80 and dst host {LINUX}"
+        end = b"\r\n\r\n" + CAPTURED
+        from_linux = lambda frames: [frame for frame in frames if frame[6:12].hex(":") == LINUX_MAC]
+        frames = captured(
+            xen, "guest", at_80, lambda: fetch(xen, LINUX, "captured", sha256(CAPTURED)), lambda frames: stream(from_linux(frames)).endswith(end)
+        )
+        came = from_linux(frames)
+        assert {frame[:6].hex(":") for frame in frames if frame not in came} == {LINUX_MAC}, "what went to it"
+        assert max(map(len, came)) > 1514, "Linux's frames were cut before they were captured"
+
+        # The guards let no forged address pass, of IPv4 or of Ethernet.
+        is_guarded(xen, "guest", "host", LINUX, f"src host {FORGED}")
+        is_guarded(xen, "trunk", "tags", TAGGED_LINUX, f"ether src {FORGED_MAC}")
+        reached(xen, "captured and guarded")
+
         # The guests keep their links and connections when the daemon is killed, and when another takes over.
-        fetch(xen, CELL, "bytes/8000009", sha256(pattern(8_000_009)), meanwhile=lambda: killed(xen))
+        fetch(xen, CELL, "bytes/20000009", sha256(pattern(20_000_009)), meanwhile=lambda: killed(xen))
         # Much of it came through the daemon that followed.
         assert port(xen, "web")["counters"]["rx_bytes"] > 1_000_000
         fetch(xen, LINUX, "data", sha256(DATA), meanwhile=lambda: up(xen, "--replace"))
         fetches_more(xen)
         assert "gone" not in xen.console("web"), "the cell has noticed the daemon's end"
         reached(xen, "two daemons later")
+
+        # A domain is saved and restored while a download runs, which goes on.
+        fetch(xen, CELL, "bytes/30000001", sha256(pattern(30_000_001)), meanwhile=lambda: save_and_restore(xen))
+        assert xen.console("web").count("restored") == 1
+        fetches_more(xen)
+        reached(xen, "saved and restored under a download")
 
         # The toolstack takes the device away and gives it back.
         xen.run("xl network-detach web 0", 120)
