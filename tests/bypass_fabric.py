@@ -216,7 +216,7 @@ def test_a_network_with_a_bypass_and_an_interface_of_the_host_is_replaced_under_
 
                 first = taken()
                 until("frames past the kernel", lambda f=first: all(taken()[name] > f[name] + 20 for name in f))
-            # One socket each, seen from the other side as one source: no connection was made anew.
+            # One socket each, seen from the other side as one source: no connection was made again.
             assert len(out.sources) == 1 and len(inside.sources) == 1, (out.sources, inside.sources)
             print(f"longest silence: {1000 * out.gap:.0f} ms past the kernel, {1000 * inside.gap:.0f} ms over the interface")
             fabric.cli("down")

@@ -29,7 +29,7 @@ table inet f {
 
 def until_all_taken(h, exchange):
     """Waits until the bypass takes every frame of an exchange, and gives what arrived of that one: the first are learned from, TCP once the
-    keeper has marked the connection, and after each lease anew."""
+    keeper has marked the connection, and after each lease again."""
 
     def taken():
         before = h.taken("ta") + h.taken("tb")

@@ -503,10 +503,10 @@ def test_fragments_and_options_of_known_flows_arrive_as_the_kernel_sends_them():
                     h.b.drain()
                     for frame in frames:
                         h.a.send(frame)
-                    # The number of IPv6's pieces that are cut anew is any.
+                    # The number of IPv6's pieces that are cut again is any.
                     return [(v, f[:58] + f[62:] if f[12:14] == b"\x86\xdd" and f[20] == 44 else f) for v, f in h.b.drain(is_ip)]
 
-                # With tracking the kernel holds the pieces back up to the last one, and cuts anew.
+                # With tracking the kernel holds the pieces back up to the last one, and cuts again.
                 kernel = sent()
                 assert len(kernel) == len(frames), kernel
                 h.attach(words=("--lease", "10000", "--mode", mode))

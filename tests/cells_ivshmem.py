@@ -214,7 +214,7 @@ def corrupt(peer, region, number, value):
 
 @timeout(600)
 def hostile_words(machine, kind):
-    """Whatever a peer writes into whichever word: the cell lives, and the link works again after both began anew."""
+    """Whatever a peer writes into whichever word: the cell lives, and the link works again after both began again."""
     with network(machine, kind) as (peer, region, _server, guest):
         seed = random.randrange(1 << 32)
         print(f"seed {seed}")
@@ -230,7 +230,7 @@ def hostile_words(machine, kind):
                 peer.notify(0)
                 time.sleep(0.01)  # the span in which the cell looks; one that does not mind shows nothing of it
                 assert guest.alive(), guest.tail()
-                # The cell may be down by now, or not have minded; a peer that begins anew finds it.
+                # The cell may be down by now, or not have minded; a peer that begins again finds it.
                 peer.set_state(RESET)
                 until(f"the cell follows after word {number} = {value:#x}", lambda: peer.peer_state < READY, every=0.001)
                 peer.wait_run()
@@ -375,7 +375,7 @@ def round_trips(machine, kind):
 
 @each
 def controller_that_is_killed_and_replaced(machine, kind):
-    """The plant notices, waits, and goes on with the next one; it is not started anew."""
+    """The plant notices, waits, and goes on with the next one; it is not started again."""
     with direct((machine, machine), kind, "count=20000 period_us=2000 max_missed=20000") as (plant, controller, region, server):
         until("the loop runs", lambda: region.state(1).value == RUN and region.u16(region.output(1) + 128).value > 100)
         controller.kill()

@@ -326,7 +326,7 @@ def test_a_machine_that_is_started_again_after_its_files_were_deleted_has_its_ne
     need_root()
     for attach in ("stream", "vhost-user", "ivshmem"):
         with Namespace() as space, scratch() as folder:
-            with Fabric(folder, RESTARTED.format(name=f"anew{os.getpid()}", attach=attach), netns=space) as fabric:
+            with Fabric(folder, RESTARTED.format(name=f"again{os.getpid()}", attach=attach), netns=space) as fabric:
                 until("a ping", lambda: space.pings("10.234.0.20"))
                 warned = lambda: any("its socket was deleted" in line for line in fabric.status()["warnings"])
                 for _ in range(3):

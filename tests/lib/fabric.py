@@ -121,7 +121,7 @@ class Fabric:
         return lambda: sum(map(cpu_seconds, pids))
 
     def console_path(self, machine):
-        """The file of a machine's console, begun anew each time the machine starts."""
+        """The file of a machine's console, begun again each time the machine starts."""
         return self.folder / "run" / self.name / f"{machine}.console"
 
     def console(self, machine):

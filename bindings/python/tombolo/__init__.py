@@ -9,7 +9,7 @@
 
 What does not end well raises `tombolo.Error`, or the class of its status: Late, Refused, Cancelled, Expired, Failed, ProviderGone, Timeout…
 A call that waits lets other threads of Python run. A connection and a service do not survive `os.fork`: the child
-connects anew, and what it drops of its parent's stays the parent's.
+connects again, and what it drops of its parent's stays the parent's.
 """
 
 from . import errors

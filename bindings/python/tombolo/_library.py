@@ -203,7 +203,7 @@ def _load():
         function.restype, function.argtypes = result, arguments
     found = library.tombolo_abi_version()
     if found != ABI_VERSION:
-        raise ImportError(f"{path}: its ABI has version {found}, expected {ABI_VERSION}; install the wheel anew")
+        raise ImportError(f"{path}: its ABI has version {found}, expected {ABI_VERSION}; install the wheel again")
     return library
 
 

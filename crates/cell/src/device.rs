@@ -110,11 +110,11 @@ impl NetDevice {
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
+    pub(crate) fn take_neighbor_event(&mut self) -> Option<NeighborEvent> {
         match self {
-            NetDevice::Virtio(device) => device.take_sighting(),
-            NetDevice::Ivshmem(device) => device.take_sighting(),
-            NetDevice::Xen(device) => device.take_sighting(),
+            NetDevice::Virtio(device) => device.take_neighbor_event(),
+            NetDevice::Ivshmem(device) => device.take_neighbor_event(),
+            NetDevice::Xen(device) => device.take_neighbor_event(),
             NetDevice::None => None,
         }
     }

@@ -298,7 +298,7 @@ impl Nic {
         {
             self.apply_slaac(config, now_ns);
         }
-        match self.device.take_sighting() {
+        match self.device.take_neighbor_event() {
             Some(NeighborEvent::Packet(from)) => self.expect_sending_to(from, now_ns),
             Some(NeighborEvent::Claim(address)) => self.claimed(address, config, now_ns),
             Some(NeighborEvent::Answer { from, to }) => {

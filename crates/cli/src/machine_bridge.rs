@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::Args;
-use tombolo_host::bridge::{MachinesSpec, Way};
+use tombolo_host::bridge::{Direction, MachinesSpec};
 use tombolo_host::file;
 
 use crate::exit::{Exit, Failure};
@@ -61,11 +61,11 @@ impl MachineBridge {
         let proof = self.machine.zip(self.keys).map(|(machine, keys)| file::Proof { machine, keys, digest });
         // The section's name is in the mark only.
         let name = String::new();
-        let way = match self.listen {
+        let direction = match self.listen {
             Some(listen) => {
-                Way::Export(file::Export { name, services: self.services, listen, proof, allow: self.allow })
+                Direction::Export(file::Export { name, services: self.services, listen, proof, allow: self.allow })
             }
-            None => Way::Import(file::Import {
+            None => Direction::Import(file::Import {
                 name,
                 service: self.services.into_iter().next().unwrap_or_default(),
                 as_name: self.name,
@@ -80,7 +80,7 @@ impl MachineBridge {
                 everybody: self.everybody,
             }),
         };
-        MachinesSpec { mark: self.mark, way }
+        MachinesSpec { mark: self.mark, direction }
     }
 }
 
@@ -119,12 +119,12 @@ mod tests {
             everybody: true,
         };
         let ways = [
-            Way::Export(export(proof.clone())),
-            Way::Export(export(None)),
-            Way::Import(import(proof)),
-            Way::Import(import(None)),
+            Direction::Export(export(proof.clone())),
+            Direction::Export(export(None)),
+            Direction::Import(import(proof)),
+            Direction::Import(import(None)),
         ];
-        let machines = ways.map(|way| Spec::Machines(MachinesSpec { mark: "/run/t/x.export".into(), way }));
+        let machines = ways.map(|direction| Spec::Machines(MachinesSpec { mark: "/run/t/x.export".into(), direction }));
         let (service, to) = (Some("-a".to_string()), Some("--as".to_string()));
         let link = LinkSpec { socket: "/run/t/a.link.sock".into(), service, to, everybody: true };
         for spec in machines.into_iter().chain([Spec::Link(link)]) {

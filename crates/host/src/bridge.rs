@@ -58,13 +58,13 @@ pub enum Spec {
 pub struct MachinesSpec {
     /// Marks the process as one of the fabric's: a path in its runtime directory, which is no file.
     pub mark: PathBuf,
-    /// What crosses, and which way.
-    pub way: Way,
+    /// What crosses, and in which direction.
+    pub direction: Direction,
 }
 
-/// Which way services cross.
+/// In which direction services cross.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// Others use services of this machine.
     Export(file::Export),
     /// This machine uses a service of others.
@@ -96,12 +96,12 @@ impl Spec {
             };
             (format!("link.{}", link.name), Spec::Link(spec))
         });
-        let machines = |name: &str, kind: &str, way: Way| {
-            let spec = MachinesSpec { mark: runtime.join(format!("{name}.{kind}")), way };
+        let machines = |name: &str, kind: &str, direction: Direction| {
+            let spec = MachinesSpec { mark: runtime.join(format!("{name}.{kind}")), direction };
             (format!("{kind}.{name}"), Spec::Machines(spec))
         };
-        let exports = fabric.exports.iter().map(|e| machines(&e.name, "export", Way::Export(e.clone())));
-        let imports = fabric.imports.iter().map(|i| machines(&i.name, "import", Way::Import(i.clone())));
+        let exports = fabric.exports.iter().map(|e| machines(&e.name, "export", Direction::Export(e.clone())));
+        let imports = fabric.imports.iter().map(|i| machines(&i.name, "import", Direction::Import(i.clone())));
         links.chain(exports).chain(imports).collect()
     }
 
@@ -119,14 +119,14 @@ impl MachinesSpec {
     pub fn words(&self) -> Vec<String> {
         let mut out = vec![COMMANDS[1].to_string(), self.mark.display().to_string()];
         let mut add = |flag: &str, value: String| out.extend([flag.to_string(), value]);
-        let proof = match &self.way {
-            Way::Export(export) => {
+        let proof = match &self.direction {
+            Direction::Export(export) => {
                 add(LISTEN, export.listen.to_string());
                 export.services.iter().for_each(|service| add("--service", service.clone()));
                 export.allow.iter().for_each(|machine| add("--allow", machine.clone()));
                 &export.proof
             }
-            Way::Import(import) => {
+            Direction::Import(import) => {
                 add(AS, import.as_name.clone());
                 add("--service", import.service.clone());
                 import.from.iter().for_each(|(machine, address)| add("--from", format!("{machine}={address}")));
@@ -139,7 +139,7 @@ impl MachinesSpec {
             add("--keys", proof.keys.display().to_string());
             add("--keys-digest", format!("{:016x}", proof.digest));
         }
-        let everybody = matches!(&self.way, Way::Import(import) if import.everybody);
+        let everybody = matches!(&self.direction, Direction::Import(import) if import.everybody);
         out.extend(everybody.then(|| "--everybody".to_string()));
         out
     }
@@ -151,9 +151,9 @@ impl MachinesSpec {
             Ok(services) => services,
             Err(why) => return why,
         };
-        let proof = match &self.way {
-            Way::Export(export) => &export.proof,
-            Way::Import(import) => &import.proof,
+        let proof = match &self.direction {
+            Direction::Export(export) => &export.proof,
+            Direction::Import(import) => &import.proof,
         };
         let identity = proof.as_ref().map(|proof| Identity::load(&KeyFiles::of(&proof.keys, &proof.machine)));
         match identity.transpose() {
@@ -163,8 +163,8 @@ impl MachinesSpec {
     }
 
     fn serve(&self, identity: Option<Identity>, services: &Path) -> String {
-        match &self.way {
-            Way::Export(export) => {
+        match &self.direction {
+            Direction::Export(export) => {
                 let listener = match listener(export.listen) {
                     Ok(listener) => listener,
                     Err(error) => return format!("listening at {}: {error}", export.listen),
@@ -182,7 +182,7 @@ impl MachinesSpec {
                     Err(error) => error.to_string(),
                 }
             }
-            Way::Import(import) => {
+            Direction::Import(import) => {
                 confine::bridge(services);
                 let remote = |(machine, address): &(String, String)| Remote {
                     machine: machine.clone(),

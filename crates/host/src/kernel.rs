@@ -425,16 +425,16 @@ fn is_tentative(table: &str, device: &str) -> bool {
     routes::addresses6(table).any(|address| address.device == device && address.is_tentative)
 }
 
-/// Switches IPv6 on at the tap of an uplink; with `anew` it loses the addresses that it had. Its link-local address follows from
+/// Switches IPv6 on at the tap of an uplink; with `reset` it loses the addresses that it had. Its link-local address follows from
 /// a MAC address that the switch keeps for it, so it does not look for duplicates: as long as it does, for a second or two,
 /// the kernel asks for no neighbours, and what is forwarded to members is refused.
-pub fn open_ipv6(device: &str, anew: bool) -> Result<(), KernelError> {
+pub fn open_ipv6(device: &str, reset: bool) -> Result<(), KernelError> {
     let key = format!("net/ipv6/conf/{device}/disable_ipv6");
     if !Path::new(&sysctl_path(&key)).exists() {
         return Ok(());
     }
     set(&format!("net/ipv6/conf/{device}/accept_dad"), "0")?;
-    if anew || is_tentative(&std::fs::read_to_string("/proc/net/if_inet6").unwrap_or_default(), device) {
+    if reset || is_tentative(&std::fs::read_to_string("/proc/net/if_inet6").unwrap_or_default(), device) {
         set(&key, "1")?;
     }
     set(&key, "0")

@@ -539,7 +539,7 @@ async fn datagrams(listener: UdpSocket, to: SocketAddr, places: Arc<Places>, lim
     loop {
         let received = tokio::select! {
             biased;
-            // First, so that a datagram that comes then begins anew.
+            // First, so that a datagram that comes then begins again.
             Some(from) = silent.recv() => {
                 peers.remove(&from);
                 continue;

@@ -19,7 +19,7 @@ use std::error::Error;
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
-use tombolo_port::ivshmem::channel::{ChannelPeer, Error as ChannelTrouble};
+use tombolo_port::ivshmem::channel::{ChannelPeer, Error as ChannelError};
 use tombolo_port::ivshmem::client::{Joined, Link};
 use tombolo_port::ivshmem::peer::NetPeer;
 use tombolo_ring::ivshmem::channel::Shape;
@@ -101,7 +101,7 @@ fn echo(mut link: Link<ChannelPeer>) -> Result<(), Box<dyn Error>> {
         }
         match link.peer().recv(&mut to) {
             Ok(Some(record)) => link.peer().send(&to[..record.len])?,
-            Ok(None) | Err(ChannelTrouble::Down { .. }) => {
+            Ok(None) | Err(ChannelError::Down { .. }) => {
                 link.wait(TIMEOUT)?;
             }
             Err(error) => return Err(error.into()),

@@ -26,8 +26,8 @@ use tombolo_shm::doorbell::Doorbell;
 use crate::machine::wire::{StreamEnd, Timed};
 
 /// Without a doorbell: the first pause between two looks of a wait, of which each is twice as long as the one before.
-const FIRST_NAP: Duration = Duration::from_micros(50);
-const LONGEST_NAP: Duration = Duration::from_millis(4);
+const FIRST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(4);
 /// From a sleep to its second look, where peers ring.
 const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
 /// What an event of a connection is of.
@@ -99,7 +99,7 @@ pub(crate) struct Backoff {
 
 impl Default for Backoff {
     fn default() -> Self {
-        Backoff { polled: FIRST_NAP, looked_twice: false }
+        Backoff { polled: FIRST_PAUSE, looked_twice: false }
     }
 }
 
@@ -140,7 +140,7 @@ impl Wakers {
         } else {
             left.min(SECOND_LOOK)
         };
-        backoff.polled = (backoff.polled * 2).min(LONGEST_NAP);
+        backoff.polled = (backoff.polled * 2).min(LONGEST_PAUSE);
         let doorbells = || self.doorbells.iter().chain([&self.nudge]);
         let mut fds: Vec<PollFd<'_>> = doorbells().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
         if listens {

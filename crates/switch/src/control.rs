@@ -337,7 +337,7 @@ impl WorkerHandle {
         })?
     }
 
-    /// Sets what the members of a network may exchange, from the next frame on. Connections that exist are judged anew.
+    /// Sets what the members of a network may exchange, from the next frame on. Connections that exist are judged again.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].

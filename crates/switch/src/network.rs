@@ -249,7 +249,7 @@ impl Network {
         }
     }
 
-    /// Sets what the members may exchange. Connections that the policy before let through are judged anew.
+    /// Sets what the members may exchange. Connections that the policy before let through are judged again.
     pub fn set_policy(&mut self, settings: policy::Settings) {
         if self.policy.is_some() && settings == self.policy_settings {
             return;

@@ -18,7 +18,7 @@
 //! A connection is two addresses, their ports, the protocol, and the two ports of the switch. It is remembered when a
 //! frame of it is allowed, and then its answers pass whatever the rules say of that direction. Any TCP segment that a
 //! rule allows opens one, not only the first: connections survive a restart of the daemon. When rules change, each
-//! connection is judged anew at its next frame.
+//! connection is judged again at its next frame.
 //!
 //! A frame to a group opens no connection. Fragments pass once the first one did. Frames that hold no IP are judged by
 //! the rules that name no protocol, port or address. IP whose headers do not show in a frame's first 128 bytes passes

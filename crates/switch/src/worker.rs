@@ -40,7 +40,7 @@
 //! A panic inside a port's code is a defect in this project, and other ports must not pay for it. It is caught at the
 //! call. The port's object is dropped, and its slot reports the panic's text. A port that came with a [`Restart`] is
 //! restarted in the same slot, with its name, guard, pins and counters. The pause before that doubles from
-//! [`FAULT_PAUSE`] to [`REMAKE_PAUSE_MAX`] while the port continues to panic; `restarts` counts the restarts. Any other
+//! [`FAULT_PAUSE`] to [`RESTART_PAUSE_MAX`] while the port continues to panic; `restarts` counts the restarts. Any other
 //! port stays out of service until the control side removes it. A panic in the loop itself ends the worker, and every
 //! [`WorkerHandle`] call then says so.
 //!
@@ -88,7 +88,7 @@ const LIMITED_BUDGET: usize = 8;
 pub const FAULT_PAUSE: Nanos = Nanos(10_000_000);
 /// Longest pause before a port that panicked is restarted. A guest that finds a way to make it panic so costs the
 /// worker one restart per second.
-pub const REMAKE_PAUSE_MAX: Nanos = Nanos(1_000_000_000);
+pub const RESTART_PAUSE_MAX: Nanos = Nanos(1_000_000_000);
 /// A port that ran for this long since its restart starts with the shortest pause again.
 const CALM: Nanos = Nanos(10_000_000_000);
 
@@ -184,8 +184,8 @@ pub(crate) struct Slot {
     pub(crate) panic: Option<String>,
     pub(crate) restart: Option<Restart>,
     /// The last pause before the port was restarted, and when that was.
-    remake_pause: Nanos,
-    remade_at: Nanos,
+    restart_pause: Nanos,
+    restarted_at: Nanos,
     pub(crate) taps: Vec<Tap>,
     overflow: Overflow,
     pub(crate) active: bool,
@@ -749,8 +749,8 @@ impl Slot {
             last_fault: None,
             panic: None,
             restart,
-            remake_pause: Nanos(0),
-            remade_at: Nanos(0),
+            restart_pause: Nanos(0),
+            restarted_at: Nanos(0),
             taps: Vec::new(),
             overflow: Overflow::default(),
             active: false,
@@ -821,9 +821,9 @@ impl Slot {
         let (what, deadline) = match self.restart {
             None => ("was taken out of service", NEVER),
             Some(_) => {
-                let calm = self.remake_pause == Nanos(0) || now.since(self.remade_at) >= CALM;
-                let pause = if calm { FAULT_PAUSE } else { Nanos(self.remake_pause.0 * 2).min(REMAKE_PAUSE_MAX) };
-                self.remake_pause = pause;
+                let calm = self.restart_pause == Nanos(0) || now.since(self.restarted_at) >= CALM;
+                let pause = if calm { FAULT_PAUSE } else { Nanos(self.restart_pause.0 * 2).min(RESTART_PAUSE_MAX) };
+                self.restart_pause = pause;
                 self.quiet_until = now.after(pause);
                 ("restarts", self.quiet_until)
             }
@@ -840,7 +840,7 @@ impl Slot {
     fn restart(&mut self, now: Nanos) -> bool {
         let Some(restart) = &mut self.restart else { return false };
         let made = catch_unwind(AssertUnwindSafe(|| restart(now)));
-        self.remade_at = now;
+        self.restarted_at = now;
         match made.unwrap_or_else(|payload| Err(panic_text(payload.as_ref()))) {
             Ok(port) => {
                 self.port = Some(port);

@@ -15,7 +15,7 @@ use tombolo_switch::policy::{Labels, Mirror, Settings};
 use tombolo_switch::port::{Caps, Link};
 use tombolo_switch::recheck::RECHECK_DELAY;
 use tombolo_switch::wait::CONTROL;
-use tombolo_switch::worker::{FAULT_PAUSE, REMAKE_PAUSE_MAX};
+use tombolo_switch::worker::{FAULT_PAUSE, RESTART_PAUSE_MAX};
 
 fn bench() -> Bench {
     Bench::new(WorkerSettings::default())
@@ -497,7 +497,7 @@ fn a_port_that_panics_over_and_over_is_made_anew_ever_more_slowly() {
     let mended = bench.waiter.lock().now;
     bad.lock().panic = None;
     bench.settle();
-    assert!(bench.waiter.lock().now.since(mended) < REMAKE_PAUSE_MAX.times(2));
+    assert!(bench.waiter.lock().now.since(mended) < RESTART_PAUSE_MAX.times(2));
     b.take();
     bad.send(frame(BROADCAST, mac(9), 64, 2));
     bench.settle();

@@ -221,7 +221,7 @@ impl IvshmemNet {
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
+    pub(crate) fn take_neighbor_event(&mut self) -> Option<NeighborEvent> {
         self.watch.take()
     }
 

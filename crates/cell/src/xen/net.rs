@@ -192,7 +192,7 @@ impl XenNet {
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
+    pub(crate) fn take_neighbor_event(&mut self) -> Option<NeighborEvent> {
         self.watch.take()
     }
 

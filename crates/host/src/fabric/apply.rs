@@ -700,8 +700,8 @@ impl Running {
             if kernel && let Some(kernel) = &part.kernel {
                 let plan = Plan { ports: vec![], machines: vec![], kernel: vec![kernel.clone()], links: vec![] };
                 let before = before.and_then(|before| before.kernel.as_ref());
-                let anew = before.is_some_and(|before| before.network.router6() != kernel.network.router6());
-                running.kernel_taps(&plan, anew)?;
+                let reset = before.is_some_and(|before| before.network.router6() != kernel.network.router6());
+                running.kernel_taps(&plan, reset)?;
             }
             Ok(())
         })

@@ -5,7 +5,7 @@ use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::Batch;
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 
-pub(super) enum Planted {
+pub(super) enum Injected {
     /// A bug in our code, with these words.
     Bug(&'static str),
     /// Of a peer that breaks the rules, with these words.
@@ -13,14 +13,14 @@ pub(super) enum Planted {
 }
 
 /// The port: what it says of itself, and what is held as long as it is there.
-pub(super) struct PlantedPort {
+pub(super) struct InjectedPort {
     pub(super) kind: &'static str,
     pub(super) link: Link,
-    pub(super) shows: Planted,
+    pub(super) shows: Injected,
     pub(super) _holds: Option<Box<dyn Port>>,
 }
 
-impl Port for PlantedPort {
+impl Port for InjectedPort {
     fn kind(&self) -> &'static str {
         self.kind
     }
@@ -32,8 +32,8 @@ impl Port for PlantedPort {
     }
     fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
         match self.shows {
-            Planted::Bug(words) => panic!("{words}"),
-            Planted::Fault(words) => Err(Fault { kind: FaultKind::Protocol, detail: words.into() }),
+            Injected::Bug(words) => panic!("{words}"),
+            Injected::Fault(words) => Err(Fault { kind: FaultKind::Protocol, detail: words.into() }),
         }
     }
     fn receive<'m>(&'m mut self, _: usize, _: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {

@@ -984,12 +984,12 @@ impl Running {
         self.relay.iter().for_each(|relay| relay.set(routes.clone()));
     }
 
-    /// Sets up the host's ends of the kernel uplinks. With `anew` the IPv6 addresses that they had go.
-    pub(crate) fn kernel_taps(&mut self, plan: &Plan, anew: bool) -> Result<(), FabricError> {
+    /// Sets up the host's ends of the kernel uplinks. With `reset` the IPv6 addresses that they had go.
+    pub(crate) fn kernel_taps(&mut self, plan: &Plan, reset: bool) -> Result<(), FabricError> {
         for uplink in &plan.kernel {
             let router6 = uplink.network.router6();
-            if anew || router6.is_some() {
-                kernel::open_ipv6(&uplink.device, anew)?;
+            if reset || router6.is_some() {
+                kernel::open_ipv6(&uplink.device, reset)?;
             }
             if let Some(router6) = router6.filter(|_| kernel::has_ipv6()) {
                 let port = plan::uplink_name(&uplink.network.name);

@@ -214,7 +214,7 @@ impl Running {
                 // Rules, routes and a bypass hang on the tap of a kernel uplink, and not on a member's.
                 let hung =
                     matches!(plan.attachment, Attachment::Tap { .. }) && plan.name == plan::uplink_name(&plan.network);
-                let restart = (!hung).then(|| anew(plan, registration, shelf, told, self.say.clone()));
+                let restart = (!hung).then(|| restart_of(plan, registration, shelf, told, self.say.clone()));
                 Ok(Opened { port, restart, passt: None, handle: None, directory })
             }
         }
@@ -337,14 +337,20 @@ fn attach(
 
 /// A port of [`attach`] comes back after a panic as one that was just added: at the same socket, which its peer finds when it
 /// connects the next time, or with the same device. Opening takes a few system calls of the worker's time.
-fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, directory: Directory, say: Say) -> Restart {
+fn restart_of(
+    plan: &PortPlan,
+    registration: Registration,
+    shelf: Option<Shelf>,
+    directory: Directory,
+    say: Say,
+) -> Restart {
     let plan = plan.clone();
     Box::new(move |_| attach(&plan, registration.clone(), shelf.clone(), None, &directory, &say))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::injected::{Planted, PlantedPort};
+    use super::super::injected::{Injected, InjectedPort};
     use super::*;
     use std::os::unix::net::UnixStream;
     use tombolo_port::worker::{WorkerConfig, WorkerThread};
@@ -355,7 +361,7 @@ mod tests {
     #[test]
     fn a_port_in_which_a_bug_showed_is_open_again_to_its_peers_next_connection() {
         let dir = tempfile::tempdir().unwrap();
-        let thread = WorkerThread::start(&WorkerConfig { name: "anew".into(), ..WorkerConfig::default() }).unwrap();
+        let thread = WorkerThread::start(&WorkerConfig { name: "again".into(), ..WorkerConfig::default() }).unwrap();
         let handle = thread.handle();
         let network = handle.add_network("lan", MacSettings::default()).unwrap();
         let sockets = ["vhost-user", "stream"].map(|name| dir.path().join(name));
@@ -381,13 +387,13 @@ mod tests {
             let say: Say = std::sync::Arc::new(|_| ());
             let told = Directory::default();
             let real = attach(&plan, registration.clone(), None, None, &told, &say).unwrap();
-            let (kind, shows) = (real.kind(), Planted::Bug("injected"));
-            let port = Box::new(PlantedPort { kind, link: Link::Down, shows, _holds: Some(real) });
+            let (kind, shows) = (real.kind(), Injected::Bug("injected"));
+            let port = Box::new(InjectedPort { kind, link: Link::Down, shows, _holds: Some(real) });
             let first = UnixStream::connect(socket).unwrap();
-            let restart = anew(&plan, registration, None, told, say);
+            let restart = restart_of(&plan, registration, None, told, say);
             let counters =
                 handle.add_lasting_port(reserved, network, &plan.name, port, restart, PortSettings::default()).unwrap();
-            until("the port made anew", || counters.restarts.get() == 1);
+            until("the port made again", || counters.restarts.get() == 1);
             let status = handle.status().unwrap();
             let port = status.ports.iter().find(|p| p.token == token).unwrap();
             // The injected one says nothing of itself.

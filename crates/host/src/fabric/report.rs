@@ -423,15 +423,15 @@ fn descriptors() -> DescriptorReport {
 
 #[cfg(test)]
 mod tests {
-    use super::super::injected::{Planted, PlantedPort};
+    use super::super::injected::{Injected, InjectedPort};
     use super::*;
     use std::time::{Duration, Instant};
     use tombolo_port::worker::{WorkerConfig, WorkerThread};
     use tombolo_switch::control::PortSettings;
     use tombolo_switch::mac::MacSettings;
 
-    fn bad(shows: Planted) -> Box<PlantedPort> {
-        Box::new(PlantedPort { kind: "gateway", link: Link::Up, shows, _holds: None })
+    fn bad(shows: Injected) -> Box<InjectedPort> {
+        Box::new(InjectedPort { kind: "gateway", link: Link::Up, shows, _holds: None })
     }
 
     #[test]
@@ -450,7 +450,8 @@ mod tests {
         let handle = thread.handle();
         let network = handle.add_network("lan", MacSettings::default()).unwrap();
         let mut tokens = Vec::new();
-        for (name, shows) in [("gateway-lan", Planted::Bug("table is empty")), ("peer", Planted::Fault("no such word"))]
+        for (name, shows) in
+            [("gateway-lan", Injected::Bug("table is empty")), ("peer", Injected::Fault("no such word"))]
         {
             let reserved = handle.reserve().unwrap();
             let registration = thread.registration(&reserved);
@@ -461,8 +462,8 @@ mod tests {
         let reserved = handle.reserve().unwrap();
         // Its replacement has a peer that breaks the rules; the report still says that it was our
         // bug.
-        let port = bad(Planted::Bug("table is empty"));
-        let again = Box::new(|_| Ok(bad(Planted::Fault("no such word")) as _));
+        let port = bad(Injected::Bug("table is empty"));
+        let again = Box::new(|_| Ok(bad(Injected::Fault("no such word")) as _));
         let counters =
             handle.add_lasting_port(reserved, network, "lasting", port, again, PortSettings::default()).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);

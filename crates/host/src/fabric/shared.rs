@@ -32,13 +32,13 @@ impl SharedMemory {
     fn start(fabric: &str, finder: &Finder, say: &Say) -> Result<SharedMemory, FabricError> {
         let its = finder.clone();
         let told = say.clone();
-        let trouble = Box::new(move |text: &str| told(text));
+        let on_failure = Box::new(move |text: &str| told(text));
         let failed = |source: rustix::io::Errno| FabricError::Spawn {
             what: "the thread of the ivshmem links".into(),
             source: source.into(),
             hint: "`tombolo doctor` says what is missing",
         };
-        let links = Links::start(fabric, Some(Box::new(move || its.find())), trouble).map_err(failed)?;
+        let links = Links::start(fabric, Some(Box::new(move || its.find())), on_failure).map_err(failed)?;
         if let Some(fd_store) = finder.running()
             && let Err(error) = links.recall(fd_store)
         {

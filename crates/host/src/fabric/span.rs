@@ -439,7 +439,7 @@ impl Running {
         Ok(self.span.networks.get(network).map_or(none, |remotes| remotes.conflicts_of(machine)))
     }
 
-    /// Divides the places of `network` anew, and tells which machines lack some.
+    /// Divides the places of `network` again, and tells which machines lack some.
     fn share_places(&mut self, network: &str) {
         let Some(remotes) = self.span.networks.get_mut(network) else { return };
         for (name, left_out) in remotes.share_places() {

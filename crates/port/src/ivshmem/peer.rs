@@ -19,8 +19,8 @@ use super::end::{End, EndError, LinkEnd, PeerDoorbells, Resets};
 
 /// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is twice as long as the one
 /// before.
-const FIRST_NAP: Duration = Duration::from_micros(50);
-const LONGEST_NAP: Duration = Duration::from_millis(4);
+const FIRST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(4);
 /// With one: from the beginning of a sleep to its second look, since the peer's memory fences may do nothing
 /// ([`tombolo_ring::virtio::notify`]).
 const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
@@ -35,7 +35,7 @@ pub(super) fn wait_until<P>(
     doorbells: impl Fn(&P) -> &[Doorbell],
     mut look: impl FnMut(&mut P, bool) -> bool,
 ) -> bool {
-    let (end, mut nap, mut looked_twice) = (Instant::now() + timeout, FIRST_NAP, false);
+    let (end, mut polled, mut looked_twice) = (Instant::now() + timeout, FIRST_PAUSE, false);
     loop {
         if look(peer, false) {
             return true;
@@ -46,12 +46,12 @@ pub(super) fn wait_until<P>(
         }
         let doorbells = doorbells(peer);
         let pause = match doorbells.is_empty() {
-            true => left.min(nap),
+            true => left.min(polled),
             false if looked_twice => left,
             false => left.min(SECOND_LOOK),
         };
         looked_twice = true;
-        nap = (nap * 2).min(LONGEST_NAP);
+        polled = (polled * 2).min(LONGEST_PAUSE);
         let mut fds: Vec<PollFd<'_>> = doorbells.iter().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
         fds.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         // An interrupted wait looks again; a time beyond what the kernel counts is none.

@@ -45,7 +45,7 @@ impl Shares {
         }
     }
 
-    /// Replaces the limits of all remotes together. Where they differ, every remote begins anew.
+    /// Replaces the limits of all remotes together. Where they differ, every remote begins again.
     pub(super) fn set_storm(&mut self, storm: Storm) {
         if self.storm != storm {
             self.storm = storm;

@@ -104,12 +104,12 @@ struct Vif {
 
 /// How often events make the thread look.
 #[derive(Default)]
-struct Pace {
+struct LookBackoff {
     looks: u32,
     last: Option<Instant>,
 }
 
-impl Pace {
+impl LookBackoff {
     /// The pause that is due before the look that an event at `now` asks for.
     fn pause(&mut self, now: Instant) -> Option<Duration> {
         if self.last.replace(now).is_some_and(|last| now.saturating_duration_since(last) >= CALM) {
@@ -123,7 +123,7 @@ impl Pace {
 
 /// Runs until the port is gone.
 pub(super) fn run(machine: &dyn Machine, config: &XenConfig, exchange: &Exchange) {
-    let mut control = Control { machine, config, exchange, vif: None, pace: Pace::default() };
+    let mut control = Control { machine, config, exchange, vif: None, backoff: LookBackoff::default() };
     while !exchange.is_closed() {
         match control.serve() {
             Ok(()) | Err(StepError::Gone | StepError::Held) => {}
@@ -150,7 +150,7 @@ struct Control<'c> {
     config: &'c XenConfig,
     exchange: &'c Exchange,
     vif: Option<Vif>,
-    pace: Pace,
+    backoff: LookBackoff,
 }
 
 /// What the port says while XenStore refuses what it asks for.
@@ -225,7 +225,7 @@ impl Control<'_> {
                 other => other?,
             }
             store.wait(self.exchange.doorbell())?;
-            if let Some(pause) = self.pace.pause(Instant::now()) {
+            if let Some(pause) = self.backoff.pause(Instant::now()) {
                 sleep(self.exchange.doorbell(), &Timespec::try_from(pause).unwrap_or(RETRY));
             }
         }
@@ -242,7 +242,7 @@ impl Control<'_> {
             vif.unwatch(store)?;
             self.disconnect()?;
             self.vif = None;
-            self.pace = Pace::default();
+            self.backoff = LookBackoff::default();
         }
         if self.vif.is_none()
             && let Some(vif) = self.find(store)?
@@ -250,7 +250,7 @@ impl Control<'_> {
             vif.watch(store)?;
             unwatch(store, FOLDER, "backends")?;
             self.vif = Some(vif);
-            self.pace = Pace::default();
+            self.backoff = LookBackoff::default();
         }
         for _ in 0..STEPS_PER_LOOK {
             if !self.step(store)? {

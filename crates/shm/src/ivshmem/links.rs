@@ -249,7 +249,7 @@ struct Link {
 /// Finds, or starts, an fd store.
 pub type Launch = Box<dyn FnMut() -> Result<FdStore, String> + Send>;
 /// Told of what goes wrong, in a sentence.
-pub type Trouble = Box<dyn Fn(&str) + Send>;
+pub type OnFailure = Box<dyn Fn(&str) + Send>;
 
 /// Links that are frozen; see [`Links::freeze`].
 pub struct Standstill<'l> {
@@ -290,13 +290,13 @@ impl Links {
     ///
     /// # Errors
     /// The kernel's.
-    pub fn start(name: &str, launch: Option<Launch>, trouble: Trouble) -> Result<Links, Errno> {
+    pub fn start(name: &str, launch: Option<Launch>, on_failure: OnFailure) -> Result<Links, Errno> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let doorbell = Arc::new(Doorbell::new()?);
         epoll::add(&epoll, &*doorbell, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)?;
         let keeping = launch.map(Keeping::new);
         let poll = rustix::io::fcntl_dupfd_cloexec(&epoll, 3)?;
-        let inner = Arc::new(Mutex::new(Inner::new(epoll, keeping, trouble)));
+        let inner = Arc::new(Mutex::new(Inner::new(epoll, keeping, on_failure)));
         let (its, its_doorbell) = (inner.clone(), doorbell.clone());
         let thread = std::thread::Builder::new()
             .name(format!("{name}-ivshmem"))

@@ -63,12 +63,12 @@ struct Outbox {
 struct Table {
     leases: BTreeMap<IpAddr, LeaseRecord>,
     /// Changes that [`GatewayHandle::take_lease_changes`] has not handed out.
-    untaken: BTreeSet<IpAddr>,
+    pending: BTreeSet<IpAddr>,
 }
 
 impl Table {
     fn apply(&mut self, change: LeaseChange) {
-        self.untaken.insert(change.address());
+        self.pending.insert(change.address());
         match change {
             LeaseChange::Bound(record) => drop(self.leases.insert(record.address, record)),
             LeaseChange::Freed(address) => drop(self.leases.remove(&address)),
@@ -238,8 +238,8 @@ impl GatewayHandle {
             Some(record) => LeaseChange::Bound(record.clone()),
             None => LeaseChange::Freed(address),
         };
-        let changes = table.untaken.iter().copied().map(change).collect();
-        table.untaken.clear();
+        let changes = table.pending.iter().copied().map(change).collect();
+        table.pending.clear();
         changes
     }
 
@@ -322,7 +322,7 @@ impl GatewayPort {
             outbox: Mutex::default(),
             table: Mutex::new(Table {
                 leases: gateway.leases().leases.into_iter().map(|record| (record.address, record)).collect(),
-                untaken: BTreeSet::new(),
+                pending: BTreeSet::new(),
             }),
             wake_port: Mutex::default(),
             wake_host: Mutex::default(),

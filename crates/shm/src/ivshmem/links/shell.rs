@@ -3,8 +3,8 @@
 use super::super::fd_store::{self, FdStore};
 use super::super::server::{Dialect, Hears, Passed, Record, Seat, Server};
 use super::{
-    Config, Event, Kind, Launch, Link, LinkError, Member, Opened, Trouble, Watcher, duplicate, has_ended, lock, now_ns,
-    seat, seat_words,
+    Config, Event, Kind, Launch, Link, LinkError, Member, OnFailure, Opened, Watcher, duplicate, has_ended, lock,
+    now_ns, seat, seat_words,
 };
 use crate::credentials;
 use crate::doorbell::Doorbell;
@@ -59,7 +59,7 @@ pub(super) struct Inner {
     pub(super) keeping: Option<Keeping>,
     /// Listening sockets of an earlier daemon, by their paths.
     pub(super) handed_doors: BTreeMap<PathBuf, OwnedFd>,
-    trouble: Trouble,
+    on_failure: OnFailure,
     retry: bool,
     pub(super) end: bool,
 }
@@ -122,7 +122,7 @@ impl Keeping {
 }
 
 impl Inner {
-    pub(super) fn new(epoll: OwnedFd, keeping: Option<Keeping>, trouble: Trouble) -> Inner {
+    pub(super) fn new(epoll: OwnedFd, keeping: Option<Keeping>, on_failure: OnFailure) -> Inner {
         let (sources, links) = (HashMap::new(), BTreeMap::new());
         Inner {
             epoll,
@@ -130,7 +130,7 @@ impl Inner {
             next_token: OWN + 1,
             links,
             keeping,
-            trouble,
+            on_failure,
             handed_doors: BTreeMap::new(),
             retry: false,
             end: false,
@@ -214,7 +214,7 @@ impl Inner {
         if self.keeping.is_none() {
             return;
         }
-        (self.trouble)(&format!("the fd store of the ivshmem links is lost ({why}); starting another"));
+        (self.on_failure)(&format!("the fd store of the ivshmem links is lost ({why}); starting another"));
         self.find_fd_store();
     }
 
@@ -231,7 +231,7 @@ impl Inner {
             }
             Err(error) => {
                 keeping.given_up = true;
-                (self.trouble)(&format!(
+                (self.on_failure)(&format!(
                     "no fd store for the ivshmem links ({error}): they work, but do not survive a restart of the daemon"
                 ));
             }
@@ -539,7 +539,7 @@ impl Inner {
         link.refusal_told_ns = Some(now);
         let pid = peer_pid(&waiting.connection);
         let holders: Vec<String> = link.members.iter().map(|(id, m)| format!("{id} by process {}", m.pid)).collect();
-        (self.trouble)(&format!(
+        (self.on_failure)(&format!(
             "link {name}: process {pid} was refused after {} ms: {why} (peer IDs in use: {}); end one of them, or \
              raise the link's peers",
             now.saturating_sub(waiting.since_ns) / 1_000_000,

@@ -345,8 +345,8 @@ fn a_link_that_is_another_now_starts_anew_and_puts_its_peers_out() {
 fn a_lost_fd_store_is_replaced_and_told_everything() {
     let place = tempfile::tempdir().unwrap();
     let (sender, told) = channel();
-    let trouble: Trouble = Box::new(move |text| sender.send(text.to_string()).unwrap());
-    let links = Links::start("test", Some(fd_store_at(place.path().join("keeper"))), trouble).unwrap();
+    let on_failure: OnFailure = Box::new(move |text| sender.send(text.to_string()).unwrap());
+    let links = Links::start("test", Some(fd_store_at(place.path().join("keeper"))), on_failure).unwrap();
     links.open(config(&place, "lan", 4, true)).unwrap();
     links.serve("lan", None).unwrap();
     let _a = Client::joined(&place.path().join("lan"));
