@@ -32,6 +32,13 @@
 //! Anything that is not understood takes the kernel's path, with a counted reason. The bypass
 //! decides to drop only one kind of frame: a FIN or RST that conntrack would call invalid. If every
 //! process of it is killed traffic flows on; after `detach` nothing is left.
+//!
+//! ```
+//! match tombolo_bypass::probe::probe() {
+//!     Ok(found) => println!("it can be on {}, by {}", found.release, found.hook),
+//!     Err(why) => println!("it cannot be: {why}"),
+//! }
+//! ```
 
 pub mod attachment;
 pub mod capture;

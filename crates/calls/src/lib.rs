@@ -16,6 +16,19 @@
 //! * [`hello`]: what two machines say before that.
 //! * [`transport`]: both together, with the life of the link or connection. Cells and processes
 //!   bring their own memory, doorbells and sockets.
+//!
+//! ```
+//! use tombolo_calls::queue::Queue;
+//!
+//! // Times in ns: rank (the order of service), deadline, and the work that it takes.
+//! let mut queue = Queue::new(true);
+//! queue.insert(9_000, 9_000, 2_000, "later");
+//! queue.insert(4_000, 4_000, 2_000, "urgent");
+//! let first = queue.first().unwrap();
+//! assert_eq!(queue.get(first), Some(&"urgent"));
+//! // At 1,000 both fit, and one more that has to be done by 5,000 does not: the urgent one comes before it.
+//! assert!(queue.admits(1_000, 9_500, 9_500, 2_000) && !queue.admits(1_000, 5_000, 5_000, 3_000));
+//! ```
 #![no_std]
 
 extern crate alloc;

@@ -13,6 +13,8 @@
 //!
 //! # Limits
 //! 16 million handles of a kind at a time. A handler that throws through its `extern "C"` frame ends the process.
+//!
+//! A program that uses it is in `bindings/examples`, for C, C++ and Python: a library of C's kind has no examples of Rust.
 
 pub mod client;
 pub mod general;

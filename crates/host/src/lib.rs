@@ -14,6 +14,18 @@
 //! * [`daemon`]: a fabric with its API, from start to end, signals included; [`notify`]: what a service manager hears of it.
 //! * [`web`]: the page that shows a fabric in a browser, a client of the API.
 //! * [`doctor`]: what this machine can do, probed for real.
+//!
+//! ```
+//! use std::path::Path;
+//! use tombolo_host::file;
+//!
+//! let text = "name = \"demo\"\n[network.lan]\n[port.guest]\nkind = \"stream\"\n";
+//! let fabric = file::parse(text, Path::new("tombolo.toml"))?;
+//! assert_eq!((fabric.name.as_str(), fabric.networks[0].mtu), ("demo", 1500));
+//! let faults = file::parse("[network.lan]\nmtuu = 9000\n", Path::new("tombolo.toml")).unwrap_err();
+//! assert!(faults.to_string().contains("mtu"));
+//! # Ok::<(), file::FileError>(())
+//! ```
 #![warn(unreachable_pub)]
 
 pub mod api;

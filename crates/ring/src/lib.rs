@@ -11,6 +11,17 @@
 //! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
 //! * [`vxlan`]: the header between a UDP datagram and the Ethernet frame in it.
 //! * [`xen`]: Xen's network rings, frontend and backend, XenStore's messages, and the states of the xenbus handshake.
+//!
+//! ```
+//! use tombolo_ring::checksum;
+//! use tombolo_ring::vxlan::{self, Vni};
+//!
+//! let packet = [0x08, 0, 0, 0, 0, 0, 42, 0];
+//! assert_eq!(vxlan::parse(&packet).unwrap(), Vni::new(42).unwrap());
+//! // Of an IPv4 header with its checksum the sum is all ones (RFC 1071).
+//! let header = [0x45, 0, 0, 20, 0, 0, 0, 0, 64, 17, 0x66, 0xd7, 10, 0, 0, 1, 10, 0, 0, 2];
+//! assert_eq!(checksum::sum(&header), 0xffff);
+//! ```
 #![no_std]
 
 #[cfg(any(test, loom))]

@@ -16,6 +16,24 @@
 //! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
 //! * [`simulate`]: the same rules on a virtual clock: deadlines missed against load, by order of service.
 //! * [`histogram`]: times as they are counted and reported.
+//!
+//! ```
+//! use std::time::Duration;
+//! use tombolo_rpc::client::{CallOptions, Client, ConnectOptions};
+//! use tombolo_rpc::provider::{Options, Reply, Request, Service};
+//!
+//! let folder = tempfile::tempdir()?;
+//! let options = Options { folder: Some(folder.path().into()), ..Options::default() };
+//! let upper = |request: &Request<'_>, reply: &mut Reply<'_>| {
+//!     let _ = reply.write(&request.to_vec().to_ascii_uppercase());
+//! };
+//! let _service = Service::register("upper", options, upper)?;
+//! let options = ConnectOptions { folder: Some(folder.path().into()), ..ConnectOptions::default() };
+//! let client = Client::connect_with("upper", &options)?;
+//! let reply = client.call(b"hello", &CallOptions::within(Duration::from_secs(10)))?;
+//! assert_eq!(reply.to_vec()?, b"HELLO");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![warn(unreachable_pub)]
 
 pub mod client;

@@ -20,6 +20,17 @@
 //! * [`store`] – what ports keep in the fd store, which survives the daemon.
 //! * [`verdicts`] – a short-lived cache of what was found out about processes that connect.
 //! * [`ivshmem`] – servers of ivshmem links, and the fd store of what outlives them.
+//!
+//! ```
+//! use tombolo_shm::doorbell::Doorbell;
+//!
+//! let doorbell = Doorbell::shared()?;
+//! // The other end, as a peer gets it: a descriptor of the same eventfd.
+//! let peers = Doorbell::adopt(doorbell.duplicate()?.peers_fd().try_clone_to_owned()?)?;
+//! peers.ring();
+//! assert!(doorbell.take() && !doorbell.take(), "rung once");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![warn(unreachable_pub)]
 
 pub mod class;

@@ -20,6 +20,18 @@
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
 //!
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
+//!
+//! ```
+//! use tombolo_switch::filter::Filter;
+//!
+//! // A frame of DNS: Ethernet, IPv4, UDP from port 1024 to 53.
+//! let mut frame = [0; 42];
+//! (frame[12], frame[14], frame[23]) = (0x08, 0x45, 17);
+//! frame[34..38].copy_from_slice(&[4, 0, 0, 53]);
+//! assert!(Filter::parse("udp dst port 53")?.matches(&frame, frame.len()));
+//! assert!(!Filter::parse("tcp or ip6")?.matches(&frame, frame.len()));
+//! # Ok::<(), tombolo_switch::filter::FilterError>(())
+//! ```
 #![warn(unreachable_pub)]
 
 pub mod capture;
