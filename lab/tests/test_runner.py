@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(LAB)]
 import small_workload
 from small_workload import events, hooks, value_of
 
-from tombolo_lab import LabError, limits, machine, model, runner, sandbox
+from tombolo_lab import LabError, harness, limits, machine, model, runner, sandbox
 from tombolo_lab.machine import Usage
 from tombolo_lab.results import Run, cell_key
 from tombolo_lab.workloads import REGISTRY, PointTimeout, Skip
@@ -641,6 +641,51 @@ class Resuming(RunnerTest):
                     [s["stopped"] for s in run.conditions["sessions"]],
                     ["interrupted", "all repetitions were measured"],
                 )
+
+    def test_deadlines_have_the_same_task_sets_after_a_resumption_and_a_retry(self):
+        """Real runner and workload; what misses would print tells the seed that it was given."""
+        path = self.base / "deadlines.toml"
+        path.write_text(
+            'title = "D"\nabout = "D."\nworkload = "deadlines"\nprimary = "missed"\n'
+            'measures = ["missed", "demanded", "requests"]\n'
+            "[factors]\nload = [50, 90, 110]\n[repeat]\ntimes = 4\n"
+            "[disturbed]\nothers_cpus = 1000\nstolen_cpus = 1000\n"
+        )
+        experiment = model.load(str(path))
+        calls, trouble = [0], {}
+
+        def rows(command, _):
+            calls[0] += 1
+            trouble.get(calls[0], lambda: None)()
+            words = dict(zip(command[2::2], command[3::2], strict=True))
+            row = {"tasks": "spread", "order": "edf", "admission": False, "missed": 0,
+                   "demanded": 0, "requests": int(words["--first"])}  # fmt: skip
+            return [row]
+
+        def stop():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+        self.enterContext(mock.patch("tombolo_lab.workloads.rpc.rows_of", rows))
+        self.enterContext(mock.patch.object(harness, "example", Path))
+        whole = self.run_it(experiment)
+        seeds = [point["measures"]["requests"] for point in whole.points]
+        self.assertEqual(len(set(seeds)), 12)
+        self.assertTrue(all(seed < 1 << 48 for seed in seeds))
+        self.folder, calls[0], trouble[5] = self.base / "again", 0, stop
+        with self.assertRaises(KeyboardInterrupt):
+            self.run_it(experiment)
+        self.assertEqual(len(Run.load(self.folder).points), 4)
+        # The second set-up after the resumption fails once.
+        calls[0], trouble = 0, {2: lambda: 1 / 0}
+        again = self.run_it(experiment, resume=True)
+        self.assertEqual(final_points(again.points), final_points(whole.points))
+        self.assertEqual(calls[0], 9)
+        path.write_text("seed = 7\n" + path.read_text())
+        other = model.load(str(path))
+        self.folder = self.base / "other"
+        others = {point["measures"]["requests"] for point in self.run_it(other).points}
+        self.assertFalse(others & set(seeds))
 
     def test_resuming_a_complete_run_measures_nothing(self):
         self.run_it()

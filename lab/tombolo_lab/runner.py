@@ -351,6 +351,7 @@ class Runner:
         """
         point = self.experiment.point(cells[0])
         limit = time_limit(self.workload.setup_seconds(point))
+        self.workload.seed, self.workload.block = self.experiment.seed, block
         manager = self.workload.open(point)
         with _phase("set-up"), limited(limit, "the set-up"):
             setup = manager.__enter__()

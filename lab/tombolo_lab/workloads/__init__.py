@@ -30,11 +30,14 @@ The contract:
 - `open` and `measure` run in the main thread and may be interrupted by an exception at any moment:
   by Ctrl-C, or by `PointTimeout` when a point takes more than 3 × `seconds` + 60 s.
 - Traffic stays on this machine. Every load that is started has an end of its own.
-- The random order comes from the runner. A workload that needs randomness seeds it from its cell.
+- The random order comes from the runner. A workload that needs randomness seeds it by `draw`, never
+  by what it counts itself: a run that is resumed, or a set-up that is tried again, draws the same.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -130,6 +133,16 @@ class Workload:
     measures: ClassVar[dict[str, Measure]]
     # What it needs in plain words, such as "root" or "iperf3"; `show` prints them.
     needs: ClassVar[tuple[str, ...]] = ()
+    # The experiment's seed and the block; the runner sets them before it opens a set-up.
+    seed: int = 0
+    block: int = 0
+
+    def draw(self, cell: dict) -> int:
+        """A seed of 48 bits for what the set-up of `cell` draws at random. It follows from the
+        experiment's seed, the block, and the parameters with `setup=True`, and from nothing else."""
+        fixed = {name: cell.get(name) for name, p in self.parameters.items() if p.setup}
+        text = json.dumps([self.seed, self.block, fixed], sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def check(self, cell: dict) -> None:
         """Raises `Skip` when this cell cannot run on this machine."""

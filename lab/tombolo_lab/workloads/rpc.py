@@ -177,9 +177,6 @@ class Deadlines(Workload):
         "served_us": Measure("Mean time of a service, in real time", "µs", "lower"),
     }
 
-    def __init__(self) -> None:
-        self.opened = 0
-
     def check(self, cell: dict) -> None:
         harness.example("misses")
         if cell["how"] == "real" and len(os.sched_getaffinity(0)) < 2:
@@ -195,8 +192,8 @@ class Deadlines(Workload):
     @contextlib.contextmanager
     def open(self, cell: dict) -> Iterator[list[dict]]:
         """All orders on the same requests. Each set-up has task sets of its own."""
-        self.opened += 1
-        words = ["--seeds", "1", "--first", str(self.opened), "--loads", str(cell["load"])]
+        first = str(self.draw(cell))
+        words = ["--seeds", "1", "--first", first, "--loads", str(cell["load"])]
         if cell["how"] == "real":
             words += ["--ms", str(cell["ms"]), "--tries", "3"]
         how = "sim" if cell["how"] == "virtual" else "real"
