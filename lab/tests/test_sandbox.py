@@ -16,6 +16,7 @@ from tombolo_lab import LabError, harness, machine, sandbox
 from tombolo_lab.sandbox import NETNS, Sandbox
 
 PATIENCE_S = 20
+AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def until(condition, what):
@@ -52,6 +53,11 @@ def forked():
     if child == 0:
         machine.die_with(parent)
     return child
+
+
+def group_of(pid):
+    """The niceness of a process's group of tasks."""
+    return Path(f"/proc/{pid}/autogroup").read_text().split()[-1]
 
 
 def mount_namespace():
@@ -247,6 +253,43 @@ class Killed(unittest.TestCase):
 
             self.killed(work)
             self.assertEqual((one.read_text(), two.read_text()), ("1\n", "2\n"))
+
+    @unittest.skipUnless(
+        os.geteuid() == 0 and AUTOGROUP.exists(), "needs root and a kernel with autogroups"
+    )
+    def test_the_niceness_of_the_users_session_is_restored(self):
+        """To what it was, which is not 0; at the end of the `with`, and after SIGKILL."""
+        ready, told = os.pipe()
+        child = forked()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                os.setsid()
+                # What stands for the user's shell: in the session, and not of the run.
+                user = subprocess.Popen(["sleep", "1000"])
+                os.write(told, f"{user.pid} ".encode())
+                AUTOGROUP.write_text("5")
+                with Sandbox() as box:
+                    with harness.group_first(-3):
+                        os.write(told, f"{group_of(user.pid)} ".encode())
+                    os.write(told, f"{group_of(user.pid)} ".encode())
+                    with harness.group_first():
+                        os.write(told, f"{group_of(user.pid)} {box._sweeper.pid} end".encode())
+                        time.sleep(1000)
+            os._exit(1)
+        os.close(told)
+        text = b""
+        with open(ready, "rb", buffering=0) as file:
+            while not text.endswith(b" end") and (data := file.read(4096)):
+                text += data
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        user, *rest = text.decode().split()
+        try:
+            self.assertEqual(rest[:3] + rest[4:], ["-3", "5", "-20", "end"])
+            until(lambda: not is_alive(int(rest[3])), "the sweeper ends")
+            self.assertEqual(group_of(user), "5")
+        finally:
+            os.kill(int(user), signal.SIGKILL)
 
     def test_a_kill_of_the_whole_process_group_spares_the_sweeper(self):
         ready, told = os.pipe()

@@ -209,16 +209,14 @@ def fabric_of(folder: Path, text: str, netns: object = None) -> object:
 @contextlib.contextmanager
 def group_first(niceness: int = FIRST) -> Iterator[None]:
     """Within the `with` this session's processes come before those of other sessions: where the
-    kernel groups tasks by session, niceness counts only within a group."""
+    kernel groups tasks by session, niceness counts only within a group. The user's shell is in this
+    session too, so it is restored as `kernel_setting` does: to what it was, also after a kill."""
     group = Path("/proc/self/autogroup")
     if not group.exists() or os.geteuid() != 0:
         yield
         return
-    group.write_text(str(niceness))
-    try:
+    with kernel_setting(group, niceness):
         yield
-    finally:
-        group.write_text("0")
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ class Sandbox:
         try:
             yield before.strip()
         finally:
-            path.write_text(before)
+            sweeper.restore(str(path), before)
             self._tell(forget=str(path))
 
     def clear(self) -> list[str]:

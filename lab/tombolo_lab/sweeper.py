@@ -100,6 +100,24 @@ def kill_all(token, folder, pipe, spared):
     return sorted(filter(None, names))
 
 
+def restore(path, text):
+    """Gives a setting the text again that was read from it. That of a group of tasks (autogroup of
+    sched(7)) reads "/autogroup-N nice M", takes M, and is reached by any process in the group: the
+    runner's own file is gone when the runner is."""
+    if not path.endswith("/autogroup"):
+        with open(path, "w") as file:
+            file.write(text)
+        return
+    group, _, niceness = text.strip().rpartition(" nice ")
+    for pid in ["self", *filter(str.isdigit, os.listdir("/proc"))]:
+        there = f"/proc/{pid}/autogroup"
+        if read(there).startswith(f"{group} ".encode()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                with open(there, "w") as file:
+                    file.write(niceness)
+                return
+
+
 def listen(parent, settings):
     """Reads what the runner tells, until it ends or closes the pipe."""
     pidfd, rest = None, b""
@@ -146,8 +164,8 @@ def main():
         spared = {os.getpid(), parent if os.getppid() == parent else 0}
         names = kill_all(token, folder, pipe, spared)
         for path, text in reversed(settings):
-            with contextlib.suppress(OSError), open(path, "w") as file:
-                file.write(text)
+            with contextlib.suppress(OSError):
+                restore(path, text)
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(BrokenPipeError):
             os.write(1, json.dumps(names).encode() + b"\n")
