@@ -777,6 +777,60 @@ class Resuming(RunnerTest):
             self.run_it(resume=True)
         self.run_it(resume=True)
 
+    def test_other_files_than_those_measured_before_are_refused(self):
+        """The workload's programs as its check names them, on the way of the real workloads."""
+        tree = self.base / "tree"
+        (tree / "tests/lib").mkdir(parents=True)
+        for path in ("tests/lib/__init__.py", "examples/misses", "bin/qemu-system-x86_64"):
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_text("one")
+            (tree / path).chmod(0o755)
+        self.enterContext(mock.patch.dict(os.environ, {
+            "TOMBOLO_TREE": str(tree), "TOMBOLO_EXAMPLES": str(tree / "examples"),
+            "PATH": f"{tree / 'bin'}:{os.environ['PATH']}",
+        }))  # fmt: skip
+        os.environ.pop("TOMBOLO_QEMU", None)
+
+        def check(cell):
+            harness.example("misses")
+            harness.need_program("qemu-system-x86_64")
+
+        hooks["check"] = check
+        run = self.run_it()
+        self.assertLessEqual(
+            {"examples/misses", "bin/qemu-system-x86_64", str(LAB / "tombolo_lab/sandbox.py"),
+             str(LAB / "tests/small_workload.py")}, set(run.conditions["hashes"]),
+        )  # fmt: skip
+        self.run_it(resume=True)
+        for path in ("examples/misses", "bin/qemu-system-x86_64"):
+            with self.subTest(path=path):
+                (tree / path).write_text("two")
+                with self.assertRaises(LabError) as caught:
+                    self.run_it(resume=True)
+                text = str(caught.exception)
+                self.assertRegex(
+                    text, rf"begun with, found others .*: {path} was 7692c3ad3540, is 3fc4ccfe7458\."
+                )
+                self.assertIn(". Put these files back, or begin a new run.", text)
+                (tree / path).write_text("one")
+        kept = json.loads((self.folder / "conditions.json").read_text())
+        del kept["hashes"]
+        (self.folder / "conditions.json").write_text(json.dumps(kept))
+        with self.assertRaisesRegex(LabError, "found none: it was begun .*. Begin a new run."):
+            self.run_it(resume=True)
+
+    def test_the_sources_of_a_workload_are_those_that_it_imports(self):
+        def names(module):
+            found = runner.source_files(LAB / f"tombolo_lab/workloads/{module}.py")
+            return {path.name for path in found if path.parent.name == "workloads"}
+
+        self.assertEqual(
+            names("bypass"),
+            {"__init__.py", "bypass.py", "router.py", "stacks.py", "tools.py", "endpoints.py"},
+        )
+        self.assertIn("calls.py", names("rpc"))
+        self.assertNotIn("bypass.py", names("rpc"))
+
     def test_a_second_run_in_a_folder_is_refused(self):
         self.run_it()
         with self.assertRaisesRegex(LabError, "holds a run already"):

@@ -45,6 +45,8 @@ _OF_LIB = {
 }
 # Niceness of all that is measured, ours and peers alike: it comes before the machine's other work.
 FIRST = -20
+# What `./x xen` builds in build/xen and a boot takes.
+XEN_FILES = ("version", "xen", "vmlinux", "dom0.cpio")
 
 
 def tree() -> Path:
@@ -61,6 +63,29 @@ def tree() -> Path:
     )
 
 
+# The files that checks named, while a run asks for them.
+_named: set[Path] | None = None
+
+
+@contextlib.contextmanager
+def naming() -> Iterator[set[Path]]:
+    """The files that are named within the `with`: what is measured, and what measures."""
+    global _named
+    before, _named = _named, set()
+    try:
+        yield _named
+    finally:
+        _named = before
+
+
+def measured(*paths: str | Path) -> None:
+    """For check(): says that a run measures these files, or measures with them. A run is resumed
+    with the same ones only. The functions of this module that find a file or need one say it
+    themselves."""
+    if _named is not None:
+        _named.update(path for path in map(Path, paths) if path.is_file())
+
+
 def program() -> Path:
     """The program tombolo: TOMBOLO_PROGRAM, the release build of the checkout, or the one on PATH.
 
@@ -73,11 +98,13 @@ def program() -> Path:
         with contextlib.suppress(LabError):
             built = tree() / "target/release/tombolo"
             if built.is_file():
+                measured(built)
                 return built
         found = Path(shutil.which("tombolo") or "")
     if not found.is_file():
         what = named or "tombolo"
         raise Skip(f"the program {what} is not there: run ./x build, or set TOMBOLO_PROGRAM")
+    measured(found)
     return found.absolute()
 
 
@@ -90,6 +117,7 @@ def span_program() -> Path:
     found = Path(named) if named else tree() / "span/target/release/tombolo-span"
     if not found.is_file():
         raise Skip(f"{found.name} is not built: run ./x span-program, or set TOMBOLO_SPAN")
+    measured(found)
     return found.absolute()
 
 
@@ -102,6 +130,7 @@ def example(name: str) -> Path:
     found = (Path(named) if named else tree() / "target/release/examples") / name
     if not found.is_file():
         raise Skip(f"{found.name} is not built: `./x lab run` in a checkout builds it")
+    measured(found)
     return found.absolute()
 
 
@@ -152,6 +181,9 @@ def need_program(name: str, package: str | None = None) -> str:
     path = shutil.which(name, path=places)
     if not path:
         raise Skip(f"{name} is missing: apt-get install {package or name}")
+    # tests/lib starts the QEMU that this names.
+    named = os.environ.get("TOMBOLO_QEMU") if name.startswith("qemu-system") else None
+    measured(named or path)
     return path
 
 
@@ -166,6 +198,7 @@ def need_cell(app: str) -> Path:
     image = lib().CellGuest.IMAGES / app
     if not image.is_file():
         raise Skip(f"the cell {app} is not built: run ./x cells")
+    measured(image)
     return image
 
 
@@ -174,6 +207,7 @@ def need_guest() -> Path:
     folder = lib().BUILD / "guest"
     if not (folder / "vmlinux").is_file():
         raise Skip("build/guest is not there: run ./x guest")
+    measured(*(path for path in folder.iterdir() if path.name.startswith(("vmlinu", "initramfs"))))
     return folder
 
 

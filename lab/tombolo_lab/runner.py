@@ -26,6 +26,7 @@ A run needs the main thread, for signals and time limits.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import inspect
@@ -60,6 +61,8 @@ TRIES = 2
 GIVE_UP = 3
 FAILURES = "failures.log"
 MOST_REASON = 2000
+# So many files that differ are named when a run cannot be resumed.
+MOST_NAMED = 5
 
 
 def run(experiment: Experiment, folder: Path, resume: bool, out: TextIO) -> Run:
@@ -97,6 +100,8 @@ class Runner:
         self.progress = progress
         self.workload: Workload = workload_class(experiment.workload)()
         self.cells: list[Cell] = []
+        # What is measured and what measures: programs, images, guests.
+        self.files: set[Path] = set()
         # The last line of each point, by block and cell; the blocks in a row that a cell failed in.
         self.last: dict[tuple[int, str], dict] = {}
         self.failures_in_row: Counter[str] = Counter()
@@ -133,13 +138,14 @@ class Runner:
     def check_cells(self) -> list[dict]:
         """Asks the workload about every cell; gives the skipped ones with their reasons."""
         skipped = []
-        for cell in self.experiment.cells():
-            try:
-                self.workload.check(self.experiment.point(cell))
-            except harness.skips() as reason:
-                skipped.append({"cell": cell, "reason": str(reason)})
-            else:
-                self.cells.append(cell)
+        with harness.naming() as self.files:
+            for cell in self.experiment.cells():
+                try:
+                    self.workload.check(self.experiment.point(cell))
+                except harness.skips() as reason:
+                    skipped.append({"cell": cell, "reason": str(reason)})
+                else:
+                    self.cells.append(cell)
         return skipped
 
     def check_space(self) -> None:
@@ -166,6 +172,7 @@ class Runner:
             **machine.conditions(tree, program),
             "seed": self.experiment.seed,
             "workload_sha256": machine.file_hash(source),
+            "hashes": hashes(self.files | source_files(source), tree),
             "experiment_sha256": hashlib.sha256(text.encode()).hexdigest(),
             "experiment": text,
         }
@@ -185,11 +192,32 @@ class Runner:
                     f"the {what} ({named or 'none'}) differs: SHA-256 was {_short(before)}, "
                     f"is {_short(now)}"
                 )
+        # A run of an earlier lab kept none, so that what it measured cannot be told.
+        before, now = kept.get("hashes"), found["hashes"]
+        if before is None:
+            reasons.append(
+                "expected the hashes of what was measured in its conditions, found none: it was "
+                "begun by a lab of before 28 Nov 2026"
+            )
+            before = now
+        remedy = "Begin a new run" if reasons else "Put these files back, or begin a new run"
+        changed = [
+            f"{name} was {_short(before.get(name))}, is {_short(now.get(name))}"
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+            reasons.append(
+                "what is measured, or what measures, differs: expected the files that the run was "
+                f"begun with, found others (SHA-256): {', '.join(changed[:MOST_NAMED])}{more}"
+            )
         if kept.get("kernel") != found["kernel"]:
             reasons.append(f"the kernel differs: it was {kept.get('kernel')}, is {found['kernel']}")
+            remedy = "Begin a new run"
         if reasons:
             raise LabError(
-                f"{self.store.folder}: cannot be resumed: {'; '.join(reasons)}. Begin a new run."
+                f"{self.store.folder}: cannot be resumed: {'; '.join(reasons)}. {remedy}."
             )
 
     def say_plan(self, resume: bool) -> None:
@@ -548,6 +576,46 @@ def _phase(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise _Failed(name) from error
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+def source_files(source: Path) -> set[Path]:
+    """A workload's source and the modules of this package that it imports, directly or not; when
+    it uses the test harness, tests/lib too."""
+    package = Path(__file__).parent
+    found: set[Path] = set()
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                first, *rest = name.split(".")
+                place = package.joinpath(*rest)
+                if first == package.name:
+                    modules = (place.with_suffix(".py"), place / "__init__.py")
+                    waiting += [module for module in modules if module.is_file()]
+    if package / "harness.py" in found:
+        with contextlib.suppress(LabError):
+            found |= set((harness.tree() / "tests/lib").glob("*.py"))
+    return found
+
+
+def hashes(files: set[Path], tree: Path | None) -> dict[str, str]:
+    """Name → SHA-256. What lies in the checkout is named from there."""
+    found = {}
+    for path in files:
+        path = path.absolute()
+        is_within = tree is not None and path.is_relative_to(tree)
+        found[str(path.relative_to(tree) if is_within else path)] = machine.file_hash(path)
+    return dict(sorted(found.items()))
 
 
 # ---- words ---------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ workload holds none of that.
 The contract:
 
 - `check` is called once for each cell before anything runs, and by `tombolo lab show`. It takes
-  milliseconds, changes nothing, and raises `Skip` with the reason when the cell cannot run here.
+  milliseconds, changes nothing, and raises `Skip` with the reason when the cell cannot run here. It
+  names every file that is measured or measures, by the functions of `harness` that find one or by
+  `harness.measured`: a run is resumed with the same files only.
 - `open` is called for each group of cells in a block that agree in all parameters with
   `setup=True`. Everything it makes ends with its `with`, and ends also when this process is killed:
   use `tombolo_lab.harness` for processes, namespaces, folders and kernel settings.
@@ -138,8 +140,8 @@ class Workload:
     block: int = 0
 
     def draw(self, cell: dict) -> int:
-        """A seed of 48 bits for what the set-up of `cell` draws at random. It follows from the
-        experiment's seed, the block, and the parameters with `setup=True`, and from nothing else."""
+        """A seed of 48 bits for what the set-up of `cell` draws at random. It follows from nothing
+        but the experiment's seed, the block, and the parameters with `setup=True`."""
         fixed = {name: cell.get(name) for name, p in self.parameters.items() if p.setup}
         text = json.dumps([self.seed, self.block, fixed], sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

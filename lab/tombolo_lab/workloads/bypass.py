@@ -132,6 +132,7 @@ class Bypass(Workload):
     def check(self, cell: dict) -> None:
         harness.need_root()
         harness.program()
+        harness.measured(*(harness.tree() / "lab/programs").glob("*.c"))
         for name, package in (("gcc", "gcc"), ("clang", "clang"), ("ethtool", "ethtool"),
                               ("nft", "nftables")):  # fmt: skip
             harness.need_program(name, package)

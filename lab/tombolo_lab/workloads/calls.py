@@ -63,6 +63,7 @@ def peer_program(name: str) -> Path:
     found = harness.tree() / f"target/peers/release/peer-{name}"
     if not found.is_file():
         raise Skip(f"the peer {name} is not built: `./x bench rpc` builds it")
+    harness.measured(found)
     return found
 
 

@@ -74,6 +74,7 @@ def check(guest: str, bytes_wanted: int) -> None:
     bed = harness.lib().BUILD / "xen/version"
     if not bed.is_file():
         raise Skip(f"the Xen test bed {bed.parent} is not there: run ./x xen")
+    harness.measured(*(bed.with_name(name) for name in harness.XEN_FILES))
     harness.program()
     harness.need_program("busybox", "busybox-static")
     harness.need_program("ping", "iputils-ping")

@@ -121,6 +121,7 @@ def need(model: str) -> Path:
             f"{found} has no Linux guest with NICs: run ./x guest-nics once (it fetches 70 MB), or "
             "name a folder that has one in TOMBOLO_LAB_NICS"
         )
+    harness.measured(*(found / name for name in FILES))
     return found
 
 

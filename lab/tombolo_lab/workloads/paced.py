@@ -39,6 +39,7 @@ def program() -> Path:
     found = (Path(named) if named else harness.tree() / "build/lab-tools") / "paced"
     if not found.is_file():
         raise Skip(f"{found} is not built: run ./x lab-tools")
+    harness.measured(found)
     return found.absolute()
 
 

@@ -15,6 +15,10 @@ PARTS = ("adversary", "soak", "handover")
 GAPS = ("vhost_user", "ivshmem", "stream")
 
 
+# Part → the program of tests/ that does it.
+SCRIPTS = {"adversary": "adversary.py", "soak": "soak.py", "handover": "faults_handover.py"}
+
+
 class Trust(Workload):
     """One part, from its beginning to its end."""
 
@@ -50,7 +54,9 @@ class Trust(Workload):
         harness.need_root()
         harness.program()
         harness.need_program("qemu-system-x86_64", "qemu-system-x86")
-        harness.need_cell("echo")
+        images = harness.need_cell("echo").parent
+        harness.measured(*(images / app for app in ("httpd", "calc")))
+        harness.measured(*(harness.tree() / "tests" / script for script in SCRIPTS.values()))
         if cell["part"] == "soak":
             harness.need_guest()
 
@@ -67,15 +73,15 @@ class Trust(Workload):
         part = cell["part"]
         found: dict = dict.fromkeys(self.measures)
         if part == "adversary":
-            said = last_line("adversary.py", *([cell["attacks"]] if cell["attacks"] else []))
+            said = last_line(SCRIPTS["adversary"], *([cell["attacks"]] if cell["attacks"] else []))
             keys = ("attacks", "escapes", "worst_neighbour_p99_ms")
             return found | {key: said[key] for key in keys}
         if part == "soak":
-            said = last_line("soak.py", cell["minutes"], "--seed", cell["seed"])
+            said = last_line(SCRIPTS["soak"], cell["minutes"], "--seed", cell["seed"])
             keys = ("soak_minutes", "manual", "recovery_median_s", "recovery_worst_s")
             lost = said["corrupt"] + len(said["leaks"])
             return found | {key: said[key] for key in keys} | {"lost": lost}
-        said = last_line("faults_handover.py", cell["handovers"])
+        said = last_line(SCRIPTS["handover"], cell["handovers"])
         gaps = {f"gap_{kind}_ms": value for kind, value in said["upgrade_gap_ms"].items()}
         return found | gaps | {"lost": said["lost"]}
 

@@ -42,6 +42,9 @@ def need() -> None:
     paced.program()
     if not (harness.BUILD / "xen").is_dir():
         raise Skip("build/xen is not there: `./x bench xen` makes it")
+    harness.measured(*(harness.BUILD / "xen" / name for name in harness.XEN_FILES))
+    images = harness.CellGuest.IMAGES
+    harness.measured(*(images / app for app in ("echo", "httpd", "iperf")))
 
 
 class Xen(Workload):
