@@ -3,6 +3,7 @@
 What boots a guest is at the end; it is skipped, by name, where the guest is not built.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tombolo_lab import LabError, harness
@@ -223,6 +225,24 @@ class Rows(unittest.TestCase):
             interrupts_s=1000.0,
             softirq_cpus=0.1,
         )
+
+    def test_rates_are_of_the_loads_own_seconds(self):
+        """The meter's seconds have the start and the report of the load in them too."""
+        cell = {name: one.default for name, one in cards.Nics.parameters.items()} | {"seconds": 1}
+        first = NicCounters(packets=0, interrupts=0, busy=0, softirq=0, ticks=0, polls={})
+        looks = iter([first, self.seen()])
+        nic = SimpleNamespace(counters=lambda: next(looks), space=None, pid=1, model="virtio-net")
+        meter = mock.MagicMock()
+        meter.__enter__.return_value.usage = self.usage()
+        with (
+            mock.patch.object(cards.machine, "Meter", lambda *_: meter),
+            mock.patch.object(cards.tools, "pinging", lambda *_: contextlib.nullcontext([])),
+            mock.patch.object(cards.paced, "send", lambda *_: {"sent_seconds": 0.9}),
+            mock.patch.object(cards.network, "row_of", lambda *_: {}),
+            mock.patch.object(cards, "losses", lambda *_: {}),
+        ):
+            found = cards.Nics().loaded(nic, cell, Knobs(), 1)
+        self.assertEqual((found["port_frames_s"], found["interrupts_s"]), (100.0, 20.0))
 
     def test_polls_without_packets_are_left_out(self):
         polls, weight = cards.polls_of(self.seen(), Knobs(), "virtio-net")

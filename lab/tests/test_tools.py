@@ -1,6 +1,8 @@
 """What tools print, as they printed it here, and what is read from it."""
 
 import sys
+import time
+import types
 import unittest
 import unittest.mock
 from pathlib import Path
@@ -132,6 +134,8 @@ class Reports(unittest.TestCase):
         self.assertAlmostEqual(found.reply_ms, 1.1)
         with self.assertRaisesRegex(tools.ToolError, "has no"):
             tools.httperf_report("httperf: connection refused")
+        fast = tools.httperf_report(HTTPERF.replace("duration 0.012 s", "duration 0.000 s"))
+        self.assertEqual((fast.replies_s, fast.mbit_s, fast.replies), (None, None, 10))
 
     def test_siege_counts_what_failed(self):
         found = tools.siege_report(SIEGE)
@@ -235,6 +239,40 @@ class Ends(unittest.TestCase):
         for tool, took in (("iperf", 0.4), ("paced", 0.4), ("iperf3", 1), ("sockperf", 1)):
             self.assertEqual(network.load_seconds({"tool": tool, "seconds": 0.4}), took)
         self.assertEqual(network.load_seconds({"tool": "iperf3", "seconds": 1.2}), 2)
+
+
+class OwnSeconds(unittest.TestCase):
+    """Rates are of the load's own seconds, not of what its start and its report take too."""
+
+    cpu = 0.0
+
+    def load(self, *_):
+        time.sleep(0.3)  # of which 0.1 are the load
+        self.cpu += 0.05
+        return {"mbit_s": 8.0}
+
+    def test_of_a_load_on_a_network(self):
+        def turns():
+            count = round(self.cpu * 1000)
+            port = {"rx_frames": count, "tx_frames": 0, "turns": count, "wakeups": count}
+            return {"host": port, "guest": port}
+
+        end = types.SimpleNamespace(cpu=lambda: self.cpu, turns=turns, pids={})
+        cell = {"tool": "iperf", "seconds": 0.1, "offered": "", "pings": 0, "protocol": "tcp",
+                "direction": "up"}  # fmt: skip
+        with unittest.mock.patch.dict(network.LOADS, iperf=self.load):
+            found = network.loaded(end, cell)
+        self.assertAlmostEqual(found["cpus"], 0.5)
+        self.assertAlmostEqual(found["port_frames_s"], 500)
+        self.assertAlmostEqual(found["wakeups_s"], 500)
+        self.assertAlmostEqual(found["cpu_us_per_kb"], 500)
+
+    def test_of_a_load_on_a_link(self):
+        flow = types.SimpleNamespace(mbit_s=8.0, loss=None)
+        end = types.SimpleNamespace(cpu=lambda: self.cpu, space=None, address="")
+        with unittest.mock.patch.object(tools, "iperf", lambda *_: self.load() and flow):
+            found = links.Links().measure(end, {"load": "tcp_up", "seconds": 0.1})
+        self.assertAlmostEqual(found["cpus"], 0.5)
 
 
 class Counters(unittest.TestCase):

@@ -262,7 +262,8 @@ class Nics(Workload):
         for name, value in network.row_of(done, protocol, seconds).items():
             if name in self.measures:
                 found[name] = value
-        found |= guest_row(seen, meter.usage.seconds, nics.VCPUS, polls, weight)
+        took = max(done["sent_seconds"], seconds)
+        found |= guest_row(seen, took, nics.VCPUS, polls, weight)
         found |= host_row(seen, meter.usage)
         samples: dict[str, list[float]] = {"packets_per_poll": thinned(polls)} if polls else {}
         if times:

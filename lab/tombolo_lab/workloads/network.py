@@ -209,7 +209,7 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
     """One load, and everything that is counted meanwhile."""
     offered = cell["offered"] if offered is None else offered
     before = end.turns() if end.turns else None
-    cpu, begun = end.cpu(), time.monotonic()
+    cpu = end.cpu()
     with contextlib.ExitStack() as stack:
         times: list[float] = []
         if cell["pings"]:
@@ -218,7 +218,8 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
         counts = stack.enter_context(machine.counters(list(pids.values()))) if pids else {}
         meter = stack.enter_context(machine.Meter())
         row = LOADS[cell["tool"]](end, cell, offered)
-    took, used = time.monotonic() - begun, end.cpu() - cpu
+    # By the load's own seconds: its start and its report are no part of it.
+    took, used = load_seconds(cell), end.cpu() - cpu
     # iperf's -r sends up first, so there CPU and frames are of both directions, and of none alone.
     is_alone = (cell["protocol"], cell["direction"]) != ("udp", "down")
     found: dict = dict.fromkeys(MEASURES) | row
@@ -227,7 +228,7 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
     if is_alone:
         found["cpus"] = used / took
         if found["mbit_s"]:
-            found["cpu_us_per_kb"] = used / load_seconds(cell) * 1e6 / (found["mbit_s"] * 125)
+            found["cpu_us_per_kb"] = used / took * 1e6 / (found["mbit_s"] * 125)
     if before is not None and is_alone:
         found |= port_rates(before, end.turns(), cell["direction"] == "down", took)
         frames = found["port_frames_s"] * took

@@ -317,8 +317,8 @@ def httperf_report(text: str) -> Http:
         for part in (r"response ([\d.]+)", r".*?transfer ([\d.]+)")
     ]
     return Http(
-        replies / seconds if seconds else 0.0,
-        replies * content * 8e-6 / seconds if seconds else 0.0,
+        replies / seconds if seconds else None,
+        replies * content * 8e-6 / seconds if seconds else None,
         sum(parts),
         replies,
         int(number(r"Errors: total (\d+)")),
