@@ -303,6 +303,39 @@ class Disturbed(RunnerTest):
         run = self.run_it(self.experiment(*self.limited))
         self.assertEqual(run.points[0]["notes"], {"stacks": {"a;b": 3}})
 
+    def test_what_the_opening_measures_is_watched_and_written_once(self):
+        """A disturbed opening marks the point that carries its value, and is done again."""
+        self.enterContext(mock.patch.object(small_workload.Small, "opened", ("share",)))
+        # The first set-up, its opening disturbed until the carrier is measured, then all is quiet.
+        experiment = self.experiment(*self.limited)
+        order = experiment.block(0)[:3]
+        before = order.index({"kind": order[0]["kind"], "size": 1})
+        FakeMeter.usages = [usage(others=9.0), *[usage()] * (before + 1)]
+        run = self.run_it(experiment)
+        marked = [point for point in run.points if point["disturbed"]]
+        self.assertEqual(len(marked), 1)
+        self.assertEqual(marked[0]["cell"], order[before])
+        self.assertIn("while the set-up was opened: other processes took 9.00 CPUs",
+                      marked[0]["disturbed"])  # fmt: skip
+        again = run.points[before + 1]
+        self.assertEqual((again["cell"], again["attempt"]), (order[before], 2))
+        self.assertEqual(len(self.called("open")), 2 * BLOCKS + 1)
+        self.assertEqual(len(run.points), CELLS * BLOCKS + 1)
+        carried = [p["cell"] for p in run.counted() if p["measures"]["share"] is not None]
+        self.assertEqual(len(carried), 2 * BLOCKS)
+        self.assertEqual({cell["size"] for cell in carried}, {1})
+
+    def test_an_opening_that_stays_disturbed_leaves_its_point_marked(self):
+        self.enterContext(mock.patch.object(small_workload.Small, "opened", ("share",)))
+        experiment = self.experiment(*self.limited, "size = [1, 2, 3]", "size = [1]",
+                                     "times = 4", "times = 1")  # fmt: skip
+        FakeMeter.usages = [usage(others=9.0), usage()] * 3
+        run = self.run_it(experiment)
+        self.assertEqual([p["attempt"] for p in run.points], [1, 2, 3, 1])
+        self.assertEqual([bool(p["disturbed"]) for p in run.points], [True, True, True, False])
+        self.assertEqual(len(self.called("open")), 4)
+        self.assertEqual(len(self.called("close")), 4)
+
     def test_after_its_retries_it_stays_and_does_not_count(self):
         FakeMeter.usages = [usage(stolen=5.0)] * 3
         run = self.run_it(self.experiment(*self.limited))
@@ -809,7 +842,7 @@ class Resuming(RunnerTest):
                     self.run_it(resume=True)
                 text = str(caught.exception)
                 self.assertRegex(
-                    text, rf"begun with, found others .*: {path} was 7692c3ad3540, is 3fc4ccfe7458\."
+                    text, rf"begun with, found others .*: {path} was 7692c3ad3540, is 3fc4ccfe7458"
                 )
                 self.assertIn(". Put these files back, or begin a new run.", text)
                 (tree / path).write_text("one")

@@ -9,7 +9,9 @@ each repetition of a cell has a set-up of its own.
 What happens to a point:
 
 - A point that other work disturbed is kept and marked, and measured again in the same set-up after
-  a quiet moment, up to `retries` times.
+  a quiet moment, up to `retries` times. What the opening of a set-up measures (`opened` of the
+  workload) is written with one of its cells; when the opening was disturbed, that point is marked
+  and measured again in a new set-up.
 - A point that fails (an exception, a value outside its range, a time limit) is tried once more in a
   fresh set-up, then recorded as failed with the reason. A cell that failed in `GIVE_UP` blocks in a
   row is not tried again; its further points are recorded as failed.
@@ -48,7 +50,7 @@ from tombolo_lab.model import Experiment, workload_class
 from tombolo_lab.progress import Estimate, Progress
 from tombolo_lab.results import Run, Store, StoreError, cell_key
 from tombolo_lab.stopping import all_narrow
-from tombolo_lab.workloads import PointTimeout, Workload, checked_point
+from tombolo_lab.workloads import UNMEASURED, PointTimeout, Workload, checked_point
 
 # Free space that a run must find: raw samples of a long run take tens of MB.
 SPACE_BYTES = 100 << 20
@@ -106,6 +108,8 @@ class Runner:
         self.last: dict[tuple[int, str], dict] = {}
         self.failures_in_row: Counter[str] = Counter()
         self.stopped = ""
+        # Why the opening of the set-up was disturbed; None also where it measures nothing.
+        self.opening: str | None = None
         self.session: dict = {}
         self.earlier_s = 0.0
         self.begun = time.monotonic()
@@ -375,18 +379,23 @@ class Runner:
     def set_up(self, block: int, cells: list[Cell], failures: dict[str, str]) -> None:
         """Opens a set-up and measures `cells` in it; those that are done are removed from the list.
 
-        _Failed says what failed; after "point" the cell that failed is the first one.
+        It ends early when a point needs another opening. _Failed says what failed; after "point"
+        the cell that failed is the first one.
         """
         point = self.experiment.point(cells[0])
         limit = time_limit(self.workload.setup_seconds(point))
         self.workload.seed, self.workload.block = self.experiment.seed, block
         manager = self.workload.open(point)
-        with _phase("set-up"), limited(limit, "the set-up"):
+        meter = machine.Meter() if self.workload.opened else contextlib.nullcontext()
+        with meter, _phase("set-up"), limited(limit, "the set-up"):
             setup = manager.__enter__()
+        self.opening = self.disturbance_of(meter.usage) if self.workload.opened else None
         try:
             while cells:
                 with _phase("point"):
-                    self.point(block, cells[0], setup, failures)
+                    is_done = self.point(block, cells[0], setup, failures)
+                if not is_done:
+                    break
                 del cells[0]
         except BaseException as error:
             # What fails at the end of a set-up after a failure is a consequence: it is logged only.
@@ -402,8 +411,27 @@ class Runner:
         with _phase("end"), limited(limit, "the end of the set-up"):
             manager.__exit__(None, None, None)
 
-    def point(self, block: int, cell: Cell, setup: object, failures: dict[str, str]) -> None:
-        """Measures one point until it is undisturbed or its retries are used up."""
+    def disturbance_of(self, usage: machine.Usage) -> str | None:
+        """Why what took this usage is disturbed, or None."""
+        limits = self.experiment.disturbed
+        return usage.disturbance(limits.others_cpus, limits.stolen_cpus)
+
+    def carries(self, cell: Cell) -> bool:
+        """Whether the values that the opening of a set-up gave are written with this cell: the
+        first one of those that share a set-up, the same in each block."""
+        if self.experiment.order == "given":
+            return True
+        setup = self.experiment.setup_factors()
+        runnable = set(map(cell_key, self.cells))
+        return cell == next(
+            other
+            for other in self.experiment.cells()
+            if cell_key(other) in runnable and all(other[name] == cell[name] for name in setup)
+        )
+
+    def point(self, block: int, cell: Cell, setup: object, failures: dict[str, str]) -> bool:
+        """Measures one point until it is undisturbed or its retries are used up. False when the
+        opening of its set-up was disturbed, so that it needs another one."""
         limits = self.experiment.disturbed
         last = self.last.get((block, cell_key(cell)))
         attempt = last["attempt"] + 1 if last else 1
@@ -413,9 +441,11 @@ class Runner:
                 record["earlier_failure"] = earlier
             self.keep(record)
             if self.is_done(block, cell):
-                return
+                return True
             self.progress.note(f"a point is measured again: {record['disturbed']}")
             machine.wait_quiet(limits.others_cpus, limits.stolen_cpus, RETRY_PATIENCE_S)
+            if self.opening and self.carries(cell):
+                return False
             attempt += 1
 
     def attempt(self, block: int, cell: Cell, setup: object, attempt: int) -> dict:
@@ -429,9 +459,16 @@ class Runner:
         values, samples, tools = checked_point(declared, self.experiment.measures, returned)
         usage, limits = meter.usage, self.experiment.disturbed
         shares = ("others", "stolen", "ours", "kernel", "softirq")
-        reason = usage.disturbance(limits.others_cpus, limits.stolen_cpus)
-        reason = reason or (str(returned["disturbed"]) if returned.get("disturbed") else None)
+        reason = self.disturbance_of(usage)
         notes = dict(returned.get("notes") or {})
+        if self.workload.opened:
+            if not self.carries(cell):
+                values |= dict.fromkeys(set(self.workload.opened) & set(values))
+                if self.experiment.primary in self.workload.opened:
+                    notes.setdefault(UNMEASURED, "it is kept with another cell of the set-up")
+            elif self.opening:
+                reason = f"while the set-up was opened: {self.opening}"
+        reason = reason or (str(returned["disturbed"]) if returned.get("disturbed") else None)
         if reason and limits.count:
             notes["disturbed"], reason = reason, None
         return {

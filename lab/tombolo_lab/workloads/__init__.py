@@ -27,6 +27,8 @@ The contract:
 - `open` is called for each group of cells in a block that agree in all parameters with
   `setup=True`. Everything it makes ends with its `with`, and ends also when this process is killed:
   use `tombolo_lab.harness` for processes, namespaces, folders and kernel settings.
+  A measure that it finds itself is named in `opened`: the runner watches the opening, keeps the
+  value with one cell of the set-up, and opens it again when other work disturbed it.
 - `measure` yields one point. It raises on failure; it never returns a zero for what did not work.
   The runner checks every value against the range of its Measure.
 - `open` and `measure` run in the main thread and may be interrupted by an exception at any moment:
@@ -135,6 +137,8 @@ class Workload:
     measures: ClassVar[dict[str, Measure]]
     # What it needs in plain words, such as "root" or "iperf3"; `show` prints them.
     needs: ClassVar[tuple[str, ...]] = ()
+    # The measures that `open` finds once for all cells of a set-up, such as the time of a start.
+    opened: ClassVar[tuple[str, ...]] = ()
     # The experiment's seed and the block; the runner sets them before it opens a set-up.
     seed: int = 0
     block: int = 0

@@ -100,6 +100,7 @@ class Guests(Workload):
             "Resident memory of the guest's QEMU; of Xen, what the domain is given", "MiB", "lower"
         ),
     }
+    opened = ("first_reply_ms",)
     needs = ("root", "QEMU", "httperf, siege or wrk", "for Xen its test bed (./x xen)")
 
     def check(self, cell: dict) -> None:

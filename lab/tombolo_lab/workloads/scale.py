@@ -62,6 +62,7 @@ class Scale(Workload):
         "loss": Measure("Datagrams lost, as a part of those sent", "", "lower", 0, 1),
         "cpu_us_per_frame": Measure("CPU time of the daemon per datagram", "µs", "lower"),
     }
+    opened = ("start_ms",)
     needs = ("root", "iperf 2", "QEMU for cells")
 
     def check(self, cell: dict) -> None:
