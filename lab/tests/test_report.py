@@ -241,6 +241,98 @@ class Report(Case):
                 self.assertLessEqual(low, axes.dataLim.y0)
                 self.assertGreaterEqual(high, axes.dataLim.y1)
 
+    def test_a_value_over_several_cells_is_of_those_that_all_levels_have(self):
+        """`on` is at one size only, and its values are far from the others."""
+        from tombolo_lab.report import plots
+
+        text = ALL[: ALL.index("[[plots]]")] + (
+            '[[exclude]]\non = true\nsize = [64, 256, 1024]\n'
+            '[[plots]]\nkind = "curve"\nx = "size"\ncurves = "kind"\n'
+            '[[plots]]\nkind = "bars"\nx = "kind"\ncurves = "on"\n'
+            '[[plots]]\nkind = "bars"\nx = "size"\n'
+            '[[plots]]\nkind = "box"\nx = "size"\ncurves = "kind"\n'
+            '[[plots]]\nkind = "percentiles"\ny = "rtt_us"\ncurves = "on"\n'
+        )
+        calls = []
+
+        def value(cell, source):
+            # Two points of the one kind are missing: cells count alike all the same.
+            calls.append(cell["kind"])
+            if cell["kind"] == "ivshmem" and calls.count("ivshmem") <= 2:
+                return "failed"
+            low = 100.0 if cell["kind"] == "ivshmem" else 400.0
+            return low + source.random() + 5000.0 * cell["on"]
+
+        run = self.run_of(text, value)
+        report.write(run, run.folder)
+        found = json.loads((run.folder / "summary.json").read_text())
+        painter = plots.Painter(run, found)
+        figures = []
+        for number, plot in enumerate(run.experiment.plots):
+            [(_, _, figure)] = painter.figures(number, plot)
+            self.addCleanup(plots.pyplot.close, figure)
+            figures.append(figure)
+        notes = [" ".join("".join(t.get_text() for t in f.texts).split()) for f in figures]
+        sizes, ways, pooled, boxes, lines = (figure.axes[0] for figure in figures)
+        # Sizes: without the level that one of them has, with an interval, for each is one cell.
+        self.assertLess(sizes.dataLim.y1, 1000)
+        self.assertEqual(len(sizes.containers[0].lines[2]), 1)
+        self.assertGreater(min(len(p) for p in sizes.containers[0].lines[2][0].get_segments()), 1)
+        self.assertTrue(notes[0].startswith("At on no only. Left out, since"))
+        self.assertTrue(notes[0].endswith("have them: on yes."))
+        # Ways: at the only size that both have.
+        self.assertIn("At size 1460 only.", notes[1])
+        self.assertIn("have them: size 64, 256, 1024.", notes[1])
+        # Pooled kinds: the mean of the cells' means, and no whisker.
+        heights = [bar.get_height() for bar in pooled.patches]
+        for height in heights:
+            self.assertAlmostEqual(height, (100 + 400 + 400) / 3 + 0.5, delta=0.5)
+        self.assertTrue(all(bars.errorbar is None for bars in pooled.containers))
+        self.assertIn("mean of the means of 3 cells, so without an interval", notes[2])
+        self.assertIn("all 3 levels of kind; on no. Left out", notes[2])
+        self.assertLess(boxes.dataLim.y1, 1000)
+        self.assertTrue(notes[3].startswith("At on no only."))
+        self.assertIn("the values of 3 cells together: all 3 levels of kind", notes[4])
+        self.assertEqual(len(lines.lines), 2)
+        # The drawing itself says it, not only the page about it.
+        with plots.text_in_drawings():
+            [first, *_] = plots.draw(run, found, run.folder)
+        self.assertIn("At on no only.", first.svg)
+
+    def test_where_nothing_is_common_nothing_is_drawn(self):
+        from tombolo_lab.report import plots
+
+        text = ALL[: ALL.index("[[plots]]")] + (
+            '[[exclude]]\non = true\nsize = 64\n[[exclude]]\non = false\nsize = [256, 1024, 1460]\n'
+            '[[plots]]\nkind = "curve"\nx = "size"\ncurves = "kind"\n'
+        )
+        run = self.run_of(text, plausible)
+        report.write(run, run.folder)
+        found = json.loads((run.folder / "summary.json").read_text())
+        [(_, _, figure)] = plots.Painter(run, found).figures(0, run.experiment.plots[0])
+        self.addCleanup(plots.pyplot.close, figure)
+        self.assertEqual(figure.axes[0].containers, [])
+        self.assertIn("Nothing is drawn: no combination of on", figure.texts[0].get_text())
+
+    def test_a_note_names_what_it_goes_over_shortly(self):
+        from tombolo_lab.report import plots
+
+        run = self.run_of(ALL, plausible)
+        pairs = [(64, False), (64, True), (256, True)]
+        cells = [
+            {"kind": kind, "size": size, "on": on}
+            for kind in ("ivshmem", "vhost-user")
+            for size, on in pairs
+        ]
+        note = plots.Shared(("kind", "size", "on"), tuple(cells), ()).note(run.experiment, "bars")
+        self.assertTrue(
+            note.endswith(
+                "6 cells, so without an interval: kind ivshmem, vhost-user; "
+                "size 64 with all 2 levels of on, or size 256 with on yes."
+            ),
+            note,
+        )
+
     def test_percentiles_of_thinned_samples_end_at_their_ranks(self):
         from tombolo_lab.report import plots
 

@@ -140,6 +140,33 @@ class Summary(Case):
         for fit in found:
             self.assertAlmostEqual(fit["exponent"], 1, 2)
 
+    def test_growth_is_of_levels_that_all_sizes_have(self):
+        """Red is at the largest size only, and ten times green there: it bends no fit."""
+        extra = (
+            '[[exclude]]\nkind = "red"\nsize = [1, 2]\n'
+            '[[plots]]\nkind = "curve"\nx = "size"\nlog = "xy"\n'
+        )
+
+        def value(block, cell):
+            return 50.0 * cell["size"] * (10 if cell["kind"] == "red" else 1)
+
+        fits = summary.summarise(self.run_of(value, extra))["growth"]
+        found = {fit["where"]["kind"]: fit for fit in fits}
+        self.assertAlmostEqual(found["green"]["exponent"], 1)
+        self.assertIsNone(found["red"]["exponent"])
+        self.assertEqual(found["red"]["why"], "left out: no value at size 1, 2")
+
+    def test_growth_is_by_each_level_that_the_plot_does_not_name(self):
+        extra = '[[plots]]\nkind = "curve"\nx = "size"\nlog = "xy"\n'
+
+        def value(block, cell):
+            return float(cell["size"] ** (1 if cell["kind"] == "red" else 2))
+
+        fits = summary.summarise(self.run_of(value, extra))["growth"]
+        self.assertEqual([fit["where"] for fit in fits], [{"kind": "red"}, {"kind": "green"}])
+        for fit, power in zip(fits, (1, 2), strict=True):
+            self.assertAlmostEqual(fit["exponent"], power)
+
     def test_published_figures_stand_beside_ours(self):
         extra = (
             '[[published]]\nlabel="them"\nsource="a paper"\nmatch={kind="red", size=1}\n'

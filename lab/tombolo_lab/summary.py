@@ -17,7 +17,7 @@ summary.json is one object:
     checks        [{name, p, doubtful, why}]: what the analysis assumes
     correlations  [{x, y, kind, coefficient, p, low, high, n, why}] of the pairs that the file names
     growth        [{x, y, where, exponent, low, high, factor, r2, n, why}] for curves whose plot has
-                  two logarithmic axes
+                  two logarithmic axes, by each combination of the factors that it does not name
     published     [{label, source, measure, value, low, high, differs, match, ours, ratio}]
     warnings      texts
 
@@ -36,13 +36,13 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tombolo_lab import effects, statistics
 from tombolo_lab.design import Cell
-from tombolo_lab.model import Experiment, workload_class
+from tombolo_lab.model import Experiment, Plot, workload_class
 from tombolo_lab.results import Run, cell_key, write_whole
 from tombolo_lab.workloads import MOST_VALUES, SAMPLES_OF
 
@@ -259,19 +259,56 @@ def correlations(frame: pandas.DataFrame, experiment: Experiment) -> list[dict]:
     return found
 
 
+def free_factors(experiment: Experiment, plot: Plot) -> list[str]:
+    """The factors of several levels that a plot does not name."""
+    named = {plot.x, plot.y, plot.z, plot.curves, *plot.panels}
+    return [f for f, levels in experiment.factors.items() if f not in named and len(levels) > 1]
+
+
+def common_levels(
+    cells: Iterable[Cell], compared: Sequence[str], free: Sequence[str]
+) -> tuple[list[Cell], list[Cell]]:
+    """The combinations of levels of the `free` factors that cells have at every combination of the
+    `compared` ones that occurs, and those that only some have."""
+    groups: dict[tuple, set[tuple]] = {}
+    every: dict[tuple, Cell] = {}
+    for cell in cells:
+        part = tuple(cell[name] for name in free)
+        every.setdefault(part, {name: cell[name] for name in free})
+        groups.setdefault(tuple(cell[name] for name in compared), set()).add(part)
+    common = set.intersection(*groups.values()) if groups else set()
+    return (
+        [cell for part, cell in every.items() if part in common],
+        [cell for part, cell in every.items() if part not in common],
+    )
+
+
 def growths(frame: pandas.DataFrame, experiment: Experiment) -> list[dict]:
-    """A power law for each curve of each plot with two logarithmic axes."""
+    """A power law for each curve of each plot with two logarithmic axes, and for each combination
+    of the factors that the plot does not name; those that lack some levels of x are left out."""
     found = []
     for plot in experiment.plots:
         if plot.kind != "curve" or plot.log != "xy":
             continue
         parts = [name for name in (plot.curves, *plot.panels) if name]
+        # A level of another factor that only some sizes have would bend the fit: a fit for each.
+        parts += [name for name in free_factors(experiment, plot) if name not in parts]
+        named = len([name for name in (plot.curves, *plot.panels) if name])
         for levels in itertools.product(*(experiment.factors[name] for name in parts)):
             where = dict(zip(parts, levels, strict=True))
             rows = rows_of(frame, where)[[plot.x, plot.y]].dropna()
             if rows.empty:
                 continue
-            fit = statistics.growth(rows[plot.x].astype(float).tolist(), rows[plot.y].tolist())
+            curve = dict(list(where.items())[:named])
+            every = rows_of(frame, curve)[[plot.x, plot.y]].dropna()[plot.x]
+            has, compared = set(rows[plot.x]), set(every)
+            lacks = [level_text(v) for v in experiment.factors[plot.x] if v in compared - has]
+            if lacks:
+                why = f"left out: no value at {plot.x} {', '.join(lacks)}"
+                fit = statistics.Growth(None, None, None, None, None, len(rows), why)
+            else:
+                x = rows[plot.x].astype(float).tolist()
+                fit = statistics.growth(x, rows[plot.y].tolist())
             found.append({"x": plot.x, "y": plot.y, "where": where, **dataclasses.asdict(fit)})
     return found
 

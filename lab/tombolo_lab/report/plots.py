@@ -33,7 +33,7 @@ from tombolo_lab import statistics
 from tombolo_lab.design import Cell
 from tombolo_lab.model import Experiment, Plot, workload_class
 from tombolo_lab.results import Run, cell_key
-from tombolo_lab.summary import level_text, rows_of, thinned_samples
+from tombolo_lab.summary import common_levels, free_factors, level_text, rows_of, thinned_samples
 
 # Okabe and Ito 2008, "Color universal design"; black first, yellow left out, since it is too light
 # for lines on white.
@@ -129,10 +129,63 @@ def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str
     return ticks, texts
 
 
-def free_factors(experiment: Experiment, plot: Plot) -> list[str]:
-    """The factors that a plot does not name: their levels are averaged, and the title says so."""
-    named = {plot.x, plot.y, plot.z, plot.curves, *plot.panels}
-    return [f for f, levels in experiment.factors.items() if f not in named and len(levels) > 1]
+@dataclass(frozen=True)
+class Shared:
+    """The combinations of the factors that a plot does not name: those that all compared levels
+    have, over which it goes, and the others, which are left out."""
+
+    free: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    left: tuple[Cell, ...]
+
+    def note(self, experiment: Experiment, kind: str) -> str:
+        """What a reader of the drawing must know of them; empty where all factors are named."""
+        if not self.free or not (self.cells or self.left):
+            return ""
+        names = ", ".join(self.free)
+        if not self.cells:
+            return f"Nothing is drawn: no combination of {names} is at all compared levels."
+        if len(self.cells) == 1:
+            text = f"At {where_text(self.cells[0])} only."
+        else:
+            what = "Each value is the mean of the means of {} cells, so without an interval"
+            if kind == "box":
+                what = "Each box has the points of {} cells"
+            elif kind in ("histogram", "percentiles"):
+                what = "Each line has the values of {} cells together"
+            text = f"{what.format(len(self.cells))}: {self.levels(experiment, self.cells)}."
+        if self.left:
+            left = self.levels(experiment, self.left)
+            text += f" Left out, since not all compared levels have them: {left}."
+        return text
+
+    def levels(self, experiment: Experiment, cells: Sequence[Cell]) -> str:
+        """Cells in words: factors whose levels all have the same others stand by themselves."""
+        parts, names = [], list(cells[0])
+        for name in cells[0]:
+            others: dict[object, set[tuple]] = {}
+            rest = [other for other in names if other != name]
+            for cell in cells:
+                others.setdefault(cell[name], set()).add(tuple(cell[other] for other in rest))
+            if any(found != next(iter(others.values())) for found in others.values()):
+                continue
+            names = rest
+            if len(others) == len(experiment.factors[name]):
+                parts.append(f"all {len(others)} levels of {name}")
+            else:
+                parts.append(f"{name} {', '.join(map(level_text, others))}")
+        if names:
+            first = min(names, key=lambda name: len({cell[name] for cell in cells}))
+            rest = [name for name in names if name != first]
+            groups: dict[object, list[Cell]] = {}
+            for cell in cells:
+                groups.setdefault(cell[first], []).append({name: cell[name] for name in rest})
+            texts = [
+                f"{first} {level_text(level)} with {self.levels(experiment, group)}"
+                for level, group in groups.items()
+            ]
+            parts.append(", or ".join(texts))
+        return "; ".join(parts)
 
 
 def panels_of(experiment: Experiment, plot: Plot) -> Iterator[list[Panel]]:
@@ -171,10 +224,35 @@ class Painter:
     def values(self, where: Cell, measure: str) -> list[float]:
         return statistics.clean(rows_of(self.frame, where)[measure])
 
-    def interval(self, values: Sequence[float], measure: str) -> statistics.Interval:
-        """The interval of a mean, between what the measure can be."""
-        declared = workload_class(self.experiment.workload).measures[measure]
-        return statistics.interval_t(values).clipped(declared.low, declared.high)
+    def shared(self, plot: Plot, where: Cell) -> Shared:
+        """Over which cells the values of a plot's panels with these levels go."""
+        measure = plot.z or plot.y or plot.x
+        free = free_factors(self.experiment, plot)
+        compared = [n for n in (plot.x, plot.y, plot.curves) if n in self.experiment.factors]
+        cells = [
+            part["cell"]
+            for part in self.summary["cells"]
+            if where.items() <= part["cell"].items()
+            and part["measures"].get(measure, {}).get("mean") is not None
+        ]
+        common, left = common_levels(cells, compared, free)
+        return Shared(tuple(free), tuple(common), tuple(left))
+
+    def value(self, shared: Shared, where: Cell, measure: str) -> statistics.Interval | None:
+        """The mean of the measure with its interval; of several cells the mean of their means,
+        which has none: cells differ by their factors, so their spread is no error of a mean."""
+        found = []
+        for part in self.summary["cells"]:
+            numbers, cell = part["measures"][measure], part["cell"]
+            if numbers["mean"] is None or not where.items() <= cell.items():
+                continue
+            if {name: cell[name] for name in shared.free} in shared.cells:
+                found.append(numbers)
+        if len(found) == 1:
+            return statistics.Interval(*(found[0][key] for key in ("mean", "low", "high")))
+        if not found:
+            return None
+        return statistics.Interval(statistics.mean([n["mean"] for n in found]), None, None)
 
     def least_kept(self, where: Cell, measure: str) -> int | None:
         """The fewest samples of a point of these cells that kept a part of its values only."""
@@ -191,12 +269,13 @@ class Painter:
     def curve(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         levels = self.experiment.factors[plot.x]
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in levels)
+        shared = self.shared(plot, panel.where)
         for index, (name, part) in enumerate(panel.curves):
             points = []
             for place, level in enumerate(levels):
-                values = self.values({**panel.where, **part, plot.x: level}, plot.y)
-                if values:
-                    points.append((level if numeric else place, self.interval(values, plot.y)))
+                found = self.value(shared, {**panel.where, **part, plot.x: level}, plot.y)
+                if found:
+                    points.append((level if numeric else place, found))
             if not points:
                 continue
             x = [point[0] for point in points]
@@ -246,13 +325,13 @@ class Painter:
     def bars(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         levels = self.experiment.factors[plot.x]
         width = 0.8 / len(panel.curves)
+        shared = self.shared(plot, panel.where)
         for index, (name, part) in enumerate(panel.curves):
             drawn = False
             for place, level in enumerate(levels):
-                values = self.values({**panel.where, **part, plot.x: level}, plot.y)
-                if not values:
+                found = self.value(shared, {**panel.where, **part, plot.x: level}, plot.y)
+                if not found:
                     continue
-                found = self.interval(values, plot.y)
                 at = place + (index - (len(panel.curves) - 1) / 2) * width
                 error = None
                 if found.low is not None:
@@ -290,9 +369,11 @@ class Painter:
     def box(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         levels = self.experiment.factors[plot.x]
         width = 0.8 / len(panel.curves)
+        shared = self.shared(plot, panel.where)
         for index, (name, part) in enumerate(panel.curves):
             for place, level in enumerate(levels):
-                values = self.values({**panel.where, **part, plot.x: level}, plot.y)
+                where = {**panel.where, **part, plot.x: level}
+                values = [v for c in shared.cells for v in self.values({**where, **c}, plot.y)]
                 at = place + (index - (len(panel.curves) - 1) / 2) * width
                 if not values:
                     continue
@@ -307,16 +388,19 @@ class Painter:
             axes.plot([], [], color=COLOURS[index], marker=MARKERS[index], label=name or None)
         self.categories(axes, plot, levels)
 
-    def raw(self, where: Cell, measure: str) -> list[float]:
+    def raw(self, shared: Shared, where: Cell, measure: str) -> list[float]:
         """All samples of the cells that agree with `where`, or their values without samples."""
         found: list[float] = []
         for cell in self.experiment.cells():
-            if all(cell[name] == level for name, level in where.items()):
+            if not all(cell[name] == level for name, level in where.items()):
+                continue
+            if {name: cell[name] for name in shared.free} in shared.cells:
                 found += self.samples.get((cell_key(cell), measure), [])
-        return found or self.values(where, measure)
+        return found or [v for c in shared.cells for v in self.values({**where, **c}, measure)]
 
     def histogram(self, axes: Axes, plot: Plot, panel: Panel) -> None:
-        data = [(name, self.raw({**panel.where, **part}, plot.x)) for name, part in panel.curves]
+        shared, at = self.shared(plot, panel.where), panel.where
+        data = [(name, self.raw(shared, {**at, **part}, plot.x)) for name, part in panel.curves]
         every = [value for _, values in data for value in values]
         if every and max(every) > min(every):
             low, high = min(every), max(every)
@@ -346,8 +430,9 @@ class Painter:
     def percentiles(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         """Value by percentile, the axis stretched towards 100 %: -log10(1 - p)."""
         deepest = 1.0
+        shared = self.shared(plot, panel.where)
         for index, (name, part) in enumerate(panel.curves):
-            values = sorted(self.raw({**panel.where, **part}, plot.y))
+            values = sorted(self.raw(shared, {**panel.where, **part}, plot.y))
             if len(values) < 2:
                 continue
             ranks = (numpy.arange(len(values)) + 0.5) / len(values)
@@ -358,7 +443,9 @@ class Painter:
                 keep.append(len(values) - 1)
             else:
                 keep = list(range(len(values)))
-            if least := self.least_kept({**panel.where, **part}, plot.y):
+            where = {**panel.where, **part}
+            kept = [self.least_kept({**where, **cell}, plot.y) for cell in shared.cells]
+            if least := min((count for count in kept if count), default=None):
                 # Evenly spaced ranks of points tell nothing beyond the last but one.
                 keep = [i for i in keep if 1 - ranks[i] >= 1 / least] or keep[:1]
             x = [-math.log10(1 - ranks[i]) for i in keep]
@@ -382,10 +469,11 @@ class Painter:
     def heat(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         xs, ys = self.experiment.factors[plot.x], self.experiment.factors[plot.y]
         grid = numpy.full((len(ys), len(xs)), numpy.nan)
+        shared = self.shared(plot, panel.where)
         for (i, y), (j, x) in itertools.product(enumerate(ys), enumerate(xs)):
-            values = self.values({**panel.where, plot.x: x, plot.y: y}, plot.z)
-            if values:
-                grid[i, j] = statistics.mean(values)
+            found = self.value(shared, {**panel.where, plot.x: x, plot.y: y}, plot.z)
+            if found:
+                grid[i, j] = found.estimate
         image = axes.imshow(grid, aspect="auto", origin="lower", cmap="cividis")
         bar = axes.figure.colorbar(image, ax=axes)
         bar.set_label(self.label(plot.z))
@@ -437,7 +525,7 @@ class Painter:
         title = plot.title or self.experiment.title
         averaged = free_factors(self.experiment, plot)
         if averaged and plot.kind != "effects":
-            title += f" (over all levels of {', '.join(averaged)})"
+            title += f" (over levels of {', '.join(averaged)}: see its note)"
         groups = list(panels_of(self.experiment, plot))
         for part, panels in enumerate(groups):
             columns = 1 if len(panels) == 1 or plot.kind in ("effects", "heat") else 2
@@ -465,13 +553,40 @@ class Painter:
                 axes.set_visible(False)
             if plot.kind in ("curve", "bars", "box"):
                 self.ground(flat[: len(panels)])
-            self.legend(figure, flat[: len(panels)], plot)
+            below = self.note(figure, plot, panels)
+            self.legend(figure, flat[: len(panels)], plot, below)
             suffix = f"-{part + 1}" if len(groups) > 1 else ""
             stem = re.sub(r"[^A-Za-z0-9]+", "-", f"{number:02}-{plot.kind}-{measure}").strip("-")
             yield stem + suffix, title, figure
 
-    def legend(self, figure: Figure, axes: Sequence[Axes], plot: Plot) -> None:
-        """One legend above the panels, with each series once."""
+    def note(self, figure: Figure, plot: Plot, panels: Sequence[Panel]) -> float:
+        """Says below the panels over which cells their values go; gives its height in inches."""
+        if plot.kind == "effects":
+            return 0.0
+        texts: dict[str, list[str]] = {}
+        for panel in panels:
+            text = self.shared(plot, panel.where).note(self.experiment, plot.kind)
+            names = texts.setdefault(text, [])
+            if (name := where_text(panel.where)) not in names:
+                names.append(name)
+        named = len(texts) > 1
+        lines = [
+            line
+            for text, names in texts.items()
+            if text
+            for line in textwrap.wrap(f"{'; '.join(names)}: {text}" if named else text, 100)
+        ]
+        if not lines:
+            return 0.0
+        inches = 0.1 + 0.14 * len(lines)
+        height = figure.get_figheight() + inches
+        figure.set_figheight(height)
+        figure.get_layout_engine().set(rect=(0, inches / height, 1, 1 - inches / height))
+        figure.text(0.01, 0.01, "\n".join(lines), fontsize=8, color="#333333", va="bottom")
+        return inches
+
+    def legend(self, figure: Figure, axes: Sequence[Axes], plot: Plot, below: float) -> None:
+        """One legend above the panels, with each series once. `below`: inches of the note."""
         entries: dict[str, object] = {}
         for each in axes:
             for handle, name in zip(*each.get_legend_handles_labels(), strict=True):
@@ -490,7 +605,9 @@ class Painter:
         height = figure.get_figheight() + inches
         figure.set_figheight(height)
         # Room above the panels; "outside" placements came with Matplotlib 3.7 only.
-        figure.get_layout_engine().set(rect=(0, 0, 1, 1 - inches / height))
+        figure.get_layout_engine().set(
+            rect=(0, below / height, 1, 1 - (inches + below) / height)
+        )
         figure.legend(
             list(entries.values()),
             names,
