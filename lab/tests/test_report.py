@@ -440,6 +440,16 @@ class Report(Case):
         self.lacks(text, "Flame graph: b", "Flame graph: c")
         self.holds(text, "default-src 'none'")
 
+    def test_logarithmic_axes_have_plain_numbers(self):
+        from tombolo_lab.report import plots
+
+        run = self.run_of(ALL.replace('y = "rtt_us"', 'y = "rtt_us"\nlog = "y"'), plausible, 5, 40)
+        with plots.text_in_drawings():
+            report.write(run, run.folder)
+        for path in (run.folder / "plots").glob("*.svg"):
+            self.lacks(path.read_text(), "mathdefault")
+        self.holds((run.folder / "plots" / "01-curve-mbit-s.svg").read_text(), ">100<")
+
     def test_a_dollar_is_a_dollar(self):
         bars = '[[plots]]\nkind = "bars"\nx = "on"\ncurves = "kind"\n'
         for number, plots in enumerate(("", bars)):

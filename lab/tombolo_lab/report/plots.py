@@ -25,7 +25,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import numpy
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -114,6 +114,15 @@ def label_of(experiment: Experiment, units: dict[str, str], name: str) -> str:
 
 def where_text(cell: Cell) -> str:
     return ", ".join(f"{name} {level_text(level)}" for name, level in cell.items())
+
+
+def logarithmic(axes: Axes, which: str) -> None:
+    """Makes an axis logarithmic, with plain numbers: the usual ones are written for a parser of
+    formulas, which is off, since a dollar in a name is a dollar."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.set(**{f"{which}scale": "log"})
+    axis.set_major_formatter(ticker.LogFormatter())
+    axis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
 
 
 def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str]]:
@@ -300,7 +309,7 @@ class Painter:
             self.categories(axes, plot, levels)
             return
         if "x" in plot.log and min(levels) > 0:
-            axes.set_xscale("log")
+            logarithmic(axes, "x")
             if len(levels) <= MOST_UPRIGHT:
                 columns = axes.get_subplotspec().get_gridspec().ncols
                 axes.set_xticks(*spaced(levels, columns))
@@ -311,7 +320,7 @@ class Painter:
         axes.set_xlabel(self.label(x))
         axes.set_ylabel(wrapped(self.label(y), 26))
         if "y" in plot.log and axes.dataLim.y0 > 0:
-            axes.set_yscale("log")
+            logarithmic(axes, "y")
 
     @staticmethod
     def ground(panels: Sequence[Axes]) -> None:
@@ -406,7 +415,7 @@ class Painter:
             low, high = min(every), max(every)
             if "x" in plot.log and low > 0:
                 bins = numpy.geomspace(low, high, 31)
-                axes.set_xscale("log")
+                logarithmic(axes, "x")
             else:
                 bins = numpy.linspace(low, high, 31)
         else:
@@ -423,7 +432,7 @@ class Painter:
                     label=name,
                 )
         if "y" in plot.log:
-            axes.set_yscale("log")
+            logarithmic(axes, "y")
         axes.set_xlabel(self.label(plot.x))
         axes.set_ylabel("values")
 
@@ -464,7 +473,7 @@ class Painter:
         axes.set_xlabel("percentile")
         axes.set_ylabel(wrapped(self.label(plot.y), 26))
         if "y" in plot.log and axes.dataLim.y0 > 0:
-            axes.set_yscale("log")
+            logarithmic(axes, "y")
 
     def heat(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         xs, ys = self.experiment.factors[plot.x], self.experiment.factors[plot.y]
