@@ -524,6 +524,28 @@ class Published(Case):
         names = [path.name.split("-", 2)[2] for path in target.glob("*.svg")]
         self.assertEqual(names, ["histogram-rtt-us.svg"])
 
+    def test_an_experiment_without_plots_is_published(self):
+        run = self.run_of(ALL[: ALL.index("[[plots]]")], plausible)
+        target = self.folder / "pages"
+        self.assertEqual(publish.main([str(target), str(run.folder)]), 0)
+        self.assertEqual((target / "README.md").read_text().count("!["), 1)
+
+    def test_the_last_attempt_is_not_measured_again(self):
+        run = self.run_of(ALL, plausible, times=2)
+        lines = [*map(json.loads, (run.folder / "points.jsonl").read_text().splitlines())]
+        # One point has a good second attempt; another is disturbed in both.
+        for index, good in ((0, True), (1, False)):
+            first = {**lines[index], "disturbed": "other work"}
+            again = {**lines[index], "attempt": 2, "disturbed": None if good else "other work"}
+            lines[index] = first
+            lines.append(again)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run.folder / "points.jsonl").write_text(text)
+        target = self.folder / "pages"
+        self.assertEqual(publish.main([str(target), str(run.folder)]), 0)
+        page = (target / "README.md").read_text()
+        self.assertIn("2 attempts were disturbed and measured again, 1 points were", page)
+
     def test_a_page_keeps_the_sections_of_other_experiments(self):
         target = self.folder / "pages"
         target.mkdir()

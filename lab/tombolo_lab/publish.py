@@ -148,7 +148,7 @@ def is_flat(run: Run, path: Path) -> bool:
     as no loss, in all points."""
     if not (number := re.match(r"(\d+)-", path.name)):
         return False
-    plot = run.experiment.plots[int(number[1]) - 1]
+    plot = plots.default_plots(run.experiment)[int(number[1]) - 1]
     measure = plot.z or plot.y
     values = [point["measures"].get(measure) for point in run.counted()]
     return measure in run.experiment.measures and len(set(values)) == 1
@@ -185,6 +185,8 @@ def section(run: Run, folder: Path) -> str:
         (folder / target).write_text(compact(path.read_text()))
         images.append(f"![{experiment.title}]({target})")
     counts = found["counts"]
+    # The last attempt at a point is not measured again, disturbed or not.
+    again = counts["disturbed_attempts"] - counts["disturbed"]
     conditions = run.conditions
     where = ", ".join(
         str(conditions[key])
@@ -198,9 +200,10 @@ def section(run: Run, folder: Path) -> str:
         experiment.about,
         "",
         f"`{command_of(run)}`, {began[:10]}, commit {str(conditions.get('commit'))[:12]}; "
-        f"{where}. {counts['points']} points count, {counts['disturbed_attempts']} attempts were "
-        f"disturbed and measured again, {counts['failed']} failed, {counts['skipped_cells']} cells "
-        f"were skipped. [All figures]({name}.csv).",
+        f"{where}. {counts['points']} points count, {again} attempts were disturbed and measured "
+        f"again, {counts['disturbed']} points were disturbed in the last attempt, too, and do not "
+        f"count, {counts['failed']} failed, {counts['skipped_cells']} cells were skipped. "
+        f"[All figures]({name}.csv).",
         "",
         *warnings(found),
         *cells_table(found),
