@@ -450,6 +450,17 @@ class Report(Case):
             self.lacks(path.read_text(), "mathdefault")
         self.holds((run.folder / "plots" / "01-curve-mbit-s.svg").read_text(), ">100<")
 
+    def test_a_cut_is_said(self):
+        from tombolo_lab.report import plots
+
+        run = self.run_of(TWO_LEVELS, plausible)
+        for name, value in (("MOST_ROWS", 2), ("plots.MOST_EFFECTS", 3)):
+            self.enterContext(mock.patch(f"tombolo_lab.report.{name}", value))
+        with plots.text_in_drawings():
+            text = report.write(run, run.folder).read_text()
+        left = len(json.loads((run.folder / "summary.json").read_text())["ratios"]) - 2
+        self.holds(text, f"{left} more row(s) are in summary.json", "the 3 largest of 7")
+
     def test_a_dollar_is_a_dollar(self):
         bars = '[[plots]]\nkind = "bars"\nx = "on"\ncurves = "kind"\n'
         for number, plots in enumerate(("", bars)):
@@ -601,7 +612,7 @@ class Comparison(Case):
 
     def test_nothing_is_found_where_nothing_changed(self):
         value, _ = self.pair(1.0)
-        self.assertEqual(value["verdicts"]["same"], 8)
+        self.assertEqual(value["verdicts"]["not distinguishable"], 8)
 
     def test_one_repetition_cannot_be_tested(self):
         value, path = self.pair(2.0, times=1)
@@ -650,6 +661,30 @@ class Comparison(Case):
         self.assertEqual(found["repeat times"][1], "3")
         self.assertEqual(found["order"], ("randomised", "given"))
         self.assertEqual(found["disturbed count"], ("False", "True"))
+
+    def test_what_only_one_run_has_is_listed(self):
+        a = self.run_of(TWO_LEVELS, lambda c, s: s.random() + 1, name="a")
+        more = TWO_LEVELS.replace("size = [1, 2]", "size = [1, 3]")
+        more = more.replace('["mbit_s"]', '["mbit_s", "rtt_us"]')
+        b = self.run_of(more, lambda c, s: s.random() + 1, name="b")
+        value, path = report.compare(a, b, self.folder / "out")
+        found = value["unshared"]
+        sizes = [(row["run"], row["cell"]["size"]) for row in found if row["cell"]]
+        self.assertEqual(sorted(sizes), [("A", 2)] * 4 + [("B", 3)] * 4)
+        measures = [(row["run"], row["measure"]) for row in found if row["measure"]]
+        self.assertEqual(measures, [("B", "rtt_us")])
+        text, _ = self.page(path)
+        self.holds(text, "A: kind one, on no, size 2", "B: the measure rtt_us")
+
+    def test_a_drawing_of_many_ratios_says_which(self):
+        from tombolo_lab.report import plots
+
+        row = {"name": "a cell", "ratio": 1.0, "low": None, "high": None, "significant": False}
+        rows = [row] * (plots.MOST_RATIOS + 3) + [{**row, "ratio": None}]
+        title = plots.draw_ratios(rows, self.folder, "Ratios").title
+        self.assertIn("the first 40 of 43; the others are in the table", title)
+        self.assertIn("1 without a ratio", title)
+        self.assertEqual(plots.draw_ratios([row], self.folder, "Ratios").title, "Ratios")
 
     def test_a_run_without_points_is_not_compared(self):
         a = self.run_of(TWO_LEVELS, plausible, name="a")

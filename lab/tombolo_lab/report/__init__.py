@@ -207,6 +207,7 @@ def write(run: Run, folder: Path) -> Path:
             drawn=drawn,
             flames=flames(folder),
             tables=tables(run, found),
+            most_rows=MOST_ROWS,
             factors=[
                 (name, ", ".join(map(value_text, levels)))
                 for name, levels in experiment.factors.items()
@@ -249,6 +250,21 @@ def shared(a: Run, b: Run) -> tuple[list[Cell], list[str]]:
     if not cells or not measures:
         raise LabError(f"{a.folder} and {b.folder} have no cell and measure in common")
     return cells, measures
+
+
+def unshared(a: Run, b: Run) -> list[dict]:
+    """The cells and measures that one run has and the other has not: {run, cell, measure}, of which
+    one of cell and measure is null. They are compared with nothing."""
+    rows = []
+    for name, run, other in (("A", a, b), ("B", b, a)):
+        known = {cell_key(cell) for cell in other.experiment.cells()}
+        for cell in run.experiment.cells():
+            if cell_key(cell) not in known:
+                rows.append({"run": name, "cell": cell, "measure": None})
+        for measure in run.experiment.measures:
+            if measure not in other.experiment.measures:
+                rows.append({"run": name, "cell": None, "measure": measure})
+    return rows
 
 
 def differences(a: Run, b: Run) -> list[dict]:
@@ -354,10 +370,11 @@ def comparison_rows(a: Run, b: Run) -> list[dict]:
 
 
 def verdict(row: dict) -> str:
-    """better, worse, different or same: what B is beside A. The direction is that of the means,
-    which also a measure with zeros has; same: the test does not tell them apart."""
+    """What B is beside A: better, worse, different, not distinguishable (which is not to say that
+    they are the same) or unknown. The direction is that of the means, which also a measure with
+    zeros has."""
     if not row["significant"]:
-        return "same" if row["holm"] is not None else "unknown"
+        return "not distinguishable" if row["holm"] is not None else "unknown"
     if not row["better"]:
         return "different"
     grown = row["difference"]["mean"] > 0
@@ -389,10 +406,11 @@ def compare(a: Run, b: Run, folder: Path) -> tuple[dict, Path]:
         "level": statistics.LEVEL,
         "counts": {"a": a.counts(), "b": b.counts()},
         "differences": differences(a, b),
+        "unshared": unshared(a, b),
         "rows": rows,
         "verdicts": {
             name: sum(row["verdict"] == name for row in rows)
-            for name in ("better", "worse", "different", "same", "unknown")
+            for name in ("better", "worse", "different", "not distinguishable", "unknown")
         },
     }
     write_whole(folder / "compare.json", json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -406,6 +424,7 @@ def compare(a: Run, b: Run, folder: Path) -> tuple[dict, Path]:
             rows=rows[:MOST_ROWS],
             left=max(0, len(rows) - MOST_ROWS),
             drawn=drawn,
+            most_rows=MOST_ROWS,
         )
     )
     path = folder / "compare.html"

@@ -44,6 +44,10 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 MOST_CURVES = len(COLOURS)
 # Panels of one figure; more make another figure.
 MOST_PANELS = 6
+# Effects in one drawing.
+MOST_EFFECTS = 12
+# Ratios of two runs in one drawing.
+MOST_RATIOS = 40
 # More names than this under an axis are rotated.
 MOST_UPRIGHT = 8
 WIDTH_IN, PANEL_HEIGHT_IN = 7.0, 2.9
@@ -503,7 +507,8 @@ class Painter:
         """Effects with their intervals, the largest on top; where there are none, main-effect
         means."""
         found = (self.summary["effects"] or {"measures": {}})["measures"].get(plot.y)
-        rows = [e for e in found["effects"] if e["name"] != "I"][:12] if found else []
+        every = [e for e in found["effects"] if e["name"] != "I"] if found else []
+        rows = every[:MOST_EFFECTS]
         for place, effect in enumerate(reversed(rows)):
             error = None
             if effect["low"] is not None:
@@ -524,7 +529,10 @@ class Painter:
         names = [wrapped(" × ".join(e["factors"]), 34) for e in reversed(rows)]
         axes.set_yticks(range(len(rows)), names)
         axes.axvline(0, color="#555555", linewidth=0.8)
-        axes.set_xlabel(f"effect on {self.label(plot.y)}: half the change from low to high")
+        text = f"effect on {self.label(plot.y)}: half the change from low to high"
+        if len(every) > len(rows):
+            text += f"; the {len(rows)} largest of {len(every)}"
+        axes.set_xlabel(text)
         axes.grid(axis="y", visible=False)
 
     # ---- whole plots -----------------------------------------------------------------------------
@@ -541,7 +549,7 @@ class Painter:
             rows = math.ceil(len(panels) / columns)
             height = PANEL_HEIGHT_IN
             if plot.kind == "effects":
-                height = 1.2 + 0.28 * 12
+                height = 1.2 + 0.28 * MOST_EFFECTS
             elif plot.kind in ("bars", "box", "curve"):
                 # Rotated names need room.
                 height += 1.2 * (len(self.experiment.factors[plot.x]) > MOST_UPRIGHT)
@@ -678,9 +686,14 @@ def draw(run: Run, summary: dict, folder: Path) -> list[Drawn]:
 
 def draw_ratios(rows: Sequence[dict], folder: Path, title: str) -> Drawn | None:
     """The ratios of two runs as a forest plot: rows of {name, ratio, low, high, significant}."""
-    known = [row for row in rows if row["ratio"] is not None][:40]
-    if not known:
+    every = [row for row in rows if row["ratio"] is not None]
+    if not every:
         return None
+    known = every[:MOST_RATIOS]
+    if len(every) > len(known):
+        title += f" (the first {len(known)} of {len(every)}; the others are in the table)"
+    if len(rows) > len(every):
+        title += f" ({len(rows) - len(every)} without a ratio are not drawn)"
     target = folder / "plots"
     target.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
