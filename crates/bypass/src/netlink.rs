@@ -15,6 +15,8 @@ const NLM_F_REQUEST: u16 = 1;
 pub(crate) const NLM_F_ACK: u16 = 4;
 pub(crate) const NLM_F_DUMP: u16 = 0x300;
 const NLA_F_NESTED: u16 = 0x8000;
+/// The other flag of a type: the value is in network byte order. Only ipset's attributes have it.
+const NLA_F_NET_BYTEORDER: u16 = 0x4000;
 
 const RTM_GETLINK: u16 = 18;
 const RTM_NEWLINK: u16 = 16;
@@ -139,7 +141,7 @@ pub(crate) fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])>
         let kind = u16_at(bytes, 2)?;
         let value = bytes.get(4..length)?;
         bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some((kind & !NLA_F_NESTED, value))
+        Some((kind & !(NLA_F_NESTED | NLA_F_NET_BYTEORDER), value))
     })
 }
 

@@ -294,6 +294,8 @@ pub(crate) struct Ruleset {
     pub is_too_large: bool,
     /// The indices of ipset's sets whose entries have MAC addresses.
     pub mac_sets: BTreeSet<u16>,
+    /// Those of its lists of sets, which may have such sets.
+    pub(super) set_lists: BTreeSet<u16>,
     pub(super) rules: usize,
     pub(super) elements: usize,
     /// The index of the table that was looked for last: messages of one table follow each other.
@@ -316,8 +318,18 @@ impl Ruleset {
             (Some(kind), Some(index)) if kind.split([':', ',']).any(|part| part == "mac") => {
                 self.mac_sets.insert(index);
             }
+            (Some(kind), Some(index)) if kind.starts_with("list:") => {
+                self.set_lists.insert(index);
+            }
             (Some(_), Some(_)) => {}
             _ => self.broken += 1,
+        }
+    }
+
+    /// To be called when all sets of ipset are there: which of them is in a list is not asked.
+    pub(crate) fn finish_ipset(&mut self) {
+        if !self.mac_sets.is_empty() {
+            self.mac_sets.append(&mut self.set_lists);
         }
     }
 
@@ -419,6 +431,25 @@ pub(crate) mod tests {
 
     pub(crate) fn number(kind: u16, value: u32) -> Vec<u8> {
         put(kind, &value.to_be_bytes())
+    }
+
+    #[test]
+    fn sets_with_mac_addresses_and_lists_beside_them_are_found_as_the_kernel_sends_them() {
+        // As Linux 6.18 answers IPSET_CMD_LIST: the index is in network byte order, and its type says so.
+        let set = |name: &[u8], kind: &[u8], index: u16| {
+            message(2, &[put(1, &[7]), put(2, name), put(3, kind), put(0x400b, &index.to_be_bytes())])
+        };
+        let [plain, list, mac] =
+            [set(b"a\0", b"hash:ip\0", 0), set(b"l\0", b"list:set\0", 1), set(b"m\0", b"bitmap:ip,mac\0", 258)];
+        let of = |messages: &[&Vec<u8>]| {
+            let mut ruleset = Ruleset::default();
+            messages.iter().for_each(|message| ruleset.add_ipset(message));
+            ruleset.finish_ipset();
+            (ruleset.mac_sets, ruleset.broken)
+        };
+        assert_eq!(of(&[&plain, &list]), (BTreeSet::new(), 0));
+        assert_eq!(of(&[&plain, &list, &mac]), (BTreeSet::from([1, 258]), 0));
+        assert_eq!(of(&[&message(2, &[put(1, &[7])])]), (BTreeSet::new(), 1));
     }
 
     fn message(family: u8, attributes: &[Vec<u8>]) -> Vec<u8> {

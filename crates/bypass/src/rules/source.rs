@@ -107,6 +107,7 @@ impl Nftables {
             let mut request = Message::new(SUBSYSTEM_IPSET | IPSET_LIST, NLM_F_DUMP, &[0; 4]);
             request.put(IPSET_PROTOCOL, &[7]).put(IPSET_FLAGS, &IPSET_LIST_HEADER.to_be_bytes());
             socket.ask(&request.finish(), |_, body| ruleset.add_ipset(body))?;
+            ruleset.finish_ipset();
         }
         for (family, table, name) in sets {
             let mut request = Message::new(SUBSYSTEM | u16::from(GETSETELEM), NLM_F_DUMP, &[family, 0, 0, 0]);
