@@ -216,6 +216,17 @@ def test_stopped_stages_end_what_they_have_started():
 
 
 @timeout(60)
+def test_stages_end_with_a_terminal_that_is_gone():
+    with scratch() as folder:
+        recipes = {name: f"echo $$ > {name}; echo begins; exec sleep 600" for name in ("fmt", "paths")}
+        process = subprocess.Popen(stages(folder, recipes, "--lanes", "2", "fmt", "paths"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process.stdout.close()
+        until("its end", lambda: process.poll() is not None, 30)
+        pids = [int((folder / name).read_text()) for name in recipes if (folder / name).exists()]
+        assert process.returncode != 0 and not any(map(is_running, pids)), (process.returncode, pids)
+
+
+@timeout(60)
 def test_a_stage_is_over_when_it_has_ended_whatever_it_has_left_running():
     with scratch() as folder:
         (folder / "tests").mkdir()

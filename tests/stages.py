@@ -121,7 +121,9 @@ class Running:
         """Asks it to end; tests/run.py ends its test and what that has started."""
         self.note(f"{why}: stopped")
         self.stopped = time.monotonic()
-        os.killpg(self.process.pid, signal.SIGTERM)
+        # Its process may have ended, where something that it left has its output open.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
 
     def is_over(self, is_readable):
         """Takes what it says; true at its end. What it has left running may have its output open for longer: that is not waited for."""
@@ -167,11 +169,35 @@ def holders(pipe):
 
 
 def run_all(names, lanes):
-    """Runs these stages, at most `lanes` at a time; gives them as they were started. SIGTERM and SIGINT end those that run, and the program."""
-    interrupted = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    """Runs these stages, at most `lanes` at a time; gives them as they were started. SIGTERM, SIGINT and SIGHUP end those that run, and the
+    program. So does an error of its own, such as a terminal that is gone."""
+    interrupted, running = [], []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: interrupted.append(True))
-    waiting, running, begun = list(names), [], []
+    try:
+        begun = run_in_lanes(names, lanes, running, interrupted)
+    finally:
+        end_all(running)
+    if interrupted:
+        sys.exit("stopped; what the stages had started is ended")
+    return begun
+
+
+def end_all(running):
+    """Ends what runs still, without a word."""
+    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        for stage in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(stage.process.pid, number)
+        until = time.monotonic() + patience_s
+        while any(stage.status is None and os.waitid(os.P_PID, stage.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for stage in running):
+            if time.monotonic() > until:
+                break
+            time.sleep(TICK_S)
+
+
+def run_in_lanes(names, lanes, running, interrupted):
+    waiting, begun = list(names), []
     shown = 0
     while running or (waiting and not interrupted):
         for name in list(waiting):
@@ -194,8 +220,6 @@ def run_all(names, lanes):
             if begun[shown].took is None:
                 break
             shown += 1
-    if interrupted:
-        sys.exit("stopped; what the stages had started is ended")
     return begun
 
 

@@ -1,6 +1,5 @@
 """A network of machines in user space, which loses, delays and reorders their frames."""
 
-import contextlib
 import fcntl
 import heapq
 import itertools
@@ -30,7 +29,7 @@ class Wire(Namespace):
         self.passed = self.lost = self.overtaken = 0
         self.dice = random.Random(SEED)
         # Of each machine: the descriptor of its cable, whose other end is its eth0; whether it is plugged in; who has which address.
-        self.cables, self.is_up, self.places = {}, {}, {}
+        self.cables, self.is_up, self.places, self.gone = {}, {}, {}, set()
         self.late, self.numbers, self.newest = [], itertools.count(), {}
         self.wake, self.woken = os.pipe()
         self.ends = False
@@ -68,19 +67,24 @@ class Wire(Namespace):
             now = time.monotonic()
             while self.late and self.late[0][0] <= now:
                 self.deliver(*heapq.heappop(self.late)[1:])
-            names = {fd: name for name, fd in list(self.cables.items())}
+            names = {fd: name for name, fd in list(self.cables.items()) if fd not in self.gone}
             wait = self.late[0][0] - now if self.late else None
             for fd in select.select([self.wake, *names], [], [], wait)[0]:
                 if fd == self.wake:
                     os.read(fd, 64)
                     continue
-                with contextlib.suppress(BlockingIOError):
+                try:
                     self.take(names[fd], os.read(fd, 70000))
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    # Its namespace has gone, and the device with it.
+                    self.gone.add(fd)
 
     def take(self, name, frame):
         self.places[frame[6:12]] = name
         place = None if frame[0] & GROUP else self.places.get(frame[:6])
-        for other in [place] if place else [other for other in self.cables if other != name]:
+        for other in [place] if place else [other for other in list(self.cables) if other != name]:
             if not (self.is_up[name] and self.is_up[other]) or self.dice.random() < self.loss:
                 self.lost += 1
                 continue
