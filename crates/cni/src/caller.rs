@@ -4,11 +4,12 @@
 //! container again under another name. An ADD that did its work after that DEL would add a port that no one removes before
 //! the namespace ends. So ADD asks here once no other call for its attachment can come before it.
 //!
-//! Two things tell that the caller has gone: no one can read the answer, or the plugin has another parent.
+//! Where the answer goes to a pipe or a socket, its other end tells whether the caller is there; else the plugin's parent does.
 
 use std::io;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
 use rustix::process::{Pid, getppid};
 
@@ -30,13 +31,21 @@ impl Caller {
     /// # Errors
     /// It has gone.
     pub(crate) fn check(&self) -> Result<(), CniError> {
-        let why = match () {
-            () if getppid() != self.parent => "the process that called the plugin has ended",
-            () if !is_read(io::stdout()) => "no one reads its answer any more",
-            () => return Ok(()),
+        // Where a process reads the answer, that tells: it may have had another one start the plugin, which has ended since.
+        let why = match is_for_a_process(io::stdout()) {
+            true if is_read(io::stdout()) => return Ok(()),
+            true => "no one reads its answer any more",
+            false if getppid() == self.parent => return Ok(()),
+            false => "the process that called the plugin has ended",
         };
         Err(CniError::Again(format!("{why}, so nothing was added; call ADD again for what is still wanted")))
     }
+}
+
+/// Whether what is written goes to a process: by a pipe or a socket.
+fn is_for_a_process(output: impl rustix::fd::AsFd) -> bool {
+    let kind = fstat(output).map(|stat| FileType::from_raw_mode(stat.st_mode));
+    matches!(kind, Ok(FileType::Fifo | FileType::Socket))
 }
 
 /// Whether something that is written can still be read. A file can, and so can what cannot be asked.
@@ -72,8 +81,10 @@ mod tests {
     }
 
     #[test]
-    fn a_process_with_another_parent_was_left() {
-        let other = Pid::from_raw(i32::MAX);
-        assert!(matches!(Caller { parent: other }.check(), Err(CniError::Again(_))));
+    fn pipes_and_sockets_lead_to_a_process_and_files_do_not() {
+        let (_reader, writer) = io::pipe().unwrap();
+        let (_other, socket) = UnixStream::pair().unwrap();
+        assert!(is_for_a_process(&writer) && is_for_a_process(&socket));
+        assert!(!is_for_a_process(tempfile::tempfile().unwrap()));
     }
 }
