@@ -256,6 +256,8 @@ fn offered(mut names: Vec<Name>, typed: &OsStr) -> Vec<Name> {
     names.retain(|(name, _)| name.starts_with(typed) && is_plain(name));
     names.sort_by(|a, b| number(&a.0).cmp(&number(&b.0)).then_with(|| a.cmp(b)));
     names.dedup_by(|a, b| a.0 == b.0);
+    // What is said of them may be of a file that anyone wrote.
+    names.iter_mut().for_each(|(_, about)| *about = about.replace(char::is_control, " "));
     names.truncate(NAMES_LIMIT);
     names
 }
@@ -694,6 +696,8 @@ mod tests {
         assert_eq!(plain(values("vm", "agent")), "false true");
         let values = settings(&[], "port.guest.class=").into_iter().map(|(value, _)| value).collect::<Vec<_>>();
         assert!(values.contains(&"port.guest.class=urgent".into()), "{values:?}");
+        let hostile = vec![("web".to_string(), "to \u{1b}[2Jdb:80".to_string())];
+        assert_eq!(offered(hostile, OsStr::new("")), [("web".to_string(), "to  [2Jdb:80".to_string())]);
         // Ten comes behind nine.
         let numbers = (1..=10).map(|n| (n.to_string(), String::new())).collect();
         assert_eq!(plain(numbers), "1 2 3 4 5 6 7 8 9 10");
