@@ -84,18 +84,14 @@ class Prompt:
         self._read(0.2)
         self.text = ""
         begun = time.monotonic()
-        os.write(self.fd, line.encode() + b"\t" * tabs)
-        try:
-            until(f"{expected} after {line}", lambda: expected in self.shown(), 20)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}; shown: {self.shown()!r}") from None
+        self.typed(line + "\t" * tabs, expected)
         return time.monotonic() - begun
 
     def typed(self, text, expected):
         """Types more of the line, and waits until `expected` shows."""
         os.write(self.fd, text.encode())
         try:
-            until(f"{expected} after {text}", lambda: expected in self.shown(), 20)
+            until(f"{expected} after {text!r}", lambda: expected in self.shown(), 20)
         except TimeoutError as error:
             raise AssertionError(f"{error}; shown: {self.shown()!r}") from None
 

@@ -227,6 +227,29 @@ address = "{folder}/c.sock.ttrpc"
         self.process.stop()
 
 
+def podman_files(folder, home, seen, conflist):
+    """What podman with its CNI backend needs in `folder`, which it sees as `seen`, and in its user's `home`: the plugin, the network, a policy.
+    Returns the settings that both kinds of podman have, up to those of the engine."""
+    policy = home / ".config/containers/policy.json"
+    for path in (folder / "net.d", folder / "bin", policy.parent):
+        path.mkdir(parents=True)
+    (folder / "net.d/10-tombolo.conflist").write_text(json.dumps(conflist))
+    shutil.copy(plugin(), folder / "bin/tombolo-cni")
+    policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
+    # nofile, nproc: podman's defaults are above the limits of a machine that may not raise them.
+    return f"""[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+log_driver = "k8s-file"
+[network]
+network_backend = "cni"
+cni_plugin_dirs = ["{seen}/bin"]
+network_config_dir = "{seen}/net.d"
+default_network = "{conflist["name"]}"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none\""""
+
+
 class RootlessPodman:
     """podman of a user without privileges, with its CNI backend, in mount and PID namespaces of the test's own: what it leaves running
     ends with them. The user has no further numbers (/etc/subuid), so its containers have one user.
@@ -245,24 +268,10 @@ class RootlessPodman:
         # As the user finds them: it may have no way to this tree.
         paths = {name: Path("/mnt/peers") / path.relative_to(PEERS / "root") if path.is_relative_to(PEERS) else path for name, path in peers.items()}
         self.podman = paths["podman"]
-        policy = folder / ".config/containers/policy.json"
-        for path in (folder / "net.d", folder / "bin", folder / "tmp", policy.parent):
-            path.mkdir(parents=True)
-        (folder / "net.d/10-tombolo.conflist").write_text(json.dumps(conflist))
-        for program in (plugin(), BUILT / "tombolo"):
-            shutil.copy(program, folder / "bin")
-        policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
-        (folder / "containers.conf").write_text(f"""[containers]
-default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
-log_driver = "k8s-file"
-[network]
-network_backend = "cni"
-cni_plugin_dirs = ["{self.HOME}/bin"]
-network_config_dir = "{self.HOME}/net.d"
-default_network = "{conflist["name"]}"
-[engine]
-cgroup_manager = "cgroupfs"
-events_logger = "none"
+        settings = podman_files(folder, folder, self.HOME, conflist)
+        (folder / "tmp").mkdir()
+        shutil.copy(BUILT / "tombolo", folder / "bin")
+        (folder / "containers.conf").write_text(f"""{settings}
 lock_type = "file"
 runtime = "runc"
 conmon_path = ["{paths["conmon"]}"]
@@ -333,26 +342,10 @@ class Podman:
         podman, runc = debian("podman", "podman", "conmon", "libsubid4"), debian("runc", "runc")
         conmon = debian("conmon", "conmon")
         self.folder, self.netns, self.network = folder, netns, conflist["name"]
-        policy = folder / "home/.config/containers/policy.json"
-        for path in (folder / "net.d", folder / "bin", policy.parent):
-            path.mkdir(parents=True)
-        (folder / "net.d/10-tombolo.conflist").write_text(json.dumps(conflist))
-        shutil.copy(plugin(), folder / "bin/tombolo-cni")
-        policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
+        settings = podman_files(folder, folder / "home", folder, conflist)
         # Also for conmon, which starts podman when a container ends.
         libraries = ":".join(filter(None, [str(PEERS / "root/usr/lib/x86_64-linux-gnu"), os.environ.get("LD_LIBRARY_PATH")]))
-        # nofile, nproc: podman's defaults are above the limits of a machine that may not raise them.
-        (folder / "containers.conf").write_text(f"""[containers]
-default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
-log_driver = "k8s-file"
-[network]
-network_backend = "cni"
-cni_plugin_dirs = ["{folder}/bin"]
-network_config_dir = "{folder}/net.d"
-default_network = "{self.network}"
-[engine]
-cgroup_manager = "cgroupfs"
-events_logger = "none"
+        (folder / "containers.conf").write_text(f"""{settings}
 lock_type = "file"
 runtime = "runc"
 conmon_path = ["{conmon}"]
