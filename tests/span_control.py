@@ -98,6 +98,17 @@ learning = false
     def pings(self, other):
         return self.member.answers(f"10.87.0.{FIXED + other.number}")
 
+    def takes_member_of(self, other, peer):
+        """Moves the other machine's member to here: its interface ends there and appears here, with its addresses, and the peer's
+        member hears it. Gives its MAC and IP address."""
+        mac, ip = other.mac(), f"10.87.0.{FIXED + other.number}"
+        other.member.ip("link", "set", f"member-{other.number}", "down")
+        self.member.ip("link", "set", f"member-{self.number}", "address", mac)
+        self.member.ip("address", "add", f"{ip}/24", "dev", f"member-{self.number}")
+        command = ("ping", "-q", "-c", "1", "-W", "5", "-I", ip, f"10.87.0.{FIXED + peer.number}")
+        until("traffic from it", lambda: self.member.run(*command, check=False).returncode == 0, PATIENCE_S)
+        return mac, ip
+
 
 def start_all(machines, keys):
     for machine in machines:
@@ -176,13 +187,8 @@ def test_a_member_that_moves_to_another_machine_is_followed():
         start_all(all_three, keys)
         three.knows(one, two)
         one.knows(two)
-        moved, address = two.mac(), f"10.87.0.{FIXED + 2}"
         assert one.pings(two)
-        # As a machine that is moved: its interface ends there and appears here, with its addresses.
-        two.member.ip("link", "set", "member-2", "down")
-        three.member.ip("link", "set", "member-3", "address", moved)
-        three.member.ip("address", "add", f"{address}/24", "dev", "member-3")
-        three.member.run("ping", "-c", "1", "-W", "20", "-I", address, f"10.87.0.{FIXED + 1}")
+        moved, address = three.takes_member_of(two, one)
         until("node-1 to follow", lambda: moved in one.remotes()["node-3"] and moved not in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
         assert one.member.answers(address)
 

@@ -70,10 +70,7 @@ def test_machines_know_each_other_and_a_stream_comes_whole_through_a_bad_network
             assert not any("forgotten" in line for _, line in machine.span.lines), machine.span.text
             assert all(other["rtt_us"] >= ROUND_TRIP_US for other in machine.report()["machines"]), machine.report()
         # A member that moves is followed.
-        moved = two.mac()
-        two.member.ip("link", "set", "member-2", "down")
-        three.member.ip("link", "set", "member-3", "address", moved)
-        until("traffic from it", lambda: three.pings(one), PATIENCE_S)
+        moved, _ = three.takes_member_of(two, one)
         until("node-1 to follow", lambda: moved in one.remotes()["node-3"] and moved not in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
 
 
