@@ -8,7 +8,7 @@ use std::time::Duration;
 use std::vec;
 use std::vec::Vec;
 
-use tombolo_ring::ivshmem::state::{Action, Machine, State};
+use tombolo_ring::ivshmem::state::{Duty, Machine, State};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::Broken;
 
@@ -49,18 +49,22 @@ impl End {
 
 impl Sections for End {
     fn follow(&mut self, plan: &Plan) -> Result<bool, Broken> {
-        for _ in 0..3 {
-            match self.machine.step(self.theirs()) {
-                Action::None => break,
-                Action::Write(_) => {}
-                Action::Initialise => {
-                    plan.clear(self.region.outputs[self.id]);
-                    self.epoch += 1;
+        let End { region, id, machine, epoch, .. } = self;
+        machine.follow(
+            || region.words[1 - *id].get(),
+            |word| region.words[*id].set(word),
+            |duty| {
+                match duty {
+                    Duty::Clear => {
+                        plan.clear(region.outputs[*id]);
+                        *epoch += 1;
+                    }
+                    Duty::Check => {}
+                    Duty::Forget(_) => *epoch += 1,
                 }
-                Action::Fall(_) => self.epoch += 1,
-            }
-            self.region.words[self.id].set(self.machine.own().word());
-        }
+                Ok(())
+            },
+        )?;
         Ok(self.machine.may_use_rings())
     }
 

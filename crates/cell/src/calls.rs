@@ -16,7 +16,7 @@
 //! then, so all of this takes until the next poll.
 
 use crate::Net;
-use crate::ivshmem::handshake::{Do, Handshake};
+use crate::ivshmem::handshake::Handshake;
 use crate::ivshmem::link::{Link, LinkError};
 use crate::ivshmem::poll_interval::{Pauses, PollInterval};
 use crate::tcp::TcpStream;
@@ -33,7 +33,7 @@ use tombolo_calls::session::{ServeOptions, Stats};
 use tombolo_calls::transport::{Sections, Stream, Transport};
 use tombolo_calls::{CallError, CallOptions, Reply, Request, Response, ns};
 use tombolo_ring::ivshmem::protocol::CALLS;
-use tombolo_ring::ivshmem::state::State;
+use tombolo_ring::ivshmem::state::{Duty, State};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::Broken;
 use tombolo_ring::rpc::entry::Token;
@@ -84,14 +84,14 @@ struct LinkEnd {
 impl Sections for LinkEnd {
     fn follow(&mut self, plan: &Plan) -> Result<bool, Broken> {
         let LinkEnd { handshake, own, theirs, epoch } = self;
-        handshake.step(|what| {
-            match what {
-                Do::Clear => {
+        handshake.step(|duty| {
+            match duty {
+                Duty::Clear => {
                     plan.clear(*own);
                     *epoch += 1;
                 }
-                Do::Check => plan.check_peer(*own, *theirs)?,
-                Do::Forget => *epoch += 1,
+                Duty::Check => plan.check_peer(*own, *theirs)?,
+                Duty::Forget(_) => *epoch += 1,
             }
             Ok(())
         })

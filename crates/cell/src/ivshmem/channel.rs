@@ -4,13 +4,14 @@
 //! holds the latest value. The states are those of a network link. Either peer may stop, die and restart, and the
 //! channel comes up again. A peer that breaks the layout loses the channel for a moment, and this is counted.
 
-use super::handshake::{Do, Handshake};
+use super::handshake::Handshake;
 use super::link::{Link, LinkError};
 use super::poll_interval::{Pauses, PollInterval};
 use crate::Net;
 use core::fmt;
 use tombolo_ring::ivshmem::channel::{self, Record, Sections, Sent, Shape};
 use tombolo_ring::ivshmem::protocol::CHANNEL;
+use tombolo_ring::ivshmem::state::Duty;
 
 /// What a channel shall be like; both peers say the same.
 #[derive(Clone, Copy, Debug)]
@@ -128,14 +129,14 @@ impl Channel {
 
     fn step(&mut self) -> Result<bool, ChannelError> {
         let Channel { handshake, sections, ring, .. } = self;
-        let stepped = handshake.step(|what| match what {
-            Do::Clear => {
+        let stepped = handshake.step(|duty| match duty {
+            Duty::Clear => {
                 channel::initialise(ring.shape(), sections);
                 ring.restart();
                 Ok(())
             }
-            Do::Check => ring.check_peer(sections),
-            Do::Forget => Ok(()),
+            Duty::Check => ring.check_peer(sections),
+            Duty::Forget(_) => Ok(()),
         });
         stepped.map_err(|error| self.fault(error))
     }

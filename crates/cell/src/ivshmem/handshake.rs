@@ -3,21 +3,10 @@
 
 use super::link::Link;
 use super::poll_interval::PollInterval;
-use tombolo_ring::ivshmem::state::{Action, Machine, State};
+use tombolo_ring::ivshmem::state::{Duty, Machine, State};
 
 /// How long a link stays down after its peer broke its protocol.
 const FAULT_PAUSE_NS: u64 = 10_000_000;
-
-/// What is to be done to the sections.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Do {
-    /// Clear the own section, and restart.
-    Clear,
-    /// Look whether the peer's is what it should be.
-    Check,
-    /// Forget what was there: the peer has stopped.
-    Forget,
-}
 
 /// The cell's end of a link with one peer.
 pub(crate) struct Handshake {
@@ -58,34 +47,22 @@ impl Handshake {
     ///
     /// # Errors
     /// What `act` refused with; the link stays as it is, and [`Handshake::fault`] is to follow.
-    pub(crate) fn step<E>(&mut self, mut act: impl FnMut(Do) -> Result<(), E>) -> Result<bool, E> {
+    pub(crate) fn step<E>(&mut self, mut act: impl FnMut(Duty) -> Result<(), E>) -> Result<bool, E> {
         if self.machine.is_up() && self.word() == State::Run.word() {
             return Ok(true);
         }
         if self.link.now_ns() < self.down_until_ns {
             return Ok(false);
         }
-        // Three steps lead from anywhere to where there is nothing to do.
-        for _ in 0..3 {
-            match self.machine.step(self.word()) {
-                Action::None => break,
-                Action::Write(state) => {
-                    if state == State::Run {
-                        act(Do::Check)?;
-                    }
-                    self.link.set_state(state.word());
-                }
-                Action::Initialise => {
-                    act(Do::Clear)?;
-                    self.link.set_state(self.machine.own().word());
-                }
-                Action::Fall(_) => {
-                    self.resets += 1;
-                    act(Do::Forget)?;
-                    self.link.set_state(self.machine.own().word());
-                }
-            }
-        }
+        let Handshake { link, peer, machine, resets, .. } = self;
+        machine.follow(
+            || link.state(*peer),
+            |word| link.set_state(word),
+            |duty| {
+                *resets += u64::from(matches!(duty, Duty::Forget(_)));
+                act(duty)
+            },
+        )?;
         let is_up = self.is_up();
         if !is_up {
             self.link.assert_state(self.machine.own().word());

@@ -28,12 +28,13 @@ use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
+use core::convert::Infallible;
 use core::fmt;
 use core::num::NonZeroU16;
 use smoltcp::phy::{DeviceCapabilities, PacketMeta, TxToken};
 use smoltcp::wire::EthernetAddress;
 use tombolo_ring::ivshmem::net::{Geometry, NetError, OFFLOAD_HEADER_BYTES, Receiver, Sections, Sender, initialise};
-use tombolo_ring::ivshmem::state::{Action, Machine, Offloads};
+use tombolo_ring::ivshmem::state::{Duty, Machine, Offloads};
 use tombolo_ring::virtio::net::NetHeaderRepr;
 
 const ETHERNET_HEADER_BYTES: usize = 14;
@@ -237,26 +238,25 @@ impl IvshmemNet {
         if now_ns < self.down_until_ns {
             return;
         }
-        // Three steps lead from anywhere to where there is nothing to do.
-        for _ in 0..3 {
-            match self.machine.step(self.device.state(self.peer)) {
-                Action::None => break,
-                Action::Write(_) => self.device.set_state(self.machine.own_word()),
-                Action::Initialise => {
-                    initialise(&self.geometry, self.device.own_output());
-                    self.ring.restart();
-                    self.outgoing.ring.restart();
-                    self.outgoing.unpublished = 0;
-                    self.device.set_state(self.machine.own_word());
+        let IvshmemNet { device, peer, geometry, machine, ring, outgoing, is_busy, has_moved, .. } = self;
+        let act = |duty| {
+            match duty {
+                Duty::Clear => {
+                    initialise(geometry, device.own_output());
+                    ring.restart();
+                    outgoing.ring.restart();
+                    outgoing.unpublished = 0;
                 }
-                Action::Fall(_) => {
-                    self.outgoing.stats.link_resets += 1;
-                    self.device.set_state(self.machine.own_word());
-                }
+                Duty::Check => {}
+                Duty::Forget(_) => outgoing.stats.link_resets += 1,
             }
-            self.is_busy = true;
-            self.has_moved = true;
-        }
+            Ok::<(), Infallible>(())
+        };
+        let tell = |word| {
+            device.set_state(word);
+            (*is_busy, *has_moved) = (true, true);
+        };
+        let Ok(_) = machine.follow(|| device.state(*peer), tell, act);
         self.outgoing.is_up = self.machine.may_use_rings();
         if !self.outgoing.is_up {
             self.device.assert_state(self.machine.own_word());

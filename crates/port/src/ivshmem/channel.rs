@@ -8,12 +8,11 @@ use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use tombolo_ring::ivshmem::channel::{Channel, ChannelError, Record, Sections, Sent, Shape, initialise};
-use tombolo_ring::ivshmem::state::State;
-use tombolo_ring::ivshmem::vector_traffic;
+use tombolo_ring::ivshmem::state::{Duty, State};
 use tombolo_shm::doorbell::Doorbell;
 
 use super::end::{EndError, LinkEnd, Memory, PeerDoorbells, Resets};
-use super::handshake::{Handshake, MAX_STEPS, Step};
+use super::handshake::Handshake;
 use super::peer::wait_until;
 
 /// Why a record was not sent or received.
@@ -64,7 +63,7 @@ impl ChannelPeer {
         }
         let doorbells = std::mem::take(&mut parts.doorbells);
         let (handshake, [own, peer]) = Handshake::new(parts)?;
-        sections(&handshake.memory, &shape, own, peer).map_err(EndError::Channel)?;
+        sections(handshake.memory(), &shape, own, peer).map_err(EndError::Channel)?;
         let channel = Channel::new(&shape);
         let mut end = ChannelPeer { handshake, shape, own, peer, channel, checked: false, doorbells };
         end.step();
@@ -73,40 +72,38 @@ impl ChannelPeer {
 
     /// Follows the peer's state; every other call does so too. Returns whether the link is up.
     pub fn step(&mut self) -> bool {
-        for _ in 0..MAX_STEPS {
-            match self.handshake.step() {
-                Step::None => break,
-                Step::Again => {}
-                Step::Clear => {
-                    // Cannot fail: it was tried with the same numbers.
-                    if let Ok(sections) = sections(&self.handshake.memory, &self.shape, self.own, self.peer) {
-                        initialise(&self.shape, &sections);
-                    }
-                    self.channel.restart();
-                    self.handshake.cleared();
+        let ChannelPeer { handshake, shape, own, peer, channel, checked, .. } = self;
+        handshake.follow(|duty, memory| match duty {
+            Duty::Clear => {
+                // Cannot fail: it was tried with the same numbers.
+                if let Ok(sections) = sections(memory, shape, *own, *peer) {
+                    initialise(shape, &sections);
                 }
-                Step::Forget => {
-                    self.channel.restart();
-                    self.checked = false;
-                }
+                channel.restart();
             }
-        }
+            // When the first record is due: until then nothing depends on the peer's section.
+            Duty::Check => {}
+            Duty::Forget(_) => {
+                channel.restart();
+                *checked = false;
+            }
+        });
         self.is_up()
     }
 
     /// Whether both ends run, as of the last look.
     pub fn is_up(&self) -> bool {
-        self.handshake.machine.is_up()
+        self.handshake.machine().is_up()
     }
 
     /// Our state and the peer's, as of the last look.
     pub fn states(&self) -> (State, State) {
-        (self.handshake.machine.own(), self.handshake.machine.peer())
+        (self.handshake.machine().own(), self.handshake.machine().peer())
     }
 
     /// Why the link was reset, counted.
     pub fn resets(&self) -> Resets {
-        self.handshake.resets
+        self.handshake.resets()
     }
 
     /// The peer is there, rung by `doorbells` from now on; `None` where it polls.
@@ -124,12 +121,12 @@ impl ChannelPeer {
     /// Runs `work` on a link that is up, and resets the link where that says so.
     fn on<T>(&mut self, work: impl FnOnce(&mut Channel, &Sections<'_>) -> Result<T, ChannelError>) -> Result<T, Error> {
         self.step();
-        if !self.handshake.machine.may_use_rings() {
+        if !self.handshake.machine().may_use_rings() {
             let (own, peer) = self.states();
             return Err(Error::Down { own, peer });
         }
         let ChannelPeer { handshake, shape, own, peer, channel, checked, .. } = self;
-        let result = sections(&handshake.memory, shape, *own, *peer).and_then(|sections| {
+        let result = sections(handshake.memory(), shape, *own, *peer).and_then(|sections| {
             if !*checked {
                 channel.check_peer(&sections)?;
                 *checked = true;
@@ -155,7 +152,7 @@ impl ChannelPeer {
     /// [`Error`]; the record was not sent.
     pub fn send(&mut self, record: &[u8]) -> Result<(), Error> {
         match self.on(|channel, sections| channel.send(sections, record))? {
-            Sent::Ring => self.handshake.ring(vector_traffic(self.handshake.vectors)),
+            Sent::Ring => self.handshake.ring_traffic(),
             Sent::Quiet => {}
             Sent::Full => return Err(Error::Full),
         }

@@ -9,15 +9,14 @@ use rustix::io::Errno;
 use tombolo_ring::ivshmem::channel::ChannelError;
 use tombolo_ring::ivshmem::net::{self, Geometry, NetError, Receiver, Sections, Sender};
 use tombolo_ring::ivshmem::region::{Layout, RegionError};
-use tombolo_ring::ivshmem::state::Offloads;
-use tombolo_ring::ivshmem::vector_traffic;
+use tombolo_ring::ivshmem::state::{Duty, Offloads};
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::virtio::Backing;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::guest::GuestMapping;
 use tombolo_shm::memory::Mapping;
 
-use super::handshake::{Handshake, MAX_STEPS, Step};
+use super::handshake::Handshake;
 
 /// How a peer is rung: by its eventfds where we are a process ([`EventDoorbells`]), by a register of the device where we are
 /// inside a guest.
@@ -226,15 +225,9 @@ impl End {
         let mtu = parts.mtu.min(geometry.max_mtu());
         let (handshake, [own, peer]) = Handshake::new(parts)?;
         let places = Places { geometry, own, peer };
-        places.of(&handshake.memory)?;
+        places.of(handshake.memory())?;
         let (sender, receiver) = (Sender::new(&geometry), Receiver::new(&geometry));
         Ok(End { handshake, geometry, sender, receiver, mtu, places })
-    }
-
-    /// Rings for frames or buffers.
-    #[inline]
-    pub(super) fn ring_traffic(&mut self) {
-        self.handshake.ring(vector_traffic(self.handshake.vectors));
     }
 
     fn restart(&mut self) {
@@ -244,24 +237,18 @@ impl End {
 
     /// Follows the peer's state. Returns whether anything changed.
     pub(super) fn step(&mut self) -> bool {
-        let states = |handshake: &Handshake| (handshake.machine.own(), handshake.machine.peer());
-        let before = states(&self.handshake);
-        for _ in 0..MAX_STEPS {
-            match self.handshake.step() {
-                Step::None => break,
-                Step::Again => {}
-                Step::Clear => {
-                    let len = self.geometry.section_bytes() as usize;
-                    if let Some(own) = self.handshake.memory.bytes().slice(self.places.own, len) {
-                        net::initialise(&self.geometry, own);
-                    }
-                    self.restart();
-                    self.handshake.cleared();
-                }
-                Step::Forget => self.restart(),
+        let End { handshake, geometry, sender, receiver, places, .. } = self;
+        handshake.follow(|duty, memory| {
+            if duty == Duty::Clear
+                && let Some(own) = memory.bytes().slice(places.own, geometry.section_bytes() as usize)
+            {
+                net::initialise(geometry, own);
             }
-        }
-        before != states(&self.handshake)
+            if duty != Duty::Check {
+                sender.restart();
+                receiver.restart();
+            }
+        })
     }
 
     /// Resets the link after a fault; the peer follows, or the link stays down.

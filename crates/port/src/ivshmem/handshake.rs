@@ -1,46 +1,65 @@
-//! How two peers of a link meet: the state words, and the rings that tell of them. What both kinds of links have in common;
-//! what they clear on the way is theirs.
+//! The handshake of two peers of a link: the state words in its memory, and the doorbells that tell of them. All kinds of
+//! links have it in common; what they clear on the way is theirs. [`Machine::follow`] says what is done when.
 
+use std::cell::Cell;
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use tombolo_ring::ivshmem::VECTOR_STATE;
-use tombolo_ring::ivshmem::state::{Action, Cause, Machine, State};
+use tombolo_ring::ivshmem::state::{Cause, Duty, Machine, State};
+use tombolo_ring::ivshmem::{VECTOR_STATE, vector_traffic};
 
 use super::end::{EndError, LinkEnd, Memory, PeerDoorbells, Resets};
 
-/// What a look at the peer's word asks of the link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
-    /// Nothing.
-    None,
-    /// To look again: the own state moved on.
-    Again,
-    /// To clear the own section and restart, then to call [`Handshake::cleared`] and look again.
-    Clear,
-    /// To forget what is held, and look again.
-    Forget,
+/// The two state words, and what rings the peer when ours has changed.
+struct Words {
+    memory: Arc<Memory>,
+    own: usize,
+    peer: usize,
+    peer_id: u32,
+    present: bool,
+    doorbells: Option<Box<dyn PeerDoorbells>>,
+    /// Rings sent to the peer.
+    rings: Cell<u64>,
 }
 
+impl Words {
+    #[inline]
+    fn look(&self) -> u32 {
+        if !self.present {
+            return State::Reset.word();
+        }
+        // Acquire, partner of the release in `tell`: a peer seen in READY has cleared its section.
+        self.memory.bytes().as_foreign().load_u32(self.peer, Ordering::Acquire).unwrap_or(0)
+    }
+
+    fn tell(&self, word: u32) {
+        // Release, partner of the acquire in `look`: what was done to our section comes before.
+        let _ = self.memory.bytes().store_u32(self.own, word, Ordering::Release);
+        // The ring is no access to memory; the word has to be there when it arrives.
+        fence(Ordering::SeqCst);
+        self.ring(VECTOR_STATE);
+    }
+
+    #[inline]
+    fn ring(&self, vector: u16) {
+        if let Some(doorbells) = &self.doorbells {
+            doorbells.ring(self.peer_id, vector);
+            self.rings.set(self.rings.get() + 1);
+        }
+    }
+}
+
+/// One end's part in the handshake. Its memory is that of the whole link.
 pub(super) struct Handshake {
-    pub(super) memory: Arc<Memory>,
-    pub(super) machine: Machine,
-    pub(super) resets: Resets,
-    pub(super) own_id: u32,
-    pub(super) peer_id: u32,
-    pub(super) vectors: u32,
-    pub(super) present: bool,
-    /// Rings sent to the peer.
-    pub(super) rings: u64,
-    pub(super) peer_word: usize,
-    own_word: usize,
-    doorbells: Option<Box<dyn PeerDoorbells>>,
+    words: Words,
+    machine: Machine,
+    resets: Resets,
+    own_id: u32,
+    vectors: u32,
     #[cfg(test)]
     muted: bool,
 }
-
-/// Looks at the peer's word that one service makes at most: a peer that plays with its word is followed no further.
-pub(super) const MAX_STEPS: usize = 4;
 
 impl Handshake {
     /// A handshake of `parts`, in RESET, with the offsets of the own and of the peer's section. It does not listen: the doorbells
@@ -55,86 +74,111 @@ impl Handshake {
         let peers = EndError::Peers { own: own_id, peer: peer_id, max_peers: layout.max_peers };
         let (own, own_word) = place(own_id).ok_or(peers)?;
         let (peer, peer_word) = place(peer_id).filter(|_| own_id != peer_id).ok_or(peers)?;
-        let mut handshake = Handshake {
-            memory: Arc::new(memory),
+        let (memory, doorbells, rings) = (Arc::new(memory), peer_doorbells, Cell::default());
+        let words = Words { memory, own: own_word, peer: peer_word, peer_id, present: peer_present, doorbells, rings };
+        let handshake = Handshake {
+            words,
             machine: Machine::with_offloads(offloads),
             resets: Resets::default(),
             own_id,
-            peer_id,
             vectors,
-            present: peer_present,
-            rings: 0,
-            peer_word,
-            own_word,
-            doorbells: peer_doorbells,
             #[cfg(test)]
             muted: false,
         };
         // A previous user of this end may have left another state; a running peer sees this change
         // and restarts.
-        handshake.write();
+        handshake.tell();
         Ok((handshake, [own, peer]))
+    }
+
+    /// The memory of the link.
+    #[inline]
+    pub(super) fn memory(&self) -> &Memory {
+        &self.words.memory
+    }
+
+    /// The state of both ends, as of the last look.
+    #[inline]
+    pub(super) fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Why the link was reset, counted.
+    pub(super) fn resets(&self) -> Resets {
+        self.resets
+    }
+
+    /// Our peer ID.
+    pub(super) fn own_id(&self) -> u32 {
+        self.own_id
+    }
+
+    /// The peer's ID.
+    pub(super) fn peer_id(&self) -> u32 {
+        self.words.peer_id
+    }
+
+    /// Vectors of the link's devices.
+    pub(super) fn vectors(&self) -> u32 {
+        self.vectors
+    }
+
+    /// Whether the peer may be there.
+    pub(super) fn is_present(&self) -> bool {
+        self.words.present
+    }
+
+    /// Rings sent to the peer.
+    pub(super) fn rings(&self) -> u64 {
+        self.words.rings.get()
+    }
+
+    /// The peer's state word, for a thread that hears of the peer's end.
+    pub(super) fn peer_word(&self) -> PeerWord {
+        PeerWord { memory: self.words.memory.clone(), at: self.words.peer }
     }
 
     /// The peer's state word as it is; that of RESET where the peer is not there.
     #[inline]
     pub(super) fn look(&self) -> u32 {
-        if !self.present {
-            return State::Reset.word();
-        }
-        // Acquire, partner of the release in `write`: a peer seen in READY has cleared its section.
-        self.memory.bytes().as_foreign().load_u32(self.peer_word, Ordering::Acquire).unwrap_or(0)
+        self.words.look()
     }
 
-    /// Rings the peer, if it can be rung.
+    /// Rings the peer, if it can be rung, on the vector that means frames, records or buffers.
     #[inline]
-    pub(super) fn ring(&mut self, vector: u16) {
-        if let Some(doorbells) = &self.doorbells {
-            doorbells.ring(self.peer_id, vector);
-            self.rings += 1;
-        }
+    pub(super) fn ring_traffic(&self) {
+        self.words.ring(vector_traffic(self.vectors));
     }
 
-    fn write(&mut self) {
-        // Release, partner of the acquire in `look`: what was done to our section comes before.
-        let _ = self.memory.bytes().store_u32(self.own_word, self.machine.own_word(), Ordering::Release);
-        // The ring is no access to memory; the word has to be there when it arrives.
-        fence(Ordering::SeqCst);
-        self.ring(VECTOR_STATE);
+    fn tell(&self) {
+        self.words.tell(self.machine.own_word());
     }
 
-    /// Looks at the peer's word once and follows it.
-    pub(super) fn step(&mut self) -> Step {
-        match self.machine.step(self.look()) {
-            Action::None => Step::None,
-            Action::Write(_) => {
-                self.write();
-                Step::Again
-            }
-            Action::Initialise => Step::Clear,
-            Action::Fall(cause) => {
+    /// Looks at the peer's word and follows it. `act` does to the sections what that needs. Returns whether the own
+    /// state or the peer's changed.
+    pub(super) fn follow(&mut self, mut act: impl FnMut(Duty, &Memory)) -> bool {
+        let Handshake { words, machine, resets, .. } = self;
+        let act = |duty| {
+            if let Duty::Forget(cause) = duty {
                 match cause {
-                    Cause::PeerReset if !self.present => self.resets.peer_left += 1,
-                    Cause::PeerReset => self.resets.peer_reset += 1,
-                    Cause::PeerSkipped => self.resets.peer_skipped += 1,
-                    Cause::PeerWord(_) => self.resets.peer_word += 1,
+                    Cause::PeerReset if !words.present => resets.peer_left += 1,
+                    Cause::PeerReset => resets.peer_reset += 1,
+                    Cause::PeerSkipped => resets.peer_skipped += 1,
+                    Cause::PeerWord(_) => resets.peer_word += 1,
                 }
-                self.write();
-                Step::Forget
             }
-        }
-    }
-
-    /// The own section is cleared.
-    pub(super) fn cleared(&mut self) {
-        self.write();
+            act(duty, &words.memory);
+            Ok::<(), Infallible>(())
+        };
+        let Ok(changed) = machine.follow(|| words.look(), |word| words.tell(word), act);
+        changed
     }
 
     /// Goes to RESET after a fault; the peer follows, or the link stays down.
     pub(super) fn reset(&mut self) {
         self.resets.fault += 1;
         self.machine.reset();
-        self.write();
+        self.tell();
     }
 
     /// Says good-bye: goes to RESET without counting it.
@@ -144,7 +188,7 @@ impl Handshake {
             return;
         }
         self.machine.reset();
-        self.write();
+        self.tell();
     }
 
     /// Has `close` say nothing.
@@ -155,20 +199,32 @@ impl Handshake {
 
     /// The peer is there, rung by `doorbells` from now on.
     pub(super) fn joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
-        self.present = true;
-        self.doorbells = doorbells;
+        (self.words.present, self.words.doorbells) = (true, doorbells);
         // It may have missed what was said before it could be rung.
-        self.ring(VECTOR_STATE);
+        self.words.ring(VECTOR_STATE);
     }
 
-    /// The peer is gone, with its doorbells. A step is to follow.
+    /// The peer is gone, with its doorbells. [`Handshake::follow`] is to come next.
     pub(super) fn left(&mut self) {
-        self.present = false;
-        self.doorbells = None;
+        (self.words.present, self.words.doorbells) = (false, None);
     }
 
     /// Whether a ring's error is only that the peer has meanwhile stopped and cleared its section.
     pub(super) fn peer_stopped(&self) -> bool {
         !matches!(self.machine.state_of(self.look()), Some(State::Ready | State::Run))
+    }
+}
+
+/// A peer's state word. The maker of a region clears it when the peer's process ends, since nothing else does.
+#[derive(Debug)]
+pub(super) struct PeerWord {
+    memory: Arc<Memory>,
+    at: usize,
+}
+
+impl PeerWord {
+    /// Has the word say that the peer is not there.
+    pub(super) fn clear(&self) {
+        let _ = self.memory.bytes().store_u32(self.at, State::Reset.word(), Ordering::Release);
     }
 }

@@ -56,7 +56,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::io::Errno;
 use tombolo_ring::ivshmem::net::{MAX_HELD, NetError, OFFLOAD_HEADER_BYTES};
-use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::mem::Foreign;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
@@ -68,6 +67,7 @@ use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 use crate::reactor::{Registration, Watch};
 use end::End;
+use handshake::PeerWord;
 use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
 
 /// Frames taken from the ring before they are looked at: as many cache misses are under way at a time.
@@ -96,9 +96,8 @@ struct Shared {
     /// Whether something is in the slot. A hint to look; the slot's lock orders everything.
     waiting: AtomicBool,
     slot: Mutex<Slot>,
-    memory: Arc<Memory>,
-    peer_word: usize,
-    owns_region: bool,
+    /// On a link whose region we made.
+    peer_word: Option<PeerWord>,
     registration: Registration,
 }
 
@@ -115,8 +114,8 @@ impl Handle {
     /// The peer is gone: its process ended, or its connection to the server did. On a link whose region we made its state word
     /// is cleared, before this returns.
     pub fn peer_left(&self) {
-        if self.0.owns_region {
-            let _ = self.0.memory.bytes().store_u32(self.0.peer_word, State::Reset.word(), Ordering::Release);
+        if let Some(word) = &self.0.peer_word {
+            word.clear();
         }
         self.leave(|slot| *slot = Slot { left: true, joined: None });
     }
@@ -168,9 +167,7 @@ impl Ivshmem {
         let shared = Arc::new(Shared {
             waiting: AtomicBool::new(false),
             slot: Mutex::default(),
-            memory: end.handshake.memory.clone(),
-            peer_word: end.handshake.peer_word,
-            owns_region,
+            peer_word: owns_region.then(|| end.handshake.peer_word()),
             registration,
         });
         let handle = Handle(shared.clone());
@@ -223,11 +220,11 @@ impl Ivshmem {
             self.end.step();
             return Ok(());
         }
-        Err(Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.handshake.peer_id) })
+        Err(Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.handshake.peer_id()) })
     }
 
     fn memory_fault(&self) -> Option<Fault> {
-        (self.end.handshake.memory.is_lost() && !self.lost).then(|| Fault {
+        (self.end.handshake.memory().is_lost() && !self.lost).then(|| Fault {
             kind: FaultKind::Memory,
             detail: "pages of the link's region are gone: its file was truncated, or has no space".into(),
         })
@@ -256,11 +253,11 @@ impl Port for Ivshmem {
     }
 
     fn link(&self) -> Link {
-        if self.end.handshake.machine.is_up() { Link::Up } else { Link::Down }
+        if self.end.handshake.machine().is_up() { Link::Up } else { Link::Down }
     }
 
     fn caps(&self) -> Caps {
-        if !self.end.handshake.machine.uses_offloads() {
+        if !self.end.handshake.machine().uses_offloads() {
             return Caps::plain(self.end.mtu);
         }
         let segments = self.end.geometry.takes_segments();
@@ -284,7 +281,7 @@ impl Port for Ivshmem {
                     detail: format!("watching doorbell {vector}: {source}"),
                 };
                 self.listen().map_err(failed)?;
-                let waits = self.end.handshake.present && !self.end.handshake.machine.is_up();
+                let waits = self.end.handshake.is_present() && !self.end.handshake.machine().is_up();
                 Ok(waits.then(|| grid(now, DOWN_INTERVAL)))
             }
             Verdict::Hold(until) => {
@@ -296,11 +293,11 @@ impl Port for Ivshmem {
 
     #[inline]
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return Ok(0);
         }
-        let with_headers = self.end.handshake.machine.uses_offloads();
-        let memory: &'m Memory = &self.end.handshake.memory;
+        let with_headers = self.end.handshake.machine().uses_offloads();
+        let memory: &'m Memory = self.end.handshake.memory();
         let mut taken = 0;
         let result = loop {
             let want = CHUNK.min(budget - taken).min(MAX_HELD - self.end.receiver.held());
@@ -333,9 +330,9 @@ impl Port for Ivshmem {
         if let Err(error) = result {
             // Without `judge`, which needs all of the port, of which the batch has a part: the worker services a port that
             // it wakes, and `service` follows the peer.
-            if self.end.handshake.memory.is_lost() || !self.end.handshake.peer_stopped() {
+            if self.end.handshake.memory().is_lost() || !self.end.handshake.peer_stopped() {
                 let fault =
-                    Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.handshake.peer_id) };
+                    Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.handshake.peer_id()) };
                 return Err(self.memory_fault().unwrap_or(fault));
             }
             self.shared.registration.wake();
@@ -346,15 +343,15 @@ impl Port for Ivshmem {
     #[inline]
     fn release(&mut self) -> Result<(), Fault> {
         let held = self.end.receiver.held();
-        if held == 0 || !self.end.handshake.machine.may_use_rings() {
+        if held == 0 || !self.end.handshake.machine().may_use_rings() {
             return Ok(());
         }
-        let ring = match self.end.places.of(&self.end.handshake.memory) {
+        let ring = match self.end.places.of(self.end.handshake.memory()) {
             Ok(sections) => self.end.receiver.release(&sections, held),
             Err(error) => return self.classify(error),
         };
         if ring {
-            self.end.ring_traffic();
+            self.end.handshake.ring_traffic();
         }
         self.wants_recheck |= !ring;
         Ok(())
@@ -363,16 +360,16 @@ impl Port for Ivshmem {
     #[inline]
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
         let mut sent = Sent::default();
-        if !self.end.handshake.machine.is_up() {
+        if !self.end.handshake.machine().is_up() {
             drops.count(Reason::LinkDown, which.len() as u64);
             return Ok(sent);
         }
         let longest = self.caps().max_frame_bytes as usize;
-        let with_headers = self.end.handshake.machine.uses_offloads();
+        let with_headers = self.end.handshake.machine().uses_offloads();
         let header_bytes = if with_headers { OFFLOAD_HEADER_BYTES } else { 0 };
         let End { handshake, places, sender, .. } = &mut self.end;
         let (mut too_long, mut refused) = (0, &[][..]);
-        let result = places.of(&handshake.memory).and_then(|sections| {
+        let result = places.of(handshake.memory()).and_then(|sections| {
             sender.reclaim(&sections)?;
             for (at, index) in which.iter().enumerate() {
                 let frame = &batch.frames()[usize::from(*index)];
@@ -417,15 +414,15 @@ impl Port for Ivshmem {
 
     #[inline]
     fn flush(&mut self) -> Result<(), Fault> {
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return Ok(());
         }
-        let ring = match self.end.places.of(&self.end.handshake.memory) {
+        let ring = match self.end.places.of(self.end.handshake.memory()) {
             Ok(sections) => self.end.sender.publish(&sections),
             Err(error) => return self.classify(error),
         };
         if ring {
-            self.end.ring_traffic();
+            self.end.handshake.ring_traffic();
         }
         self.wants_recheck |= self.end.sender.is_in_doubt();
         if self.doorbells.is_empty() && self.exchanged != 0 && self.poller.is_slow() {
@@ -437,12 +434,12 @@ impl Port for Ivshmem {
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return Ok(false);
         }
         // Where nothing rings us the memory is polled anyway.
         self.wants_recheck |= !self.doorbells.is_empty();
-        match self.end.places.of(&self.end.handshake.memory).and_then(|sections| self.end.receiver.arm(&sections)) {
+        match self.end.places.of(self.end.handshake.memory()).and_then(|sections| self.end.receiver.arm(&sections)) {
             Ok(more) => Ok(more),
             Err(error) => self.classify(error).map(|()| false),
         }
@@ -454,18 +451,18 @@ impl Port for Ivshmem {
     }
 
     fn recheck(&mut self) -> Result<Rechecked, Fault> {
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return Ok(Rechecked::default());
         }
         let End { handshake, places, sender, receiver, .. } = &mut self.end;
-        let found = places.of(&handshake.memory).and_then(|sections| {
+        let found = places.of(handshake.memory()).and_then(|sections| {
             let signalled = sender.recheck_ring(&sections) | receiver.recheck_ring(&sections);
             Ok(Rechecked { signalled, work: receiver.has_available(&sections)? })
         });
         match found {
             Ok(found) => {
                 if found.signalled {
-                    self.end.ring_traffic();
+                    self.end.handshake.ring_traffic();
                 }
                 Ok(found)
             }
@@ -479,7 +476,7 @@ impl Port for Ivshmem {
 
     fn reset(&mut self, _fault: &Fault) {
         self.end.reset();
-        if self.end.handshake.memory.is_lost() {
+        if self.end.handshake.memory().is_lost() {
             self.lost = true;
             self.end.left();
         }
@@ -487,8 +484,8 @@ impl Port for Ivshmem {
 
     fn details(&self) -> Details {
         let End { handshake, geometry, .. } = &self.end;
-        let (machine, resets) = (&handshake.machine, &handshake.resets);
-        let peer: Detail = match (self.end.handshake.present, machine.state_of(self.end.handshake.look())) {
+        let (machine, resets) = (handshake.machine(), handshake.resets());
+        let peer: Detail = match (self.end.handshake.is_present(), machine.state_of(self.end.handshake.look())) {
             (false, _) => "absent".into(),
             (true, Some(state)) => state.name().into(),
             (true, None) => format!("{:#x}", self.end.handshake.look()).into(),
@@ -499,17 +496,17 @@ impl Port for Ivshmem {
             (n, _) => format!("{n} doorbells"),
         };
         vec![
-            ("own_id", self.end.handshake.own_id.into()),
+            ("own_id", self.end.handshake.own_id().into()),
             ("own_state", machine.own().name().into()),
-            ("peer_id", self.end.handshake.peer_id.into()),
+            ("peer_id", self.end.handshake.peer_id().into()),
             ("peer_state", peer),
-            ("vectors", self.end.handshake.vectors.into()),
+            ("vectors", self.end.handshake.vectors().into()),
             ("woken_by", wakes.into()),
             ("ring_entries", geometry.num().into()),
             ("section_bytes", geometry.section_bytes().into()),
             ("mtu", self.end.mtu.into()),
             ("offloads", if machine.uses_offloads() { "carried" } else { "none" }.into()),
-            ("rings_sent", self.end.handshake.rings.into()),
+            ("rings_sent", self.end.handshake.rings().into()),
             ("ring_storms", self.storm.count.into()),
             ("resets_peer_reset", resets.peer_reset.into()),
             ("resets_peer_left", resets.peer_left.into()),

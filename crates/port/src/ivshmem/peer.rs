@@ -112,17 +112,17 @@ impl NetPeer {
 
     /// Whether both ends run, as of the last look.
     pub fn is_up(&self) -> bool {
-        self.end.handshake.machine.is_up()
+        self.end.handshake.machine().is_up()
     }
 
     /// Our state and the peer's, as of the last look.
     pub fn states(&self) -> (State, State) {
-        (self.end.handshake.machine.own(), self.end.handshake.machine.peer())
+        (self.end.handshake.machine().own(), self.end.handshake.machine().peer())
     }
 
     /// Why the link was reset, counted.
     pub fn resets(&self) -> Resets {
-        self.end.handshake.resets
+        self.end.handshake.resets()
     }
 
     /// Longest frame that fits the link's MTU, with Ethernet header and one VLAN tag.
@@ -156,7 +156,7 @@ impl NetPeer {
     #[cfg(test)]
     pub(super) fn publish_silently(&mut self) {
         let End { handshake, places, sender, .. } = &mut self.end;
-        places.of(&handshake.memory).map(|sections| sender.publish(&sections)).unwrap();
+        places.of(handshake.memory()).map(|sections| sender.publish(&sections)).unwrap();
     }
 
     fn down(&self) -> SendError {
@@ -179,7 +179,7 @@ impl NetPeer {
     /// [`SendError`]; the frame was not taken.
     pub fn send(&mut self, frame: &[u8]) -> Result<(), SendError> {
         self.step();
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return Err(self.down());
         }
         let most = self.end.geometry.data_bytes() as usize / 4;
@@ -187,7 +187,7 @@ impl NetPeer {
             return Err(SendError::Length { got: frame.len(), most });
         }
         let End { handshake, places, sender, .. } = &mut self.end;
-        let result = places.of(&handshake.memory).and_then(|sections| {
+        let result = places.of(handshake.memory()).and_then(|sections| {
             if !sender.has_room(frame.len()) {
                 sender.reclaim(&sections)?;
             }
@@ -205,12 +205,12 @@ impl NetPeer {
 
     /// Shows the peer what was sent, and rings it where it wants that.
     pub fn flush(&mut self) {
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return;
         }
         let End { handshake, places, sender, .. } = &mut self.end;
-        if places.of(&handshake.memory).is_ok_and(|sections| sender.publish(&sections)) {
-            self.end.ring_traffic();
+        if places.of(handshake.memory()).is_ok_and(|sections| sender.publish(&sections)) {
+            self.end.handshake.ring_traffic();
         }
     }
 
@@ -218,11 +218,11 @@ impl NetPeer {
     /// first, so they do not change.
     pub fn receive<T>(&mut self, buffer: &mut Vec<u8>, take: impl FnOnce(&[u8]) -> T) -> Option<T> {
         self.step();
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return None;
         }
         let End { handshake, places, receiver, .. } = &mut self.end;
-        let result = places.of(&handshake.memory).and_then(|sections| {
+        let result = places.of(handshake.memory()).and_then(|sections| {
             let got = receiver.receive(&sections, 1, |view| {
                 buffer.resize(view.len(), 0);
                 view.read_into(buffer);
@@ -232,7 +232,7 @@ impl NetPeer {
         match result {
             Ok((got, ring)) => {
                 if ring {
-                    self.end.ring_traffic();
+                    self.end.handshake.ring_traffic();
                 }
                 got.then(|| take(buffer))
             }
@@ -263,25 +263,25 @@ impl NetPeer {
 
     /// Rings the peer where its request became visible since it was last read.
     fn ring_late(&mut self) {
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return;
         }
         let End { handshake, places, sender, receiver, .. } = &mut self.end;
         let ring = places
-            .of(&handshake.memory)
+            .of(handshake.memory())
             .is_ok_and(|sections| sender.recheck_ring(&sections) | receiver.recheck_ring(&sections));
         if ring {
-            self.end.ring_traffic();
+            self.end.handshake.ring_traffic();
         }
     }
 
     /// Asks to be rung for the next frame; whether there is one already.
     pub(super) fn arm(&mut self) -> bool {
-        if !self.end.handshake.machine.may_use_rings() {
+        if !self.end.handshake.machine().may_use_rings() {
             return false;
         }
         let End { handshake, places, receiver, .. } = &mut self.end;
-        match places.of(&handshake.memory).and_then(|sections| receiver.arm(&sections)) {
+        match places.of(handshake.memory()).and_then(|sections| receiver.arm(&sections)) {
             Ok(more) => more,
             Err(_) => {
                 self.broken();

@@ -10,13 +10,12 @@
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use tombolo_ring::ivshmem::state::State;
-use tombolo_ring::ivshmem::vector_traffic;
+use tombolo_ring::ivshmem::state::{Duty, State};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_shm::doorbell::Doorbell;
 
 use super::end::{EndError, LinkEnd, PeerDoorbells, Resets};
-use super::handshake::{Handshake, MAX_STEPS, Step};
+use super::handshake::Handshake;
 use super::peer::wait_until;
 
 /// Makes the own output section fresh; the peer does not look at it meanwhile.
@@ -50,26 +49,21 @@ impl RawPeer {
 
     /// Follows the peer's state. Returns whether the sections may be used.
     pub fn step(&mut self) -> bool {
-        for _ in 0..MAX_STEPS {
-            match self.handshake.step() {
-                Step::None => break,
-                Step::Again => {}
-                Step::Clear => {
-                    if let Some(own) = self.handshake.memory.bytes().slice(self.own, self.section_bytes) {
-                        (self.clear)(own);
-                    }
-                    self.epoch += 1;
-                    self.handshake.cleared();
-                }
-                Step::Forget => self.epoch += 1,
+        let RawPeer { handshake, own, section_bytes, clear, epoch, .. } = self;
+        handshake.follow(|duty, memory| {
+            if duty == Duty::Clear
+                && let Some(own) = memory.bytes().slice(*own, *section_bytes)
+            {
+                clear(own);
             }
-        }
+            *epoch += u64::from(duty != Duty::Check);
+        });
         self.is_up()
     }
 
     /// Whether the sections may be used, as of the last look.
     pub fn is_up(&self) -> bool {
-        self.handshake.machine.may_use_rings()
+        self.handshake.machine().may_use_rings()
     }
 
     /// The number of the link's epoch.
@@ -79,25 +73,25 @@ impl RawPeer {
 
     /// Our state and the peer's, as of the last look.
     pub fn states(&self) -> (State, State) {
-        (self.handshake.machine.own(), self.handshake.machine.peer())
+        (self.handshake.machine().own(), self.handshake.machine().peer())
     }
 
     /// Why the link was reset, counted.
     pub fn resets(&self) -> Resets {
-        self.handshake.resets
+        self.handshake.resets()
     }
 
     /// Our output section and the peer's; to be used while the link is up. `None` where the memory has gone.
     #[inline]
     pub fn sections(&self) -> Option<(ForeignMut<'_>, Foreign<'_>)> {
-        let bytes = self.handshake.memory.bytes();
+        let bytes = self.handshake.memory().bytes();
         let own = bytes.slice(self.own, self.section_bytes)?;
         Some((own, bytes.slice(self.peer, self.section_bytes)?.as_foreign()))
     }
 
     /// Rings the peer on the vector that means data.
     pub fn ring(&mut self) {
-        self.handshake.ring(vector_traffic(self.handshake.vectors));
+        self.handshake.ring_traffic();
     }
 
     /// The peer broke the user's protocol: the link goes to RESET, and restarts if the peer

@@ -44,7 +44,8 @@
 //! offloads were not offered.
 //!
 //! [`Machine`] is pure: it is told the peer's word and says what to do. It steps on any look, not only on changes, so a
-//! missed change costs nothing.
+//! missed change costs nothing. [`Machine::follow`] is the loop around it that every end of a link has, on Linux and in a
+//! cell: it looks, has the section cleared, and writes the own word, in the order that the table needs.
 
 use core::fmt;
 
@@ -159,6 +160,21 @@ pub enum Action {
     Fall(Cause),
 }
 
+/// What [`Machine::follow`] asks of a link before it writes the own word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Duty {
+    /// Zero the own section and restart what reads and writes the sections. The peer does not look at it meanwhile.
+    Clear,
+    /// The peer has cleared its section: check that it is what it should be.
+    Check,
+    /// Stop looking at the peer's section and forget what is known of it.
+    Forget(Cause),
+}
+
+/// Looks at the peer's word that one [`Machine::follow`] makes at most. Three lead from anywhere to where there is
+/// nothing to do. A peer that changes its word with each look is followed no further.
+const MAX_LOOKS: usize = 4;
+
 /// One peer's state. See the module's head for the table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
@@ -249,6 +265,51 @@ impl Machine {
             Action::Fall(_) => State::Reset,
         };
         action
+    }
+
+    /// Follows the peer until there is nothing to do. `look` reads the peer's word (acquire). `tell` writes the own word,
+    /// after all that was done before (release), and rings the peer on the state vector. `act` does what the link has to
+    /// do before that. Returns whether the own state or the peer's changed.
+    ///
+    /// ```
+    /// use core::cell::Cell;
+    /// use core::convert::Infallible;
+    /// use tombolo_ring::ivshmem::state::{Duty, Machine};
+    ///
+    /// let words = [Cell::new(0), Cell::new(0)];
+    /// let (mut a, mut b, mut cleared) = (Machine::new(), Machine::new(), 0);
+    /// let mut act = |duty| {
+    ///     cleared += u32::from(duty == Duty::Clear);
+    ///     Ok::<(), Infallible>(())
+    /// };
+    /// while !(a.is_up() && b.is_up()) {
+    ///     a.follow(|| words[1].get(), |word| words[0].set(word), &mut act)?;
+    ///     b.follow(|| words[0].get(), |word| words[1].set(word), &mut act)?;
+    /// }
+    /// assert_eq!((cleared, words[0].get(), words[1].get()), (2, 3, 3));
+    /// # Ok::<(), Infallible>(())
+    /// ```
+    ///
+    /// # Errors
+    /// What `act` refused with. Nothing was written after that; [`Machine::reset`] is to follow.
+    pub fn follow<E>(
+        &mut self,
+        mut look: impl FnMut() -> u32,
+        mut tell: impl FnMut(u32),
+        mut act: impl FnMut(Duty) -> Result<(), E>,
+    ) -> Result<bool, E> {
+        let before = (self.own, self.peer);
+        for _ in 0..MAX_LOOKS {
+            match self.step(look()) {
+                Action::None => break,
+                Action::Write(State::Run) => act(Duty::Check)?,
+                Action::Write(_) => {}
+                Action::Initialise => act(Duty::Clear)?,
+                Action::Fall(cause) => act(Duty::Forget(cause))?,
+            }
+            tell(self.own_word());
+        }
+        Ok(before != (self.own, self.peer))
     }
 
     /// Goes to RESET on the own account, such as after a broken ring. The caller writes the word and rings.

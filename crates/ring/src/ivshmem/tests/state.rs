@@ -1,8 +1,10 @@
 //! The states of two machines that meet.
 
+use std::cell::{Cell, RefCell};
 use std::vec;
+use std::vec::Vec;
 
-use super::super::state::{Action, Cause, Machine, Offloads, State};
+use super::super::state::{Action, Cause, Duty, Machine, Offloads, State};
 
 /// The table at the head of `state.rs`, row by row: own, the peer's word, what is done, and what the own state is then.
 #[test]
@@ -119,4 +121,81 @@ fn two_machines_meet_from_wherever_they_are() {
             assert!(a.is_up() && b.is_up(), "{stale} {order:#b}: {a:?} {b:?}");
         }
     }
+}
+
+/// What a link sees of [`Machine::follow`], in its order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Seen {
+    Look(u32),
+    Act(Duty),
+    Tell(u32),
+}
+
+/// Follows a peer whose word is `words` one after the other, the last of them for ever; refuses `refused`.
+fn follow(machine: &mut Machine, words: &[u32], refused: Option<Duty>) -> (Result<bool, Duty>, Vec<Seen>) {
+    let (seen, at) = (RefCell::new(Vec::new()), Cell::new(0));
+    let look = || {
+        let word = words[at.get().min(words.len() - 1)];
+        at.set(at.get() + 1);
+        seen.borrow_mut().push(Seen::Look(word));
+        word
+    };
+    let act = |duty| {
+        seen.borrow_mut().push(Seen::Act(duty));
+        if refused == Some(duty) { Err(duty) } else { Ok(()) }
+    };
+    let result = machine.follow(look, |word| seen.borrow_mut().push(Seen::Tell(word)), act);
+    (result, seen.into_inner())
+}
+
+/// The section is cleared before READY is written, the peer's is checked before RUN, and what is known of it is forgotten
+/// before RESET.
+#[test]
+fn a_peer_is_followed_in_the_order_of_the_table() {
+    use Seen::{Act, Look, Tell};
+    let mut machine = Machine::new();
+    assert_eq!(follow(&mut machine, &[0], None), (Ok(true), vec![Look(0), Tell(1), Look(0)]));
+    assert_eq!(follow(&mut machine, &[0], None), (Ok(false), vec![Look(0)]));
+    assert_eq!(follow(&mut machine, &[1], None), (Ok(true), vec![Look(1), Act(Duty::Clear), Tell(2), Look(1)]));
+    assert_eq!(follow(&mut machine, &[2], None), (Ok(true), vec![Look(2), Act(Duty::Check), Tell(3), Look(2)]));
+    // Only the peer's state changes.
+    assert_eq!(follow(&mut machine, &[3], None), (Ok(true), vec![Look(3)]));
+    assert!(machine.is_up());
+    let down = [Look(0), Act(Duty::Forget(Cause::PeerReset)), Tell(0), Look(0), Tell(1), Look(0)];
+    assert_eq!(follow(&mut machine, &[0], None), (Ok(true), down.to_vec()));
+    // All the way at once, with this end's request for offloads in each word but RESET.
+    let mut machine = Machine::with_offloads(Offloads::Taken);
+    let up = [Look(1), Tell(0x101), Look(1), Act(Duty::Clear), Tell(0x102), Look(2), Act(Duty::Check), Tell(0x103)];
+    let (result, seen) = follow(&mut machine, &[1, 1, 2, 3], None);
+    assert_eq!((result, &seen[..8], &seen[8..]), (Ok(true), &up[..], &[Look(3)][..]));
+}
+
+/// A link that refuses the peer's section, or cannot clear its own, says nothing to the peer.
+#[test]
+fn a_refusal_ends_the_following_before_the_word_is_written() {
+    for (words, refused, told) in [(&[1][..], Duty::Clear, 1), (&[1, 1, 2][..], Duty::Check, 2)] {
+        let mut machine = Machine::new();
+        let (result, seen) = follow(&mut machine, words, Some(refused));
+        assert_eq!((result, seen.last()), (Err(refused), Some(&Seen::Act(refused))));
+        assert_eq!(seen.iter().filter(|seen| matches!(seen, Seen::Tell(_))).count(), told, "{refused:?}");
+        machine.reset();
+        assert_eq!(follow(&mut machine, &[0], None).0, Ok(true));
+    }
+}
+
+/// A peer that changes its word with each look costs four looks, not a loop without end.
+#[test]
+fn a_peer_that_plays_with_its_word_is_followed_for_four_looks() {
+    for first in 0..5u32 {
+        let mut machine = Machine::new();
+        let words: Vec<u32> = (first..).take(64).map(|n| [0, 1, 2, 0, 1, 3][n as usize % 6]).collect();
+        for turn in 0..8 {
+            let (_, seen) = follow(&mut machine, &words[turn..], None);
+            let looks = seen.iter().filter(|seen| matches!(seen, Seen::Look(_))).count();
+            assert!((1..=4).contains(&looks), "{looks} looks");
+        }
+    }
+    let mut machine = Machine::new();
+    let (_, seen) = follow(&mut machine, &[0, 1, 0, 0, 1, 0, 0, 1], None);
+    assert_eq!(seen.iter().filter(|seen| matches!(seen, Seen::Look(_))).count(), 4, "{seen:?}");
 }
