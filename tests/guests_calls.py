@@ -337,7 +337,7 @@ def test_calls_in_flight_go_on_while_the_daemon_is_killed_and_started_again():
 
 
 def refused_by_the_store(fabric):
-    """The processes that the fd store answers nothing, by its own word (crates/shm/src/ivshmem/keeper.rs)."""
+    """The processes that the fd store answers nothing, by its own word (crates/ivshmem/src/fd_store.rs)."""
     list_of, entry, prefix, found = 3, 5, b"refuse:", set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as store:
         store.settimeout(60)

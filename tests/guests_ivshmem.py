@@ -1,5 +1,5 @@
 """Cells on shared memory in a fabric of the program's own, beside members of every other kind: all reach each other, and a forward, names and
-DHCP are as ever. Stock QEMU's two devices, without a guest of ours, are tested in crates/shm/tests/ivshmem_qemu.rs."""
+DHCP are as ever. Stock QEMU's two devices, without a guest of ours, are tested in crates/ivshmem/tests/qemu.rs."""
 
 import contextlib
 import json

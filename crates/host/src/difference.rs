@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use tombolo_shm::ivshmem::links::Config;
+use tombolo_ivshmem::links::Config;
 use tombolo_switch::class::Marking;
 use tombolo_switch::limit::{Limit, Rates, Storm};
 use tombolo_switch::policy::Isolation;

@@ -4,10 +4,10 @@
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use tombolo_ivshmem::links::{Config, Door};
+use tombolo_ivshmem::server::{self, Dialect, Shape};
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, Layout, Name, PAGE_BYTES, RegionError};
-use tombolo_shm::ivshmem::links::{Config, Door};
-use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 
 use tombolo_switch::guard::{self, Guard, Learn, Roles};
 use tombolo_switch::policy::Labels;

@@ -6,15 +6,16 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use tombolo_port::ivshmem::client::{Joined, Link};
-use tombolo_port::ivshmem::peer::NetPeer;
-use tombolo_port::ivshmem::{EventDoorbells, Handle, Ivshmem, LinkEnd, PeerDoorbells, PollSettings};
+use tombolo_ivshmem::client::{Joined, Link};
+use tombolo_ivshmem::end::{EventDoorbells, LinkEnd, PeerDoorbells};
+use tombolo_ivshmem::links::{Config, Door, Event, Links};
+use tombolo_ivshmem::peer::NetPeer;
+use tombolo_ivshmem::server::{Dialect, Seat, Shape};
+use tombolo_port::ivshmem::{Handle, Ivshmem, PollSettings};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
+use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
 use tombolo_ring::ivshmem::state::Offloads;
-use tombolo_ring::ivshmem::{channel as records, protocol};
-use tombolo_shm::ivshmem::links::{Config, Door, Event, Links};
-use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
 use tombolo_shm::memory::Mapping;
 use tombolo_switch::control::{NetworkId, PortSettings};
 use tombolo_switch::mac::MacSettings;
@@ -44,19 +45,18 @@ impl Drop for Place {
     }
 }
 
-fn config(place: &Place, name: &str, protocol: u32, vectors: u32, host: bool) -> Config {
+fn config(place: &Place, name: &str, vectors: u32) -> Config {
     let layout = Layout::v1(BYTES, 0, 2).unwrap();
-    let header = Header { protocol, ..Header::network(Name::new(name).unwrap(), vectors) };
-    let seat = if host { Seat::Fixed(1) } else { Seat::Any };
+    let header = Header { protocol: protocol::NETWORK, ..Header::network(Name::new(name).unwrap(), vectors) };
     Config {
         name: name.into(),
         shape: Shape { dialect: Dialect::V1, max_peers: 2, vectors },
         layout,
         region_bytes: BYTES,
         header: Some(header),
-        host: host.then_some(0),
+        host: Some(0),
         helper: None,
-        doors: vec![Door { path: place.socket(name), seat }],
+        doors: vec![Door { path: place.socket(name), seat: Seat::Fixed(1) }],
     }
 }
 
@@ -79,7 +79,7 @@ impl Fabric {
 
     fn add(&mut self, name: &str, vectors: u32) -> Receiver<&'static str> {
         let links = self.links.as_ref().unwrap();
-        let opened = links.open(config(&self.place, name, protocol::NETWORK, vectors, true)).unwrap();
+        let opened = links.open(config(&self.place, name, vectors)).unwrap();
         let parts = LinkEnd {
             memory: Mapping::new(&opened.region, 0, BYTES, true).unwrap().into(),
             layout: Layout::default_network(),
@@ -250,61 +250,6 @@ fn each_reaches_each_with_doorbells_and_without() {
     links.iter_mut().for_each(up);
     fabric.all_up();
     all_pairs(&mut links, 9);
-}
-
-#[test]
-fn a_direct_link_carries_records_between_two_processes() {
-    let place = Place::new("direct");
-    let links = Links::start("direct", None, Box::new(|text| panic!("{text}"))).unwrap();
-    links.open(config(&place, "control", protocol::CHANNEL, 2, false)).unwrap();
-    links.serve("control", None).unwrap();
-    let shape = records::Shape { slots: 64, record_bytes: 56, latest_bytes: 0 };
-    let socket = place.socket("control");
-    let join = |id: u32| {
-        let joined = Joined::connect(&socket, TIMEOUT).unwrap();
-        assert_eq!(joined.id(), id, "the lowest free seat");
-        joined.channel(1 - id, shape).unwrap()
-    };
-    let mut ours = join(0);
-    for _ in 0..3 {
-        let mut theirs = join(1);
-        let echo = std::thread::spawn(move || {
-            let (mut to, mut answered, end) = ([0; 56], 0, Instant::now() + TIMEOUT);
-            while answered < 200 {
-                match theirs.peer().recv(&mut to) {
-                    Ok(Some(record)) => {
-                        theirs.peer().send(&to[..record.len]).unwrap();
-                        answered += 1;
-                    }
-                    _ => drop(theirs.wait(Duration::from_millis(100)).unwrap()),
-                }
-                assert!(Instant::now() < end, "{answered} records came");
-            }
-            // The other reads the last before this one goes.
-            while theirs.step().unwrap() {
-                theirs.wait(Duration::from_millis(10)).unwrap();
-                assert!(Instant::now() < end, "the other does not end");
-            }
-        });
-        let end = Instant::now() + TIMEOUT;
-        while !ours.step().unwrap() {
-            ours.wait(Duration::from_millis(100)).unwrap();
-            assert!(Instant::now() < end, "the link does not come up");
-        }
-        let mut to = [0; 56];
-        for number in 0..200u64 {
-            ours.peer().send(&number.to_le_bytes()).unwrap();
-            while ours.peer().recv(&mut to).unwrap().is_none() {
-                ours.wait(Duration::from_millis(100)).unwrap();
-                assert!(Instant::now() < end, "record {number} is not answered");
-            }
-            assert_eq!(to[..8], number.to_le_bytes());
-        }
-        // The first seat's process goes and comes: its seat is the lowest free one again.
-        drop(ours);
-        echo.join().unwrap();
-        ours = join(0);
-    }
 }
 
 /// What 64 links cost that nothing wakes and nothing uses: their looks fall together, and there are

@@ -6,8 +6,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use tombolo_port::ivshmem::client::Joined;
-use tombolo_port::ivshmem::raw::Clear;
+use tombolo_ivshmem::client::Joined;
+use tombolo_ivshmem::raw::Clear;
 use tombolo_remote::{CallError, CallOptions, Calls, RemoteError, Response, ServeOptions, Status};
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::Layout;

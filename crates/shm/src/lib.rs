@@ -17,9 +17,7 @@
 //! * [`credentials`] – who is at the other end of a Unix socket.
 //! * [`passing`] – descriptors that go through a Unix socket.
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
-//! * [`store`] – what ports keep in the fd store, which survives the daemon.
 //! * [`verdicts`] – a short-lived cache of what was found out about processes that connect.
-//! * [`ivshmem`] – servers of ivshmem links, and the fd store of what outlives them.
 //!
 //! ```
 //! use tombolo_shm::doorbell::Doorbell;
@@ -41,12 +39,10 @@ pub mod foreign;
 pub mod fork;
 pub mod futex;
 pub mod guest;
-pub mod ivshmem;
 pub mod lineage;
 pub mod listener;
 pub mod memory;
 pub mod passing;
 pub mod section;
 pub mod signal;
-pub mod store;
 pub mod verdicts;

@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SocketType;
+use tombolo_ivshmem::fd_store::{self, FdStore};
+use tombolo_ivshmem::store::Store;
 use tombolo_port::vhost_user::Shelf;
-use tombolo_shm::ivshmem::fd_store::{self, FdStore};
 use tombolo_shm::listener::Listener;
-use tombolo_shm::store::Store;
 
 use super::{Running, Say};
 use crate::plan::{Attachment, Plan};

@@ -34,9 +34,9 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use tombolo_ivshmem::links;
+use tombolo_ivshmem::store::{Frozen, Store};
 use tombolo_port::vhost_user::Shelf;
-use tombolo_shm::ivshmem::links;
-use tombolo_shm::store::{Frozen, Store};
 use tombolo_switch::control::Paused;
 use tombolo_switch::port::HandOver;
 use tombolo_switch::wait::Token;

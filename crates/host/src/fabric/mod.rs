@@ -63,10 +63,10 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
 use tombolo_bypass::attachment::AttachError;
+use tombolo_ivshmem::links::LinkError;
+use tombolo_ivshmem::store::Store;
 use tombolo_port::link::{Interface, LinkError as TapError};
 use tombolo_port::worker::{WorkerError, WorkerThread};
-use tombolo_shm::ivshmem::links::LinkError;
-use tombolo_shm::store::Store;
 use tombolo_switch::control::ControlError;
 use tombolo_switch::guard::link_local;
 

@@ -6,13 +6,14 @@
 
 use std::os::fd::AsFd;
 
-use tombolo_port::ivshmem::{EventDoorbells, Handle, Ivshmem, LinkEnd, PeerDoorbells, PollSettings};
+use tombolo_ivshmem::end::{EventDoorbells, LinkEnd, PeerDoorbells};
+use tombolo_ivshmem::links::{Config, Event, LinkStatus, Links};
+use tombolo_ivshmem::server::Dialect;
+use tombolo_port::ivshmem::{Handle, Ivshmem, PollSettings};
 use tombolo_port::reactor::Registration;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::links::{Config, Event, LinkStatus, Links};
-use tombolo_shm::ivshmem::server::Dialect;
 use tombolo_shm::memory::Mapping;
 
 use super::events::{Facts, Kind, Ration};
@@ -86,7 +87,7 @@ impl Running {
     }
 
     /// Adds events when peers join and leave a direct link. What a peer repeats is rationed.
-    pub(super) fn link_watcher(&self, name: &str) -> tombolo_shm::ivshmem::links::Watcher {
+    pub(super) fn link_watcher(&self, name: &str) -> tombolo_ivshmem::links::Watcher {
         let (events, mut ration) = (self.events.clone(), Ration::port());
         let name = name.split_once(':').map_or(name, |(_, name)| name).to_string();
         Box::new(move |event| {

@@ -1,5 +1,7 @@
 //! A link to one peer over shared memory: a cell, a guest such as Jailhouse's or Zephyr's, or a
-//! process. We are one of the region's two peers; frames go by [`tombolo_ring::ivshmem::net`].
+//! process. We are one of the region's two peers; frames go by [`tombolo_ring::ivshmem::net`]. The
+//! port is a shell around [`NetworkEnd`], as a process that joins a link is
+//! ([`tombolo_ivshmem::peer`]).
 //!
 //! # Theory of operation
 //!
@@ -38,23 +40,18 @@
 //! frames out, of which no more than the section's ring and data area hold (290 of 1500 bytes on
 //! the default link); 512 held at a time.
 
-pub mod channel;
-pub mod client;
-mod end;
-mod handshake;
-pub mod peer;
 mod poll;
-pub mod raw;
 #[cfg(test)]
 mod tests;
 
-pub use end::{EndError, EventDoorbells, LinkEnd, Memory, PeerDoorbells, Resets};
 pub use poll::PollSettings;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::io::Errno;
+use tombolo_ivshmem::end::{EndError, LinkEnd, Memory, NetworkEnd, PeerDoorbells};
+use tombolo_ivshmem::handshake::PeerWord;
 use tombolo_ring::ivshmem::net::{MAX_HELD, NetError, OFFLOAD_HEADER_BYTES};
 use tombolo_ring::mem::Foreign;
 use tombolo_shm::doorbell::Doorbell;
@@ -66,8 +63,6 @@ use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, RingFi
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 use crate::reactor::{Registration, Watch};
-use end::End;
-use handshake::PeerWord;
 use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
 
 /// Frames taken from the ring before they are looked at: as many cache misses are under way at a time.
@@ -135,7 +130,7 @@ impl Handle {
 
 /// A link as a port of a network. See the module's head.
 pub struct Ivshmem {
-    end: End,
+    end: NetworkEnd,
     shared: Arc<Shared>,
     doorbells: Vec<Doorbell>,
     /// One per doorbell, or none while they are not listened to.
@@ -163,7 +158,7 @@ impl Ivshmem {
     ) -> Result<(Ivshmem, Handle), OpenError> {
         let owns_region = parts.owns_region;
         let doorbells = std::mem::take(&mut parts.doorbells);
-        let end = End::new(parts)?;
+        let end = NetworkEnd::new(parts)?;
         let shared = Arc::new(Shared {
             waiting: AtomicBool::new(false),
             slot: Mutex::default(),
@@ -328,7 +323,7 @@ impl Port for Ivshmem {
         };
         self.exchanged += taken as u64;
         if let Err(error) = result {
-            // Without `judge`, which needs all of the port, of which the batch has a part: the worker services a port that
+            // Without `classify`, which needs all of the port, of which the batch has a part: the worker services a port that
             // it wakes, and `service` follows the peer.
             if self.end.handshake.memory().is_lost() || !self.end.handshake.peer_stopped() {
                 let fault =
@@ -367,7 +362,7 @@ impl Port for Ivshmem {
         let longest = self.caps().max_frame_bytes as usize;
         let with_headers = self.end.handshake.machine().uses_offloads();
         let header_bytes = if with_headers { OFFLOAD_HEADER_BYTES } else { 0 };
-        let End { handshake, places, sender, .. } = &mut self.end;
+        let NetworkEnd { handshake, places, sender, .. } = &mut self.end;
         let (mut too_long, mut refused) = (0, &[][..]);
         let result = places.of(handshake.memory()).and_then(|sections| {
             sender.reclaim(&sections)?;
@@ -454,7 +449,7 @@ impl Port for Ivshmem {
         if !self.end.handshake.machine().may_use_rings() {
             return Ok(Rechecked::default());
         }
-        let End { handshake, places, sender, receiver, .. } = &mut self.end;
+        let NetworkEnd { handshake, places, sender, receiver, .. } = &mut self.end;
         let found = places.of(handshake.memory()).and_then(|sections| {
             let signalled = sender.recheck_ring(&sections) | receiver.recheck_ring(&sections);
             Ok(Rechecked { signalled, work: receiver.has_available(&sections)? })
@@ -483,7 +478,7 @@ impl Port for Ivshmem {
     }
 
     fn details(&self) -> Details {
-        let End { handshake, geometry, .. } = &self.end;
+        let NetworkEnd { handshake, geometry, .. } = &self.end;
         let (machine, resets) = (handshake.machine(), handshake.resets());
         let peer: Detail = match (self.end.handshake.is_present(), machine.state_of(self.end.handshake.look())) {
             (false, _) => "absent".into(),
@@ -517,7 +512,7 @@ impl Port for Ivshmem {
     }
 
     fn fill(&self) -> Option<RingFill> {
-        let End { sender, receiver, geometry, .. } = &self.end;
+        let NetworkEnd { sender, receiver, geometry, .. } = &self.end;
         Some(RingFill {
             frames_out: sender.outstanding() as u64,
             frames_out_max: sender.depth() as u64,

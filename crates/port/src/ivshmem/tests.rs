@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::{AsFd, OwnedFd};
+use tombolo_ivshmem::end::EventDoorbells;
+use tombolo_ivshmem::peer::{NetPeer, SendError};
 use tombolo_ring::ivshmem::region::Layout;
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
@@ -15,7 +17,6 @@ use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::Offload;
 use tombolo_switch::port::{FaultKind, Port};
 
-use super::peer::{NetPeer, SendError};
 use super::*;
 use crate::conformance::{Abilities, Fixture, Violation, frame};
 use crate::pair::OwnedFrame;
@@ -30,9 +31,20 @@ fn doorbells(count: usize) -> Vec<Doorbell> {
     (0..count).map(|_| Doorbell::new().unwrap()).collect()
 }
 
-fn duplicates(doorbells: &[Doorbell]) -> Box<dyn PeerDoorbells> {
+fn duplicates(doorbells: &[Doorbell]) -> EventDoorbells {
     let fds = doorbells.iter().map(|doorbell| doorbell.as_fd().try_clone_to_owned().unwrap());
-    Box::new(EventDoorbells::adopt(fds).unwrap())
+    EventDoorbells::adopt(fds).unwrap()
+}
+
+/// Rings the port, until it is muted.
+struct Muffled(EventDoorbells, Arc<AtomicBool>);
+
+impl PeerDoorbells for Muffled {
+    fn ring(&self, peer: u32, vector: u16) {
+        if !self.1.load(Ordering::Relaxed) {
+            self.0.ring(peer, vector);
+        }
+    }
 }
 
 /// The parts of the end `own_id` of a default link in `region`.
@@ -55,14 +67,18 @@ fn parts(region: &OwnedFd, own_id: u32, vectors: u32, doorbells: Vec<Doorbell>) 
 /// A peer, and a thread that follows the port's state as a guest's driver does by its interrupts.
 struct Driven {
     peer: Arc<Mutex<Option<NetPeer>>>,
+    region: OwnedFd,
     /// The peer's doorbells.
     rung: Vec<Doorbell>,
+    /// Has the peer ring no more.
+    mute: Arc<AtomicBool>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Driven {
-    fn new(peer: NetPeer, rung: Vec<OwnedFd>) -> Driven {
+    fn new(peer: NetPeer, region: &OwnedFd, rung: Vec<OwnedFd>, mute: Arc<AtomicBool>) -> Driven {
+        let region = region.try_clone().unwrap();
         let peer = Arc::new(Mutex::new(Some(peer)));
         let own = rung.iter().map(|fd| Doorbell::adopt(fd.try_clone().unwrap()).unwrap()).collect();
         let stop = Arc::new(AtomicBool::new(false));
@@ -79,7 +95,7 @@ impl Driven {
                 }
             })
         };
-        Driven { peer, rung: own, stop, thread: Some(thread) }
+        Driven { peer, region, rung: own, mute, stop, thread: Some(thread) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<NetPeer>> {
@@ -91,8 +107,12 @@ impl Drop for Driven {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.take().map(JoinHandle::join);
-        if let Some(peer) = self.lock().take() {
-            peer.die();
+        // As one that is killed: it rings nobody, and its word stays as it is.
+        self.mute.store(true, Ordering::Relaxed);
+        let (memory, at) = (map(&self.region), Layout::default_network().state(1).unwrap());
+        let word = memory.view().load_u32(at, Ordering::Relaxed).unwrap();
+        if self.lock().take().is_some() {
+            memory.view_mut().unwrap().store_u32(at, word, Ordering::Release).unwrap();
         }
     }
 }
@@ -177,9 +197,12 @@ impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS
     fn inject_silently(&mut self, bytes: &[u8]) {
         let header: &[u8] = if OFFLOADS { &[0; OFFLOAD_HEADER_BYTES] } else { &[] };
         let bytes = [header, bytes].concat();
+        let mute = self.driven.as_ref().expect("a peer is there").mute.clone();
         self.peer(|peer| {
             peer.send(&bytes).unwrap();
-            peer.publish_silently();
+            mute.store(true, Ordering::Relaxed);
+            peer.flush();
+            mute.store(false, Ordering::Relaxed);
         });
     }
 
@@ -199,12 +222,14 @@ impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS
     fn connect(&mut self) {
         let own = doorbells(VECTORS);
         let rung = own.iter().map(|doorbell| doorbell.as_fd().try_clone_to_owned().unwrap()).collect();
-        let for_port = (VECTORS != 0).then(|| duplicates(&own));
+        let for_port = (VECTORS != 0).then(|| Box::new(duplicates(&own)) as Box<dyn PeerDoorbells>);
+        let mute = Arc::new(AtomicBool::new(false));
         let mut parts = Self::parts(&self.region, 1, own);
         parts.peer_present = true;
-        parts.peer_doorbells = (VECTORS != 0).then(|| duplicates(&self.port_doorbells));
+        parts.peer_doorbells = (VECTORS != 0)
+            .then(|| Box::new(Muffled(duplicates(&self.port_doorbells), mute.clone())) as Box<dyn PeerDoorbells>);
         let peer = NetPeer::new(parts).unwrap();
-        self.driven = Some(Driven::new(peer, rung));
+        self.driven = Some(Driven::new(peer, &self.region, rung, mute));
         self.handle.peer_joined(for_port);
     }
 
@@ -300,7 +325,7 @@ impl<const VECTORS: usize> LinkFixture<VECTORS> {
 #[test]
 fn a_state_word_of_any_value_costs_only_the_link() {
     let mut rig = Rig::<LinkFixture<2>>::up();
-    let frozen = rig.peer.freeze();
+    let _frozen = rig.peer.freeze();
     for value in [4u32, 5, 0xff, 0x100, 0x1_0003, 1 << 31, u32::MAX] {
         let before = count(&*rig.port, "resets_peer_word");
         rig.peer.state_word(value);
@@ -322,7 +347,7 @@ fn a_state_word_of_any_value_costs_only_the_link() {
     assert_eq!((rig.seen, count(&*rig.port, "resets_peer_skipped")), (Some(Link::Down), 1));
     // Stuck in RUN: held until it follows.
     let mut rig = Rig::<LinkFixture<2>>::up();
-    let other = rig.peer.freeze();
+    let _other = rig.peer.freeze();
     rig.port.reset(&Fault { kind: FaultKind::Ring, detail: "the test resets it".into() });
     for _ in 0..100 {
         rig.peer.state_word(3);
@@ -330,8 +355,6 @@ fn a_state_word_of_any_value_costs_only_the_link() {
         assert_eq!((rig.seen, detail(&*rig.port, "own_state")), (Some(Link::Down), "reset".into()));
     }
     assert!(rig.faults.is_empty());
-    frozen.die();
-    other.die();
 }
 
 /// A killed machine leaves its state word in RUN. On a link without a server that watches peers the
@@ -346,7 +369,8 @@ fn a_peer_that_was_killed_is_replaced_with_its_word_still_in_run() {
         // No notification from either side.
         let mut parts = parts(&rig.peer.region, 1, 0, Vec::new());
         parts.peer_present = true;
-        rig.peer.driven = Some(Driven::new(NetPeer::new(parts).unwrap(), Vec::new()));
+        let peer = NetPeer::new(parts).unwrap();
+        rig.peer.driven = Some(Driven::new(peer, &rig.peer.region, Vec::new(), Arc::default()));
         let resets = count(&*rig.port, "resets_peer_reset");
         rig.until("its coming is seen", |rig| count(&*rig.port, "resets_peer_reset") > resets);
         rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
@@ -421,7 +445,7 @@ fn a_peer_that_rings_without_end_is_not_listened_to_and_others_go_on() {
 #[test]
 fn a_peer_that_never_takes_frames_loses_only_its_own() {
     let mut rig = Rig::<LinkFixture<2>>::up();
-    let frozen = rig.peer.freeze();
+    let _frozen = rig.peer.freeze();
     for round in 0..50 {
         rig.send(&plain(round * 64, vec![1400; 64]));
     }
@@ -432,7 +456,6 @@ fn a_peer_that_never_takes_frames_loses_only_its_own() {
     assert!(fill.frames_out <= fill.frames_out_max && fill.bytes_out <= fill.bytes_out_max, "{fill:?}");
     assert!(fill.bytes_out >= 1400 * fill.frames_out && fill.frames_waiting_max > 0, "{fill:?}");
     assert!(rig.faults.is_empty());
-    frozen.die();
 }
 
 /// Each word of its section that the port reads, while frames flow both ways.
@@ -468,7 +491,6 @@ fn a_peer_that_writes_any_word_of_its_rings_is_reset_with_the_word_named() {
         let Fault { kind, detail: text } = &rig.faults[0];
         assert!(*kind == FaultKind::Ring && text.starts_with("peer 1: ") && text.contains(name), "{name}: {text}");
         assert_eq!((rig.port.link(), count(&*rig.port, "resets_fault")), (Link::Down, 1));
-        frozen.die();
     }
 }
 

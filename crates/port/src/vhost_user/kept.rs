@@ -16,9 +16,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
+use tombolo_ivshmem::fd_store::Record;
+use tombolo_ivshmem::store::Store;
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::fd_store::Record;
-use tombolo_shm::store::Store;
 
 use super::control::{Connection, offered_features};
 use super::mailbox::Mailbox;

@@ -75,11 +75,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use tombolo_ivshmem::fd_store::Record;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::net::{HEADER_BYTES, SHORT_HEADER_BYTES, features as net_features};
 use tombolo_ring::virtio::{DeviceQueue, RingError, features as ring_features};
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::fd_store::Record;
 use tombolo_switch::Nanos;
 use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};

@@ -4,10 +4,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use tombolo_ivshmem::links::{Config, Door, Links};
+use tombolo_ivshmem::server::{Dialect, Seat, Shape};
 use tombolo_remote::{Calls, ServeOptions};
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
-use tombolo_shm::ivshmem::links::{Config, Door, Links};
-use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
 
 const SOON: Duration = Duration::from_secs(20);
 pub const BYTES: u64 = 1 << 20;

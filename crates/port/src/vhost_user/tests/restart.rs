@@ -2,9 +2,9 @@
 
 use super::*;
 use rustix::net::SocketType;
-use tombolo_shm::ivshmem::fd_store::{FdStore, serve};
+use tombolo_ivshmem::fd_store::{FdStore, serve};
+use tombolo_ivshmem::store::Store;
 use tombolo_shm::listener::Listener;
-use tombolo_shm::store::Store;
 
 /// A fabric's folder with an fd store in a thread.
 struct Place {
@@ -89,7 +89,7 @@ fn a_connection_in_doubt_is_closed_and_comes_back() {
     talk(&mut a, &mut b);
     // A request of which only a part has come when the daemon ends.
     fa.raw(&Frontend::message(SET_VRING_NUM, 1, &state(0, 256))[..15], &[]).unwrap();
-    let name = format!("{}vhost-user/0", tombolo_shm::store::PREFIX);
+    let name = format!("{}vhost-user/0", tombolo_ivshmem::store::PREFIX);
     let path = place.folder.join("store");
     until("the doubt", || {
         let records = FdStore::connect(&path).unwrap().list().unwrap();
@@ -109,7 +109,7 @@ fn a_record_that_does_not_fit_is_refused_in_words() {
     let place = Place::new("misfit");
     let daemon = place.daemon();
     let (_a, fa) = daemon.1.guest(0, FULL, 2048);
-    let name = format!("{}vhost-user/0", tombolo_shm::store::PREFIX);
+    let name = format!("{}vhost-user/0", tombolo_ivshmem::store::PREFIX);
     let path = place.folder.join("store");
     let record = || FdStore::connect(&path).unwrap().list().unwrap().into_iter().find(|record| record.name == name);
     // The state after the last message.

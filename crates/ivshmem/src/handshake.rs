@@ -51,20 +51,18 @@ impl Words {
 }
 
 /// One end's part in the handshake. Its memory is that of the whole link.
-pub(super) struct Handshake {
+pub struct Handshake {
     words: Words,
     machine: Machine,
     resets: Resets,
     own_id: u32,
     vectors: u32,
-    #[cfg(test)]
-    muted: bool,
 }
 
 impl Handshake {
     /// A handshake of `parts`, in RESET, with the offsets of the own and of the peer's section. It does not listen: the doorbells
     /// are the caller's.
-    pub(super) fn new(parts: LinkEnd) -> Result<(Handshake, [usize; 2]), EndError> {
+    pub(crate) fn new(parts: LinkEnd) -> Result<(Handshake, [usize; 2]), EndError> {
         let LinkEnd { memory, layout, own_id, peer_id, vectors, peer_doorbells, peer_present, offloads, .. } = parts;
         if matches!(&memory, Memory::Mapped(mapping) if mapping.view_mut().is_none()) {
             return Err(EndError::ReadOnly);
@@ -76,15 +74,8 @@ impl Handshake {
         let (peer, peer_word) = place(peer_id).filter(|_| own_id != peer_id).ok_or(peers)?;
         let (memory, doorbells, rings) = (Arc::new(memory), peer_doorbells, Cell::default());
         let words = Words { memory, own: own_word, peer: peer_word, peer_id, present: peer_present, doorbells, rings };
-        let handshake = Handshake {
-            words,
-            machine: Machine::with_offloads(offloads),
-            resets: Resets::default(),
-            own_id,
-            vectors,
-            #[cfg(test)]
-            muted: false,
-        };
+        let handshake =
+            Handshake { words, machine: Machine::with_offloads(offloads), resets: Resets::default(), own_id, vectors };
         // A previous user of this end may have left another state; a running peer sees this change
         // and restarts.
         handshake.tell();
@@ -93,60 +84,60 @@ impl Handshake {
 
     /// The memory of the link.
     #[inline]
-    pub(super) fn memory(&self) -> &Memory {
+    pub fn memory(&self) -> &Memory {
         &self.words.memory
     }
 
     /// The state of both ends, as of the last look.
     #[inline]
-    pub(super) fn machine(&self) -> &Machine {
+    pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
     /// Why the link was reset, counted.
-    pub(super) fn resets(&self) -> Resets {
+    pub fn resets(&self) -> Resets {
         self.resets
     }
 
     /// Our peer ID.
-    pub(super) fn own_id(&self) -> u32 {
+    pub fn own_id(&self) -> u32 {
         self.own_id
     }
 
     /// The peer's ID.
-    pub(super) fn peer_id(&self) -> u32 {
+    pub fn peer_id(&self) -> u32 {
         self.words.peer_id
     }
 
     /// Vectors of the link's devices.
-    pub(super) fn vectors(&self) -> u32 {
+    pub fn vectors(&self) -> u32 {
         self.vectors
     }
 
     /// Whether the peer may be there.
-    pub(super) fn is_present(&self) -> bool {
+    pub fn is_present(&self) -> bool {
         self.words.present
     }
 
     /// Rings sent to the peer.
-    pub(super) fn rings(&self) -> u64 {
+    pub fn rings(&self) -> u64 {
         self.words.rings.get()
     }
 
     /// The peer's state word, for a thread that hears of the peer's end.
-    pub(super) fn peer_word(&self) -> PeerWord {
+    pub fn peer_word(&self) -> PeerWord {
         PeerWord { memory: self.words.memory.clone(), at: self.words.peer }
     }
 
     /// The peer's state word as it is; that of RESET where the peer is not there.
     #[inline]
-    pub(super) fn look(&self) -> u32 {
+    pub fn look(&self) -> u32 {
         self.words.look()
     }
 
     /// Rings the peer, if it can be rung, on the vector that means frames, records or buffers.
     #[inline]
-    pub(super) fn ring_traffic(&self) {
+    pub fn ring_traffic(&self) {
         self.words.ring(vector_traffic(self.vectors));
     }
 
@@ -156,7 +147,7 @@ impl Handshake {
 
     /// Looks at the peer's word and follows it. `act` does to the sections what that needs. Returns whether the own
     /// state or the peer's changed.
-    pub(super) fn follow(&mut self, mut act: impl FnMut(Duty, &Memory)) -> bool {
+    pub(crate) fn follow(&mut self, mut act: impl FnMut(Duty, &Memory)) -> bool {
         let Handshake { words, machine, resets, .. } = self;
         let act = |duty| {
             if let Duty::Forget(cause) = duty {
@@ -175,56 +166,46 @@ impl Handshake {
     }
 
     /// Goes to RESET after a fault; the peer follows, or the link stays down.
-    pub(super) fn reset(&mut self) {
+    pub(crate) fn reset(&mut self) {
         self.resets.fault += 1;
         self.machine.reset();
         self.tell();
     }
 
     /// Says good-bye: goes to RESET without counting it.
-    pub(super) fn close(&mut self) {
-        #[cfg(test)]
-        if self.muted {
-            return;
-        }
+    pub fn close(&mut self) {
         self.machine.reset();
         self.tell();
     }
 
-    /// Has `close` say nothing.
-    #[cfg(test)]
-    pub(super) fn mute(&mut self) {
-        self.muted = true;
-    }
-
     /// The peer is there, rung by `doorbells` from now on.
-    pub(super) fn joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+    pub fn joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
         (self.words.present, self.words.doorbells) = (true, doorbells);
         // It may have missed what was said before it could be rung.
         self.words.ring(VECTOR_STATE);
     }
 
     /// The peer is gone, with its doorbells. [`Handshake::follow`] is to come next.
-    pub(super) fn left(&mut self) {
+    pub(crate) fn left(&mut self) {
         (self.words.present, self.words.doorbells) = (false, None);
     }
 
     /// Whether a ring's error is only that the peer has meanwhile stopped and cleared its section.
-    pub(super) fn peer_stopped(&self) -> bool {
+    pub fn peer_stopped(&self) -> bool {
         !matches!(self.machine.state_of(self.look()), Some(State::Ready | State::Run))
     }
 }
 
 /// A peer's state word. The maker of a region clears it when the peer's process ends, since nothing else does.
 #[derive(Debug)]
-pub(super) struct PeerWord {
+pub struct PeerWord {
     memory: Arc<Memory>,
     at: usize,
 }
 
 impl PeerWord {
     /// Has the word say that the peer is not there.
-    pub(super) fn clear(&self) {
+    pub fn clear(&self) {
         let _ = self.memory.bytes().store_u32(self.at, State::Reset.word(), Ordering::Release);
     }
 }

@@ -15,11 +15,11 @@
 //! that join a link, and for tests. It trusts nothing: a server that breaks the order above is an error, and the error
 //! says what came. Limits: ids to [`MAX_PEERS`], [`MAX_VECTORS`] vectors.
 
-use crate::doorbell::Doorbell;
-use crate::foreign::{self, ForeignFd, Kind};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::foreign::{self, ForeignFd, Kind};
 
 /// The protocol's version, the server's first word.
 pub const VERSION: i64 = 0;
@@ -219,8 +219,8 @@ fn peer(number: i64, expected: &'static str) -> Result<u32, ReadError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::sealed_region;
     use std::os::fd::AsFd;
+    use tombolo_shm::memory::sealed_region;
 
     fn doorbell() -> ForeignFd {
         Doorbell::new().unwrap().as_fd().try_clone_to_owned().unwrap().into()

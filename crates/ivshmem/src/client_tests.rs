@@ -8,12 +8,11 @@ use tombolo_ring::ivshmem::channel::Shape;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::v1;
 use tombolo_shm::memory::{Mapping, sealed_region};
 use tombolo_shm::passing;
 
-use super::super::channel::Error;
 use super::*;
+use crate::channel::Error;
 
 const BYTES: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(10);

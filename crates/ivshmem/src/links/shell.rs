@@ -6,11 +6,6 @@ use super::{
     Config, Event, Kind, Launch, Link, LinkError, Member, OnFailure, Opened, Watcher, duplicate, has_ended, lock,
     now_ns, seat, seat_words,
 };
-use crate::credentials;
-use crate::doorbell::Doorbell;
-use crate::listener::{self, Listener};
-use crate::memory::{Mapping, cannot_shrink, sealed_region};
-use crate::passing;
 use rustix::event::{PollFd, PollFlags, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::SocketType;
@@ -21,6 +16,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use tombolo_ring::ivshmem::region::PAGE_BYTES;
+use tombolo_shm::credentials;
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::listener::{self, Listener};
+use tombolo_shm::memory::{Mapping, cannot_shrink, sealed_region};
+use tombolo_shm::passing;
 
 /// How soon a client is tried again where the kernel had no room for a descriptor on its way.
 const RETRY_NS: u64 = 100_000_000;

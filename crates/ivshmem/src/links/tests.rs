@@ -1,13 +1,13 @@
 use super::super::{v1, v2};
 use super::*;
-use crate::memory::cannot_shrink;
-use crate::passing;
 use rustix::net::SocketType;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 use tempfile::TempDir;
 use tombolo_ring::ivshmem::region::Name;
+use tombolo_shm::memory::cannot_shrink;
+use tombolo_shm::passing;
 use tombolo_testing::{TIMEOUT, found, until};
 
 fn config(place: &TempDir, name: &str, max_peers: u32, host: bool) -> Config {

@@ -117,7 +117,7 @@ impl RawPeer {
     }
 
     /// Waits until the peer rings, its state changes, `other` is readable, or `timeout` has passed.
-    pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
+    pub(crate) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
         let was_up = self.is_up();
         wait_until(self, timeout, other, |peer| &peer.doorbells, |peer, _| peer.step() != was_up)
     }

@@ -13,7 +13,7 @@
 //! # Failure
 //! A store that is lost is replaced once per change. If that fails, ports continue, and connect again after a restart.
 
-use crate::ivshmem::fd_store::{self, FdStore, Record};
+use crate::fd_store::{self, FdStore, Record};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -281,9 +281,9 @@ impl Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ivshmem::fd_store::serve;
-    use crate::listener::Listener;
+    use crate::fd_store::serve;
     use rustix::net::SocketType;
+    use tombolo_shm::listener::Listener;
     fn store(path: std::path::PathBuf) -> Store {
         Store::open(
             Box::new(move || {
@@ -303,7 +303,7 @@ mod tests {
     #[test]
     fn records_come_back_and_a_lost_store_is_replaced() {
         let path = std::env::temp_dir().join(format!("tmb-store-{}", std::process::id()));
-        let doorbell = crate::doorbell::Doorbell::new().unwrap();
+        let doorbell = tombolo_shm::doorbell::Doorbell::new().unwrap();
         let first = store(path.clone());
         first.put("a", b"1", &[doorbell.as_fd()]).unwrap();
         first.put("b", b"2", &[doorbell.as_fd()]).unwrap();

@@ -19,14 +19,14 @@ use std::error::Error;
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
-use tombolo_port::ivshmem::channel::{ChannelPeer, Error as ChannelError};
-use tombolo_port::ivshmem::client::{Joined, Link};
-use tombolo_port::ivshmem::peer::NetPeer;
+use tombolo_ivshmem::channel::{ChannelPeer, Error as ChannelError};
+use tombolo_ivshmem::client::{Joined, Link};
+use tombolo_ivshmem::links::{Config, Door, Links};
+use tombolo_ivshmem::peer::NetPeer;
+use tombolo_ivshmem::server::{Dialect, Seat, Shape as LinkShape};
 use tombolo_ring::ivshmem::channel::Shape;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
-use tombolo_shm::ivshmem::links::{Config, Door, Links};
-use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape as LinkShape};
 
 const USAGE: &str = "usage: ivshmem_peer SOCKET echo | ping COUNT | arp OWN-ADDRESS ADDRESS COUNT | serve";
 const RECORD_BYTES: u32 = 56;

@@ -3,7 +3,7 @@
 //!
 //! ```no_run
 //! use std::time::Duration;
-//! use tombolo_port::ivshmem::client::Joined;
+//! use tombolo_ivshmem::client::Joined;
 //!
 //! let mut link = Joined::connect("/run/…/control.sock", Duration::from_secs(5))?.network()?;
 //! while !link.step()? {
@@ -14,13 +14,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The messages are those of ivshmem version 1 ([`tombolo_shm::ivshmem::v1`]). The region begins
+//! The messages are those of ivshmem version 1 ([`crate::v1`]). The region begins
 //! with our header page, which is checked like that of an untrusted peer. When the server ends, the
 //! link stays as it is: region and doorbells outlive it. Only joins and leaves are no longer
 //! reported ([`Link::server_is_gone`]).
 //!
-//! It is here and not in `shm`, since it uses the link's states and queues; the conversation itself
-//! is in `shm`. No thread; nothing blocks except `connect` and `wait`, both up to the time given.
+//! No thread; nothing blocks except `connect` and `wait`, both up to the time given.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -28,6 +27,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::v1::{self, News};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use tombolo_ring::ivshmem::channel::Shape;
@@ -37,7 +37,6 @@ use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::foreign::ForeignFd;
 use tombolo_shm::guest::GuestMapping;
-use tombolo_shm::ivshmem::v1::{self, News};
 use tombolo_shm::memory::{Mapping, MemoryError, cannot_shrink, expect_memory};
 use tombolo_shm::passing;
 

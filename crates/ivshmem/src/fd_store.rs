@@ -44,12 +44,6 @@
 //! # Limits
 //! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
 
-use crate::credentials;
-use crate::foreign::ForeignFd;
-use crate::lineage;
-use crate::listener::Listener;
-use crate::passing::{self, MAX_DESCRIPTORS};
-use crate::verdicts::{Found, Verdicts};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
@@ -58,6 +52,12 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
+use tombolo_shm::credentials;
+use tombolo_shm::foreign::ForeignFd;
+use tombolo_shm::lineage;
+use tombolo_shm::listener::Listener;
+use tombolo_shm::passing::{self, MAX_DESCRIPTORS};
+use tombolo_shm::verdicts::{Found, Verdicts};
 
 /// Records that the store accepts.
 pub const MAX_RECORDS: usize = 4096;
@@ -475,9 +475,9 @@ fn list(connection: &OwnedFd, records: &BTreeMap<String, Kept>, prefix: &str) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doorbell::Doorbell;
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
     use std::sync::atomic::{AtomicU32, Ordering};
+    use tombolo_shm::doorbell::Doorbell;
 
     /// A socket of the test's own, and the fd store behind it in a thread.
     struct Place {

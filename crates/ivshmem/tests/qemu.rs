@@ -8,10 +8,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
+use tombolo_ivshmem::links::{Config, Door, Event, Links};
+use tombolo_ivshmem::server::{Dialect, Seat, Shape};
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::links::{Config, Door, Event, Links};
-use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
 use tombolo_shm::memory::Mapping;
 use tombolo_testing::{TIMEOUT, found, until};
 

@@ -1,6 +1,6 @@
-//! A link for a process of its own, without a switch: frames in and out by plain calls.
+//! A network link for a process: frames in and out by plain calls.
 //!
-//! A [`NetPeer`] is one end of a network link, as [`super::Ivshmem`] is. It is for users that want
+//! A [`NetPeer`] is one end of a network link, as a port of the switch is. It is for users that want
 //! frames and not a port: a test, a protocol stack in user space, a tool. It has no thread: each
 //! call looks at the peer's state first.
 //!
@@ -15,7 +15,7 @@ use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::virtio::notify::RECHECK_NS;
 use tombolo_shm::doorbell::Doorbell;
 
-use super::end::{End, EndError, LinkEnd, PeerDoorbells, Resets};
+use super::end::{EndError, LinkEnd, NetworkEnd, PeerDoorbells, Resets};
 
 /// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is twice as long as the one
 /// before.
@@ -28,7 +28,7 @@ const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
 /// Waits until `look` finds something, a doorbell of the peer's or `other` wakes us, or `timeout` has passed; without doorbells it looks again and
 /// again, in pauses that grow. Returns whether something may have happened. `look` says that we are about to sleep; after a
 /// doorbell it is called once more, with `true`, when we are not.
-pub(super) fn wait_until<P>(
+pub(crate) fn wait_until<P>(
     peer: &mut P,
     timeout: Duration,
     other: Option<BorrowedFd<'_>>,
@@ -88,7 +88,7 @@ pub enum SendError {
 
 /// One end of a network link. See the module's head.
 pub struct NetPeer {
-    end: End,
+    end: NetworkEnd,
     doorbells: Vec<Doorbell>,
 }
 
@@ -99,7 +99,7 @@ impl NetPeer {
     /// [`EndError`], which says what does not fit.
     pub fn new(mut parts: LinkEnd) -> Result<NetPeer, EndError> {
         let doorbells = std::mem::take(&mut parts.doorbells);
-        let mut peer = NetPeer { end: End::new(parts)?, doorbells };
+        let mut peer = NetPeer { end: NetworkEnd::new(parts)?, doorbells };
         peer.step();
         Ok(peer)
     }
@@ -146,19 +146,6 @@ impl NetPeer {
         self.end.restart_link();
     }
 
-    /// Has the peer disappear silently, as one that is killed.
-    #[cfg(test)]
-    pub(super) fn die(mut self) {
-        self.end.handshake.mute();
-    }
-
-    /// As [`NetPeer::flush`], without the peer's being rung.
-    #[cfg(test)]
-    pub(super) fn publish_silently(&mut self) {
-        let End { handshake, places, sender, .. } = &mut self.end;
-        places.of(handshake.memory()).map(|sections| sender.publish(&sections)).unwrap();
-    }
-
     fn down(&self) -> SendError {
         let (own, peer) = self.states();
         SendError::Down { own, peer }
@@ -186,7 +173,7 @@ impl NetPeer {
         if frame.is_empty() || frame.len() > most {
             return Err(SendError::Length { got: frame.len(), most });
         }
-        let End { handshake, places, sender, .. } = &mut self.end;
+        let NetworkEnd { handshake, places, sender, .. } = &mut self.end;
         let result = places.of(handshake.memory()).and_then(|sections| {
             if !sender.has_room(frame.len()) {
                 sender.reclaim(&sections)?;
@@ -208,7 +195,7 @@ impl NetPeer {
         if !self.end.handshake.machine().may_use_rings() {
             return;
         }
-        let End { handshake, places, sender, .. } = &mut self.end;
+        let NetworkEnd { handshake, places, sender, .. } = &mut self.end;
         if places.of(handshake.memory()).is_ok_and(|sections| sender.publish(&sections)) {
             self.end.handshake.ring_traffic();
         }
@@ -221,7 +208,7 @@ impl NetPeer {
         if !self.end.handshake.machine().may_use_rings() {
             return None;
         }
-        let End { handshake, places, receiver, .. } = &mut self.end;
+        let NetworkEnd { handshake, places, receiver, .. } = &mut self.end;
         let result = places.of(handshake.memory()).and_then(|sections| {
             let got = receiver.receive(&sections, 1, |view| {
                 buffer.resize(view.len(), 0);
@@ -250,7 +237,7 @@ impl NetPeer {
     }
 
     /// As [`NetPeer::wait`], and until `other` is readable.
-    pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
+    pub(crate) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
         let mut is_second = false;
         let look = |peer: &mut NetPeer, is_rung: bool| {
             if std::mem::replace(&mut is_second, true) {
@@ -266,7 +253,7 @@ impl NetPeer {
         if !self.end.handshake.machine().may_use_rings() {
             return;
         }
-        let End { handshake, places, sender, receiver, .. } = &mut self.end;
+        let NetworkEnd { handshake, places, sender, receiver, .. } = &mut self.end;
         let ring = places
             .of(handshake.memory())
             .is_ok_and(|sections| sender.recheck_ring(&sections) | receiver.recheck_ring(&sections));
@@ -276,11 +263,11 @@ impl NetPeer {
     }
 
     /// Asks to be rung for the next frame; whether there is one already.
-    pub(super) fn arm(&mut self) -> bool {
+    pub fn arm(&mut self) -> bool {
         if !self.end.handshake.machine().may_use_rings() {
             return false;
         }
-        let End { handshake, places, receiver, .. } = &mut self.end;
+        let NetworkEnd { handshake, places, receiver, .. } = &mut self.end;
         match places.of(handshake.memory()).and_then(|sections| receiver.arm(&sections)) {
             Ok(more) => more,
             Err(_) => {

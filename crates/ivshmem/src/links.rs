@@ -28,9 +28,6 @@ mod shell;
 
 use super::fd_store::{self, FdStore};
 use super::server::{Dialect, Record, Refused, Seat, Server, Shape};
-use crate::doorbell::Doorbell;
-use crate::listener::Listener;
-use crate::memory::{Mapping, MemoryError};
 use rustix::event::{PollFd, PollFlags, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
@@ -44,6 +41,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tombolo_ring::ivshmem::region::{Header, Layout, PAGE_BYTES};
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::listener::Listener;
+use tombolo_shm::memory::{Mapping, MemoryError};
 
 /// Why a link cannot be.
 #[derive(Debug, thiserror::Error)]

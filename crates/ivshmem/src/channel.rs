@@ -190,7 +190,7 @@ impl ChannelPeer {
     }
 
     /// As [`ChannelPeer::wait`], and until `other` is readable.
-    pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
+    pub(crate) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
         let was_up = self.is_up();
         let look = |peer: &mut ChannelPeer, is_rung: bool| {
             let has_changed = peer.step() != was_up;

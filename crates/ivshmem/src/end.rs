@@ -1,6 +1,7 @@
-//! One end of a network link: the parts that it is made of, and the sections with the state machine and both queue ends.
+//! One end of a link: the parts that it is made of ([`LinkEnd`]), and the end of a network link, which has the handshake and
+//! both queue ends ([`NetworkEnd`]).
 //!
-//! The port and the library for processes ([`super::peer`]) are thin shells around it. It belongs to one thread.
+//! The switch's port and the library for processes ([`peer`](crate::peer)) are thin shells around it. It belongs to one thread.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -65,7 +66,7 @@ pub enum Memory {
 impl Memory {
     /// All bytes; none where it was mapped for reading only.
     #[inline]
-    pub(super) fn bytes(&self) -> ForeignMut<'_> {
+    pub(crate) fn bytes(&self) -> ForeignMut<'_> {
         match self {
             Memory::Mapped(mapping) => mapping.view_mut().unwrap_or_else(|| ForeignMut::from(&mut [][..])),
             Memory::Guest(mapping) => mapping.bytes(),
@@ -74,7 +75,7 @@ impl Memory {
 
     /// Whether pages were gone when they were touched.
     #[inline]
-    pub(super) fn is_lost(&self) -> bool {
+    pub fn is_lost(&self) -> bool {
         match self {
             Memory::Mapped(_) => false,
             Memory::Guest(mapping) => mapping.is_lost(),
@@ -110,7 +111,7 @@ pub struct LinkEnd {
     pub doorbells: Vec<Doorbell>,
     /// How to ring the peer; `None` where it polls, or is not there yet.
     pub peer_doorbells: Option<Box<dyn PeerDoorbells>>,
-    /// Whether the peer may be there. False where somebody will say when it comes ([`super::Handle::peer_joined`]).
+    /// Whether the peer may be there. False where somebody will say when it comes.
     pub peer_present: bool,
     /// Whether we made the region. If so, we clear the state word of a peer that leaves, since
     /// nothing else does.
@@ -188,27 +189,38 @@ impl Resets {
     }
 }
 
-/// The end of a network link: a [`Handshake`], and both queue ends.
-pub(super) struct End {
-    pub(super) handshake: Handshake,
-    pub(super) geometry: Geometry,
-    pub(super) sender: Sender,
-    pub(super) receiver: Receiver,
-    pub(super) mtu: u32,
-    pub(super) places: Places,
+/// The end of a network link: a [`Handshake`], and both queue ends. The fields are apart, since frames that were received
+/// borrow the memory while others are sent.
+pub struct NetworkEnd {
+    /// The states of both ends, the memory and the doorbells.
+    pub handshake: Handshake,
+    /// How the sections are cut.
+    pub geometry: Geometry,
+    /// What we send.
+    pub sender: Sender,
+    /// What the peer sends.
+    pub receiver: Receiver,
+    /// MTU of the link's network in bytes, no more than the rings can carry.
+    pub mtu: u32,
+    /// Where the sections are in the memory of `handshake`.
+    pub places: Places,
 }
 
-/// Where the two sections are in the memory.
+/// Where the two sections are in the memory of a network link.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Places {
+pub struct Places {
     geometry: Geometry,
     own: usize,
     peer: usize,
 }
 
 impl Places {
+    /// Both sections.
+    ///
+    /// # Errors
+    /// [`NetError::Section`] where the memory is smaller than it was.
     #[inline]
-    pub(super) fn of<'m>(&self, memory: &'m Memory) -> Result<Sections<'m>, NetError> {
+    pub fn of<'m>(&self, memory: &'m Memory) -> Result<Sections<'m>, NetError> {
         let (bytes, len) = (memory.bytes(), self.geometry.section_bytes() as usize);
         // Inside: the layout was checked against the memory.
         let refused = NetError::Section { bytes: bytes.len() as u64 };
@@ -218,16 +230,19 @@ impl Places {
     }
 }
 
-impl End {
+impl NetworkEnd {
     /// An end of `parts`, in RESET. It does not listen: the doorbells are the caller's.
-    pub(super) fn new(parts: LinkEnd) -> Result<End, EndError> {
+    ///
+    /// # Errors
+    /// [`EndError`], which says what does not fit.
+    pub fn new(parts: LinkEnd) -> Result<NetworkEnd, EndError> {
         let geometry = Geometry::new(parts.layout.output_bytes)?;
         let mtu = parts.mtu.min(geometry.max_mtu());
         let (handshake, [own, peer]) = Handshake::new(parts)?;
         let places = Places { geometry, own, peer };
         places.of(handshake.memory())?;
         let (sender, receiver) = (Sender::new(&geometry), Receiver::new(&geometry));
-        Ok(End { handshake, geometry, sender, receiver, mtu, places })
+        Ok(NetworkEnd { handshake, geometry, sender, receiver, mtu, places })
     }
 
     fn restart(&mut self) {
@@ -236,8 +251,8 @@ impl End {
     }
 
     /// Follows the peer's state. Returns whether anything changed.
-    pub(super) fn step(&mut self) -> bool {
-        let End { handshake, geometry, sender, receiver, places, .. } = self;
+    pub fn step(&mut self) -> bool {
+        let NetworkEnd { handshake, geometry, sender, receiver, places, .. } = self;
         handshake.follow(|duty, memory| {
             if duty == Duty::Clear
                 && let Some(own) = memory.bytes().slice(places.own, geometry.section_bytes() as usize)
@@ -252,19 +267,19 @@ impl End {
     }
 
     /// Resets the link after a fault; the peer follows, or the link stays down.
-    pub(super) fn reset(&mut self) {
+    pub fn reset(&mut self) {
         self.restart();
         self.handshake.reset();
     }
 
     /// Goes to RESET of our own will.
-    pub(super) fn restart_link(&mut self) {
+    pub fn restart_link(&mut self) {
         self.restart();
         self.handshake.close();
     }
 
     /// The peer is gone, with its doorbells.
-    pub(super) fn left(&mut self) {
+    pub fn left(&mut self) {
         self.handshake.left();
         self.step();
     }
