@@ -2,7 +2,7 @@
 //!
 //! A test waits for what it says, never for a time: [`until`] and [`found`] look again and again, and fail by the name of what did not
 //! come. Random choices come from a [`Random`], whose seed is printed, so that a failure can be run again with `TOMBOLO_SEED`.
-//! [`fork`] has children of a fork.
+//! [`fork`] has children of a fork. [`hex`] reads bytes that a test has written down.
 
 pub mod fork;
 
@@ -53,6 +53,24 @@ pub fn skip(reason: impl Display) {
     // In one piece, so that it stays a line. Without a place to tell it there is none to count it.
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
     assert!(std::env::var("CI").as_deref() != Ok("true"), "{line}; in CI nothing may be skipped");
+}
+
+/// The bytes that `text` writes in hexadecimal. White space is skipped, and so is the rest of a
+/// line from `#`, where a test says what the bytes before it are.
+///
+/// # Panics
+/// Where a character is no digit, or a line has half a byte.
+#[track_caller]
+pub fn hex(text: &str) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for line in text.lines() {
+        let digits = line.split('#').next().unwrap_or_default().split_whitespace().collect::<String>();
+        let is_hex = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+        assert!(is_hex && digits.len().is_multiple_of(2), "expected pairs of hexadecimal digits, found {line:?}");
+        let pairs = (0..digits.len()).step_by(2).map(|at| &digits[at..at + 2]);
+        bytes.extend(pairs.map(|pair| u8::from_str_radix(pair, 16).unwrap_or_default()));
+    }
+    bytes
 }
 
 /// The seed that `TOMBOLO_SEED` gives, if it does.
@@ -109,6 +127,14 @@ impl Random {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_are_written_in_pairs_with_notes_behind_them() {
+        assert_eq!(hex("\n 00fF # kind\n\n a0 # 11\n"), [0x00, 0xff, 0xa0]);
+        for wrong in ["0", "0\n0", "+1", "0g"] {
+            assert!(std::panic::catch_unwind(|| hex(wrong)).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn a_wait_ends_with_what_was_found() {
