@@ -9,6 +9,27 @@ use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, recv, send, socket_with};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+// Lengths and fields of the fixed parts: `struct nlmsghdr`, `nlattr`, `ifinfomsg`, `ndmsg`,
+// `tcmsg`, `netconfmsg` (padded) and `nlmsgerr`. A length and a type of `u16` come first in an
+// attribute.
+const HEADER_BYTES: usize = 16;
+const HEADER_LENGTH: usize = 0;
+const HEADER_TYPE: usize = 4;
+const HEADER_FLAGS: usize = 6;
+const ATTRIBUTE_BYTES: usize = 4;
+const ATTRIBUTE_TYPE: usize = 2;
+const LINK_BYTES: usize = 16;
+const LINK_TYPE: usize = 2;
+const LINK_INDEX: usize = 4;
+const NEIGHBOUR_BYTES: usize = 12;
+const NEIGHBOUR_INDEX: usize = 4;
+const NEIGHBOUR_STATE: usize = 8;
+const FILTER_BYTES: usize = 20;
+const FILTER_HANDLE: usize = 8;
+const FILTER_INFO: usize = 16;
+const NETCONF_BYTES: usize = 4;
+const ERROR_CODE: usize = 0;
+
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const NLM_F_REQUEST: u16 = 1;
@@ -89,9 +110,9 @@ pub(crate) struct Message(Vec<u8>);
 
 impl Message {
     pub(crate) fn new(kind: u16, flags: u16, body: &[u8]) -> Message {
-        let mut bytes = vec![0; 16];
-        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
-        bytes[6..8].copy_from_slice(&(NLM_F_REQUEST | flags).to_ne_bytes());
+        let mut bytes = vec![0; HEADER_BYTES];
+        bytes[HEADER_TYPE..HEADER_TYPE + 2].copy_from_slice(&kind.to_ne_bytes());
+        bytes[HEADER_FLAGS..HEADER_FLAGS + 2].copy_from_slice(&(NLM_F_REQUEST | flags).to_ne_bytes());
         bytes.extend_from_slice(body);
         let mut message = Message(bytes);
         message.pad();
@@ -103,7 +124,7 @@ impl Message {
     }
 
     pub(crate) fn put(&mut self, kind: u16, value: &[u8]) -> &mut Message {
-        self.0.extend_from_slice(&(value.len() as u16 + 4).to_ne_bytes());
+        self.0.extend_from_slice(&((ATTRIBUTE_BYTES + value.len()) as u16).to_ne_bytes());
         self.0.extend_from_slice(&kind.to_ne_bytes());
         self.0.extend_from_slice(value);
         self.pad();
@@ -121,7 +142,7 @@ impl Message {
 
     pub(crate) fn finish(mut self) -> Vec<u8> {
         let length = self.0.len() as u32;
-        self.0[..4].copy_from_slice(&length.to_ne_bytes());
+        self.0[HEADER_LENGTH..HEADER_LENGTH + 4].copy_from_slice(&length.to_ne_bytes());
         self.0
     }
 }
@@ -138,22 +159,30 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
 pub(crate) fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16_at(bytes, 0)?);
-        let kind = u16_at(bytes, 2)?;
-        let value = bytes.get(4..length)?;
+        let kind = u16_at(bytes, ATTRIBUTE_TYPE)?;
+        let value = bytes.get(ATTRIBUTE_BYTES..length)?;
         bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
         Some((kind & !(NLA_F_NESTED | NLA_F_NET_BYTEORDER), value))
     })
 }
 
 /// The messages in a datagram: (type, body).
-fn messages(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+pub(crate) fn messages(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
-        let length = u32_at(bytes, 0)? as usize;
-        let kind = u16_at(bytes, 4)?;
-        let body = bytes.get(16..length)?;
+        let length = u32_at(bytes, HEADER_LENGTH)? as usize;
+        let kind = u16_at(bytes, HEADER_TYPE)?;
+        let body = bytes.get(HEADER_BYTES..length)?;
         bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
         Some((kind, body))
     })
+}
+
+/// What the body of an NLMSG_ERROR says: an acknowledgement is the error 0.
+fn outcome(body: &[u8]) -> Result<(), Errno> {
+    match u32_at(body, ERROR_CODE).ok_or(Errno::BADMSG)? as i32 {
+        0 => Ok(()),
+        code => Err(Errno::from_raw_os_error(code.wrapping_neg())),
+    }
 }
 
 /// What an interface is.
@@ -184,14 +213,14 @@ pub struct Link {
 impl Link {
     fn parse(body: &[u8]) -> Option<Link> {
         let text = |v: &[u8]| String::from_utf8_lossy(v.strip_suffix(&[0]).unwrap_or(v)).into_owned();
-        let mut link = Link { index: u32_at(body, 4)?, ..Link::default() };
+        let mut link = Link { index: u32_at(body, LINK_INDEX)?, ..Link::default() };
         let (mut peer, mut space) = (None, None);
-        for (kind, value) in attributes(body.get(16..)?) {
+        for (kind, value) in attributes(body.get(LINK_BYTES..)?) {
             match kind {
                 IFLA_IFNAME => link.name = text(value),
                 IFLA_QDISC => link.qdisc = text(value),
                 IFLA_MTU => link.mtu = u32_at(value, 0)?,
-                IFLA_ADDRESS if u16_at(body, 2)? == ARPHRD_ETHER => link.mac = value.try_into().ok(),
+                IFLA_ADDRESS if u16_at(body, LINK_TYPE)? == ARPHRD_ETHER => link.mac = value.try_into().ok(),
                 IFLA_GROUP => link.group = u32_at(value, 0)?,
                 IFLA_MASTER => link.master = u32_at(value, 0),
                 IFLA_LINK => peer = u32_at(value, 0),
@@ -236,8 +265,9 @@ impl Filter {
     /// From the body of a message: `struct tcmsg`, then attributes.
     fn parse(body: &[u8]) -> Option<Filter> {
         let text = |v: &[u8]| String::from_utf8_lossy(v.strip_suffix(&[0]).unwrap_or(v)).into_owned();
-        let (handle, info) = (u32_at(body, 8)?, u32_at(body, 16)?);
-        let get = |wanted| attributes(body.get(20..).unwrap_or_default()).find(|a| a.0 == wanted).map(|a| a.1);
+        let (handle, info) = (u32_at(body, FILTER_HANDLE)?, u32_at(body, FILTER_INFO)?);
+        let get =
+            |wanted| attributes(body.get(FILTER_BYTES..).unwrap_or_default()).find(|a| a.0 == wanted).map(|a| a.1);
         let kind = text(get(TCA_KIND)?);
         let option = |wanted| attributes(get(TCA_OPTIONS)?).find(|a| a.0 == wanted).map(|a| a.1);
         let is_bpf = kind == "bpf";
@@ -250,6 +280,45 @@ impl Filter {
 /// `struct tcmsg`.
 fn tc_message(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
     [0, index, handle, parent, info].map(u32::to_ne_bytes).concat()
+}
+
+/// Asks for all interfaces.
+fn links_request() -> Message {
+    Message::new(RTM_GETLINK, NLM_F_DUMP, &[0; LINK_BYTES])
+}
+
+/// Asks for the interface `index` of the namespace that has the id `space` in this one.
+fn link_elsewhere_request(space: i32, index: u32) -> Message {
+    let mut body = [0; LINK_BYTES];
+    body[LINK_INDEX..LINK_INDEX + 4].copy_from_slice(&index.to_ne_bytes());
+    let mut request = Message::new(RTM_GETLINK, NLM_F_ACK, &body);
+    request.put(IFLA_TARGET_NETNSID, &space.to_ne_bytes());
+    request
+}
+
+/// Asks for the neighbour table.
+fn neighbours_request() -> Message {
+    Message::new(RTM_GETNEIGH, NLM_F_DUMP, &[0; NEIGHBOUR_BYTES])
+}
+
+/// Asks for the filters at a hook.
+fn filters_request(index: u32, parent: u32) -> Message {
+    Message::new(RTM_GETTFILTER, NLM_F_DUMP, &tc_message(index, 0, parent, 0))
+}
+
+/// Removes a filter.
+fn remove_filter_request(index: u32, parent: u32, filter: &Filter) -> Message {
+    let info = u32::from(filter.priority) << 16 | u32::from(filter.protocol);
+    let mut request = Message::new(RTM_DELTFILTER, NLM_F_ACK, &tc_message(index, filter.handle, parent, info));
+    request.put(TCA_KIND, &[filter.kind.as_bytes(), &[0]].concat());
+    request
+}
+
+/// Removes a clsact qdisc.
+fn remove_clsact_request(index: u32) -> Message {
+    let mut request = Message::new(RTM_DELQDISC, NLM_F_ACK, &tc_message(index, TC_CLSACT, TC_CLSACT_PARENT, 0));
+    request.put(TCA_KIND, b"clsact\0");
+    request
 }
 
 /// What an interface's monitor told.
@@ -275,16 +344,18 @@ pub enum Change {
 fn parse_change(kind: u16, body: &[u8]) -> Option<Change> {
     match kind {
         RTM_NEWNEIGH | RTM_DELNEIGH => {
-            let index = u32_at(body, 4)?;
-            let state = u16_at(body, 8)?;
-            let get = |wanted| attributes(body.get(12..).unwrap_or_default()).find(|a| a.0 == wanted).map(|a| a.1);
+            let index = u32_at(body, NEIGHBOUR_INDEX)?;
+            let state = u16_at(body, NEIGHBOUR_STATE)?;
+            let get = |wanted| {
+                attributes(body.get(NEIGHBOUR_BYTES..).unwrap_or_default()).find(|a| a.0 == wanted).map(|a| a.1)
+            };
             let serves = kind == RTM_NEWNEIGH && state & NUD_UNUSABLE == 0;
             let mac = get(NDA_LLADDR).filter(|_| serves).and_then(|v| v.try_into().ok());
             Some(Change::Neighbour { index, address: get(NDA_DST)?.to_vec(), mac })
         }
         RTM_NEWLINK | RTM_DELLINK => Some(Change::Link(Link::parse(body)?)),
         RTM_NEWNETCONF => {
-            let index = attributes(body.get(4..)?).find(|a| a.0 == NETCONFA_IFINDEX)?.1;
+            let index = attributes(body.get(NETCONF_BYTES..)?).find(|a| a.0 == NETCONFA_IFINDEX)?.1;
             Some(Change::Forwarding(u32_at(index, 0)? as i32))
         }
         _ => None,
@@ -321,10 +392,7 @@ impl Socket {
             for (kind, body) in messages(&buffer[..got]) {
                 match kind {
                     NLMSG_DONE => return Ok(()),
-                    NLMSG_ERROR => {
-                        let code = u32_at(body, 0).unwrap_or(0) as i32;
-                        return if code == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(-code)) };
-                    }
+                    NLMSG_ERROR => return outcome(body),
                     kind if each(kind, body) => {}
                     _ => return Ok(()),
                 }
@@ -346,9 +414,8 @@ impl Routes {
     /// Dumps all interfaces of the namespace.
     pub fn links(&self) -> Result<Vec<Link>, NetlinkError> {
         let mut links = vec![];
-        let request = Message::new(RTM_GETLINK, NLM_F_DUMP, &[0; 16]).finish();
         let each = |kind, body: &[u8]| links.extend((kind == RTM_NEWLINK).then(|| Link::parse(body)).flatten());
-        self.0.ask(&request, each).map_err(failed("list of interfaces"))?;
+        self.0.ask(&links_request().finish(), each).map_err(failed("list of interfaces"))?;
         Ok(links)
     }
 
@@ -361,15 +428,11 @@ impl Routes {
     /// Whether an XDP program is on the interface's other end, in another namespace.
     pub fn has_peer_xdp(&self, link: &Link) -> Result<bool, NetlinkError> {
         let Some((space, index)) = link.peer_elsewhere else { return Ok(false) };
-        let mut body = [0; 16];
-        body[4..8].copy_from_slice(&index.to_ne_bytes());
-        let mut request = Message::new(RTM_GETLINK, NLM_F_ACK, &body);
-        request.put(IFLA_TARGET_NETNSID, &space.to_ne_bytes());
         let mut found = false;
         let each = |kind, body: &[u8]| {
             found |= kind == RTM_NEWLINK && Link::parse(body).is_some_and(|peer| peer.xdp.is_some())
         };
-        match self.0.ask(&request.finish(), each) {
+        match self.0.ask(&link_elsewhere_request(space, index).finish(), each) {
             Ok(()) => Ok(found),
             // The namespace or the interface went meanwhile.
             Err(Errno::INVAL | Errno::NODEV) => Ok(false),
@@ -379,10 +442,9 @@ impl Routes {
 
     /// The tc filters at an interface's hook, in the order in which they run; `parent` is `TC_INGRESS` or `TC_EGRESS`.
     pub(crate) fn filters(&self, index: u32, parent: u32) -> Result<Vec<Filter>, NetlinkError> {
-        let request = Message::new(RTM_GETTFILTER, NLM_F_DUMP, &tc_message(index, 0, parent, 0)).finish();
         let mut found = vec![];
         let each = |kind, body: &[u8]| found.extend((kind == RTM_NEWTFILTER).then(|| Filter::parse(body)).flatten());
-        match self.0.ask(&request, each) {
+        match self.0.ask(&filters_request(index, parent).finish(), each) {
             Ok(()) => Ok(found),
             // No such qdisc, or no such interface any more: so no filters.
             Err(Errno::INVAL | Errno::NOENT | Errno::OPNOTSUPP | Errno::NODEV) => Ok(vec![]),
@@ -396,26 +458,20 @@ impl Routes {
     }
 
     pub(crate) fn remove_filter(&self, index: u32, parent: u32, filter: &Filter) -> Result<(), NetlinkError> {
-        let info = u32::from(filter.priority) << 16 | u32::from(filter.protocol);
-        let mut request = Message::new(RTM_DELTFILTER, NLM_F_ACK, &tc_message(index, filter.handle, parent, info));
-        request.put(TCA_KIND, &[filter.kind.as_bytes(), &[0]].concat());
-        self.0.ask(&request.finish(), |_, _| {}).map_err(failed("removal of a filter"))
+        let request = remove_filter_request(index, parent, filter).finish();
+        self.0.ask(&request, |_, _| {}).map_err(failed("removal of a filter"))
     }
 
     /// Removes an interface's clsact qdisc.
     pub(crate) fn remove_clsact(&self, index: u32) -> Result<(), NetlinkError> {
-        let body = tc_message(index, TC_CLSACT, TC_CLSACT_PARENT, 0);
-        let mut request = Message::new(RTM_DELQDISC, NLM_F_ACK, &body);
-        request.put(TCA_KIND, b"clsact\0");
-        self.0.ask(&request.finish(), |_, _| {}).map_err(failed("removal of a qdisc"))
+        self.0.ask(&remove_clsact_request(index).finish(), |_, _| {}).map_err(failed("removal of a qdisc"))
     }
 
     /// Dumps the neighbour table, one [`Change::Neighbour`] per entry.
     pub fn neighbours(&self) -> Result<Vec<Change>, NetlinkError> {
         let mut found = vec![];
-        let request = Message::new(RTM_GETNEIGH, NLM_F_DUMP, &[0; 12]).finish();
         self.0
-            .ask(&request, |kind, body| found.extend(parse_change(kind, body)))
+            .ask(&neighbours_request().finish(), |kind, body| found.extend(parse_change(kind, body)))
             .map_err(failed("list of neighbours"))?;
         Ok(found)
     }
@@ -454,6 +510,9 @@ impl AsFd for Monitor {
         self.0.fd.as_fd()
     }
 }
+
+#[cfg(test)]
+mod golden;
 
 #[cfg(test)]
 mod tests {
