@@ -18,6 +18,14 @@ use tombolo_ring::rpc::{MAGIC, VERSION};
 /// Longest packet.
 pub(crate) const MAX_BYTES: usize = 64 << 10;
 
+const HELLO: u32 = 1;
+const ASK: u32 = 2;
+const SHARE: u32 = 3;
+const FORGET: u32 = 4;
+const WELCOME: u32 = 17;
+const REFUSED: u32 = 18;
+const REPORT: u32 = 19;
+
 const LATE_IS_BEST_EFFORT: u32 = 1;
 const ADMISSION: u32 = 2;
 
@@ -103,23 +111,23 @@ impl Message {
         let mut u32s = |values: &[u32]| values.iter().for_each(|v| out.extend_from_slice(&v.to_le_bytes()));
         match self {
             Message::Hello { entries, arena_bytes } => {
-                u32s(&[1, VERSION]);
+                u32s(&[HELLO, VERSION]);
                 out.extend_from_slice(&MAGIC.to_le_bytes());
                 out.extend_from_slice(&entries.to_le_bytes());
                 out.extend_from_slice(&[0; 4]);
                 out.extend_from_slice(&arena_bytes.to_le_bytes());
             }
             Message::Ask => {
-                u32s(&[2, VERSION]);
+                u32s(&[ASK, VERSION]);
                 out.extend_from_slice(&MAGIC.to_le_bytes());
             }
             Message::Share { number, bytes } => {
-                u32s(&[3, *number]);
+                u32s(&[SHARE, *number]);
                 out.extend_from_slice(&bytes.to_le_bytes());
             }
-            Message::Forget { number } => u32s(&[4, *number]),
+            Message::Forget { number } => u32s(&[FORGET, *number]),
             Message::Welcome(facts) => {
-                u32s(&[17, VERSION]);
+                u32s(&[WELCOME, VERSION]);
                 for value in [facts.arena_bytes, facts.budget_ns, facts.max_shared_bytes] {
                     out.extend_from_slice(&value.to_le_bytes());
                 }
@@ -128,11 +136,11 @@ impl Message {
                 out.extend_from_slice(&(late | admission).to_le_bytes());
             }
             Message::Refused(text) => {
-                u32s(&[18]);
+                u32s(&[REFUSED]);
                 out.extend_from_slice(text.as_bytes());
             }
             Message::Report(text) => {
-                u32s(&[19]);
+                u32s(&[REPORT]);
                 out.extend_from_slice(text.as_bytes());
             }
         }
@@ -142,21 +150,21 @@ impl Message {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Message, Malformed> {
         let mut r = Reader(bytes);
         let message = match r.u32()? {
-            1 => {
+            HELLO => {
                 r.version()?;
                 r.magic()?;
                 let entries = r.u32()?;
                 r.u32()?;
                 Message::Hello { entries, arena_bytes: r.u64()? }
             }
-            2 => {
+            ASK => {
                 r.version()?;
                 r.magic()?;
                 Message::Ask
             }
-            3 => Message::Share { number: r.u32()?, bytes: r.u64()? },
-            4 => Message::Forget { number: r.u32()? },
-            17 => {
+            SHARE => Message::Share { number: r.u32()?, bytes: r.u64()? },
+            FORGET => Message::Forget { number: r.u32()? },
+            WELCOME => {
                 r.version()?;
                 let (arena_bytes, budget_ns, max_shared_bytes) = (r.u64()?, r.u64()?, r.u64()?);
                 let flags = r.u32()?;
@@ -168,8 +176,8 @@ impl Message {
                     admission: flags & ADMISSION != 0,
                 })
             }
-            18 => return Ok(Message::Refused(r.text()?)),
-            19 => return Ok(Message::Report(r.text()?)),
+            REFUSED => return Ok(Message::Refused(r.text()?)),
+            REPORT => return Ok(Message::Report(r.text()?)),
             _ => return Err(Malformed::Bytes),
         };
         r.end()?;
@@ -180,52 +188,97 @@ impl Message {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tombolo_testing::hex;
 
-    fn all() -> Vec<Message> {
-        vec![
-            Message::Hello { entries: 64, arena_bytes: 1 << 20 },
-            Message::Ask,
-            Message::Share { number: 3, bytes: 1 << 30 },
-            Message::Forget { number: 3 },
-            Message::Welcome(Facts {
-                arena_bytes: 4096,
-                budget_ns: 5,
-                max_shared_bytes: 1 << 31,
-                late_is_best_effort: true,
-                admission: true,
-            }),
-            Message::Refused("no".into()),
-            Message::Report("{}".into()),
+    /// Each kind of message, and its bytes: written out from the table in the head of this file.
+    fn all() -> [(Message, Vec<u8>); 7] {
+        let welcome = Facts {
+            arena_bytes: 4096,
+            budget_ns: 5,
+            max_shared_bytes: 1 << 31,
+            late_is_best_effort: true,
+            admission: true,
+        };
+        [
+            (
+                Message::Hello { entries: 64, arena_bytes: 1 << 20 },
+                "01000000 # kind
+                02000000 # version
+                544d424c52504302 # TMBLRPC, 2
+                40000000 # entries
+                00000000
+                0000100000000000 # bytes of the arena",
+            ),
+            (
+                Message::Ask,
+                "02000000
+                02000000 # version
+                544d424c52504302 # TMBLRPC, 2",
+            ),
+            (
+                Message::Share { number: 3, bytes: 1 << 30 },
+                "03000000
+                03000000 # number
+                0000004000000000 # bytes",
+            ),
+            (
+                Message::Forget { number: 0x0102_0304 },
+                "04000000
+                04030201 # number",
+            ),
+            (
+                Message::Welcome(welcome),
+                "11000000
+                02000000 # version
+                0010000000000000 # bytes of the arena
+                0500000000000000 # budget in ns
+                0000008000000000 # most bytes that may be handed over
+                03000000 # late is best effort (1), admission (2)",
+            ),
+            (
+                Message::Refused("nö".into()),
+                "12000000
+                6ec3b6 # UTF-8",
+            ),
+            (
+                Message::Report("{}".into()),
+                "13000000
+                7b7d",
+            ),
         ]
+        .map(|(message, text)| (message, hex(text)))
     }
 
     #[test]
     fn messages_are_these_bytes() {
-        let hello = b"\x01\0\0\0\x02\0\0\0TMBLRPC\x02\x40\0\0\0\0\0\0\0\0\0\x10\0\0\0\0\0";
-        assert_eq!(all()[0].encode(), hello);
-        let welcome = b"\x11\0\0\0\x02\0\0\0\0\x10\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\x80\0\0\0\0\x03\0\0\0";
-        assert_eq!(all()[4].encode(), welcome);
-        assert_eq!(all()[2].encode(), b"\x03\0\0\0\x03\0\0\0\0\0\0\x40\0\0\0\0");
-        for message in all() {
-            assert_eq!(Message::parse(&message.encode()), Ok(message));
+        for (message, bytes) in all() {
+            assert_eq!(message.encode(), bytes, "{message:?}");
+            assert_eq!(Message::parse(&bytes), Ok(message));
         }
     }
 
     #[test]
     fn what_is_cut_or_longer_or_unknown_is_refused() {
-        for message in all().into_iter().take(5) {
-            let bytes = message.encode();
+        for (message, bytes) in all().into_iter().take(5) {
             for len in 0..bytes.len() {
                 assert_eq!(Message::parse(&bytes[..len]), Err(Malformed::Bytes), "{message:?} cut to {len}");
             }
             assert_eq!(Message::parse(&[&bytes[..], &[0]].concat()), Err(Malformed::Bytes));
         }
+        // A text is as long as its packet, but is whole characters.
+        let [.., (_, refused), (_, report)] = all();
+        for len in 0..4 {
+            assert_eq!(Message::parse(&refused[..len]), Err(Malformed::Bytes));
+            assert_eq!(Message::parse(&report[..len]), Err(Malformed::Bytes));
+        }
+        assert_eq!(Message::parse(&refused[..6]), Err(Malformed::Bytes), "half of a character");
+        assert_eq!(Message::parse(&report[..5]), Ok(Message::Report("{".into())));
         assert_eq!(Message::parse(&[5, 0, 0, 0]), Err(Malformed::Bytes));
         assert_eq!(Message::parse(&[18, 0, 0, 0, 0xff]), Err(Malformed::Bytes));
-        let mut other = all()[0].encode();
+        let mut other = all()[0].1.clone();
         other[4] = VERSION as u8 + 1;
         assert_eq!(Message::parse(&other), Err(Malformed::Version(VERSION + 1)));
-        let mut other = all()[0].encode();
+        let mut other = all()[0].1.clone();
         other[8] = b'X';
         assert_eq!(Message::parse(&other), Err(Malformed::Bytes));
     }
