@@ -64,6 +64,10 @@ pub const MAX_RECORDS: usize = 4096;
 /// Longest message: header, name and record together.
 pub const MAX_BYTES: usize = 4096;
 
+// The header's fields.
+const KIND: usize = 0;
+const LIFE: usize = 1;
+const NAME_BYTES: usize = 2;
 const HEADER_BYTES: usize = 4;
 const PUT: u8 = 1;
 const FORGET: u8 = 2;
@@ -122,8 +126,9 @@ fn message(kind: u8, life: u8, name: &str, bytes: &[u8]) -> Result<Vec<u8>, Errn
     if HEADER_BYTES + name.len() + bytes.len() > MAX_BYTES {
         return Err(Errno::MSGSIZE);
     }
-    let [low, high] = (name.len() as u16).to_le_bytes();
-    let mut out = vec![kind, life, low, high];
+    let mut out = vec![0; HEADER_BYTES];
+    (out[KIND], out[LIFE]) = (kind, life);
+    out[NAME_BYTES..HEADER_BYTES].copy_from_slice(&(name.len() as u16).to_le_bytes());
     out.extend_from_slice(name.as_bytes());
     out.extend_from_slice(bytes);
     Ok(out)
@@ -132,8 +137,8 @@ fn message(kind: u8, life: u8, name: &str, bytes: &[u8]) -> Result<Vec<u8>, Errn
 /// Kind, life, name and record of a message.
 fn parse(bytes: &[u8]) -> Option<(u8, u8, &str, &[u8])> {
     let (head, rest) = bytes.split_at_checked(HEADER_BYTES)?;
-    let (name, record) = rest.split_at_checked(u16::from_le_bytes([head[2], head[3]]).into())?;
-    Some((head[0], head[1], std::str::from_utf8(name).ok()?, record))
+    let (name, record) = rest.split_at_checked(u16::from_le_bytes([head[NAME_BYTES], head[NAME_BYTES + 1]]).into())?;
+    Some((head[KIND], head[LIFE], std::str::from_utf8(name).ok()?, record))
 }
 
 /// The connection of a daemon to its fd store.
@@ -506,6 +511,87 @@ mod tests {
 
     fn names(fd_store: &FdStore) -> Vec<(String, Vec<u8>, usize, u8)> {
         fd_store.list().unwrap().into_iter().map(|r| (r.name, r.bytes, r.fds.len(), r.life)).collect()
+    }
+
+    /// Written out from the layout in the head of this file: kind, life, name's length, name,
+    /// record.
+    const PUT_BYTES: &[u8] = b"\x01\x01\x07\x00lan/webone";
+    const LIST_BYTES: &[u8] = b"\x03\x00\x04\x00lan/";
+    const ENTRY_BYTES: &[u8] = b"\x05\x01\x07\x00lan/webone";
+    const DOUBT_BYTES: &[u8] = b"\x08\x00\x07\x00lan/web";
+    const ENTRY_IN_DOUBT_BYTES: &[u8] = b"\x09\x01\x07\x00lan/webone";
+    const END_BYTES: &[u8] = b"\x06\x00\x00\x00";
+
+    fn next(socket: &OwnedFd) -> (Vec<u8>, usize) {
+        let mut buffer = [0xa5; MAX_BYTES];
+        let got = passing::receive(socket, &mut buffer, true).unwrap();
+        (buffer[..got.bytes].into(), got.fds.len())
+    }
+
+    #[test]
+    fn a_daemon_sends_these_bytes() {
+        let (ours, theirs) =
+            net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let daemon = FdStore { socket: ours };
+        let doorbell = Doorbell::new().unwrap();
+        daemon.put("lan/web", b"one", &[doorbell.as_fd()], 1).unwrap();
+        daemon.put_connection("lan/web", b"two", &[doorbell.as_fd()]).unwrap();
+        daemon.forget("gone").unwrap();
+        daemon.doubt("lan/web").unwrap();
+        daemon.linger(Duration::from_secs(3600)).unwrap();
+        daemon.quit().unwrap();
+        for (bytes, fds) in [
+            (PUT_BYTES, 1),
+            (b"\x07\x01\x07\x00lan/webtwo", 1),
+            (b"\x02\x00\x04\x00gone", 0),
+            (DOUBT_BYTES, 0),
+            // Seconds: 3600.
+            (b"\x0a\x00\x00\x00\x10\x0e\x00\x00", 0),
+            (b"\x04\x00\x00\x00", 0),
+        ] {
+            assert_eq!(next(&theirs), (bytes.to_vec(), fds));
+        }
+        // And LIST, with an answer that has one record in doubt.
+        passing::send(&theirs, ENTRY_BYTES, &[doorbell.as_fd()], true).unwrap();
+        passing::send(&theirs, ENTRY_IN_DOUBT_BYTES, &[doorbell.as_fd()], true).unwrap();
+        passing::send(&theirs, END_BYTES, &[], true).unwrap();
+        let records = daemon.list_of("lan/").unwrap();
+        assert_eq!(next(&theirs), (LIST_BYTES.to_vec(), 0));
+        let read: Vec<_> = records.into_iter().map(|r| (r.name, r.bytes, r.fds.len(), r.life, r.in_doubt)).collect();
+        let record = |in_doubt| ("lan/web".to_owned(), b"one".to_vec(), 1, 1, in_doubt);
+        assert_eq!(read, [record(false), record(true)]);
+    }
+
+    #[test]
+    fn a_store_takes_these_bytes_and_answers_with_these() {
+        let place = Place::new();
+        let (daemon, thread) = place.start();
+        let (connection, _its) =
+            net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        passing::send(&daemon, PUT_BYTES, &[connection.as_fd()], true).unwrap();
+        for (first, entry) in [(LIST_BYTES, ENTRY_BYTES), (DOUBT_BYTES, ENTRY_IN_DOUBT_BYTES)] {
+            passing::send(&daemon, first, &[], true).unwrap();
+            if first == DOUBT_BYTES {
+                passing::send(&daemon, LIST_BYTES, &[], true).unwrap();
+            }
+            assert_eq!(next(&daemon.socket), (entry.to_vec(), 1));
+            assert_eq!(next(&daemon.socket), (END_BYTES.to_vec(), 0));
+        }
+        daemon.quit().unwrap();
+        thread.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_message_that_is_cut_inside_its_header_or_name_is_none() {
+        for bytes in [PUT_BYTES, LIST_BYTES, ENTRY_BYTES, DOUBT_BYTES, ENTRY_IN_DOUBT_BYTES, END_BYTES] {
+            let name_ends = HEADER_BYTES + usize::from(bytes[2]);
+            for len in 0..=bytes.len() {
+                let (name, record) = (&bytes[4..name_ends.min(len).max(4)], &bytes[name_ends.min(len)..len]);
+                let whole = (bytes[0], bytes[1], std::str::from_utf8(name).unwrap(), record);
+                let expected = if len < name_ends { None } else { Some(whole) };
+                assert_eq!(parse(&bytes[..len]), expected, "{len} bytes");
+            }
+        }
     }
 
     #[test]
