@@ -227,6 +227,8 @@ impl State {
 
 #[cfg(test)]
 mod tests {
+    use tombolo_testing::hex;
+
     use super::*;
     use crate::member::Address;
 
@@ -242,34 +244,92 @@ mod tests {
         Change { number: Number { epoch: 7, count: 1 }, networks: vec![network] }
     }
 
+    /// What [`change`] is after its version. Written out by the wire format of postcard: numbers
+    /// are varints, a list or text begins with its length, an option or a choice with its number.
+    const CHANGE: &str = "
+        07 # epoch
+        01 # count
+        01 # one network
+          03 6c616e # lan
+          01 00 c0000201 # its end: some, of version 4
+          01 # one that came
+            020000000001 # address
+            01 05 7765622d31 # name: some, web-1
+            01 00 0a570001 00 # one address: of version 4, not fixed
+            ac02 # version: 300
+            01 # placed
+          01 # one that went
+            020000000009";
+
+    /// A network without an end, and one whose end and member have addresses of version 6.
+    fn sparse() -> Change {
+        let address = Address { ip: "fd00::9".parse().unwrap(), fixed: true };
+        let member = Member { mac: [2, 0, 0, 0, 0, 9], name: None, addresses: vec![address] };
+        let claim = Claim { member, version: u64::MAX, placed: false };
+        let empty = Network { name: "a".into(), end: None, came: vec![], went: vec![] };
+        let end = Some("fd00::1".parse().unwrap());
+        let other = Network { name: "b".into(), end, came: vec![claim], went: vec![] };
+        Change { number: Number { epoch: 128, count: 0 }, networks: vec![empty, other] }
+    }
+
+    const SPARSE: &str = "
+        8001 # epoch
+        00 # count
+        02
+          01 61 # a
+          00 00 00 # no end, none that came or went
+          01 62 # b
+          01 01 fd000000000000000000000000000001 # its end: some, of version 6
+          01
+            020000000009
+            00 # no name
+            01 01 fd000000000000000000000000000009 01 # one address: of version 6, fixed
+            ffffffffffffffffff01 # version: 2^64 - 1
+            00 # not placed
+          00";
+
     #[test]
     fn the_bytes_of_each_message_are_these() {
-        let expected = [
-            &[VERSION, 7, 1, 1, 3][..],
-            b"lan",
-            &[1, 0, 192, 0, 2, 1, 1, 2, 0, 0, 0, 0, 1, 1, 5],
-            b"web-1",
-            &[1, 0, 10, 87, 0, 1, 0, 0xac, 2, 1, 1, 2, 0, 0, 0, 0, 9],
-        ]
-        .concat();
-        assert_eq!(change().encode(), expected);
-        assert_eq!(Change::decode(&expected).unwrap(), change());
-        assert_eq!(Known { number: Some(Number { epoch: 7, count: 1 }) }.encode(), [VERSION, 1, 7, 1]);
-        assert_eq!(Known::decode(&[VERSION, 0]).unwrap(), Known { number: None });
+        for (message, text) in [(change(), CHANGE), (sparse(), SPARSE)] {
+            let bytes = [vec![VERSION], hex(text)].concat();
+            assert_eq!(message.encode(), bytes);
+            assert_eq!(Change::decode(&bytes).unwrap(), message);
+            // All that the machine has: the choice 1.
+            let bytes = [vec![VERSION, 1], hex(text)].concat();
+            let state = State::All(message);
+            assert_eq!(state.encode(), bytes);
+            assert_eq!(State::decode(&bytes).unwrap(), state);
+        }
+        let number = Some(Number { epoch: 7, count: 1 });
+        for (known, bytes) in [(Known { number }, &[VERSION, 1, 7, 1][..]), (Known { number: None }, &[VERSION, 0])] {
+            assert_eq!(known.encode(), bytes);
+            assert_eq!(Known::decode(bytes), Ok(known));
+        }
         assert_eq!(State::Same.encode(), [VERSION, 0]);
-        let all = [&[VERSION, 1], &expected[1..]].concat();
-        assert_eq!(State::decode(&all).unwrap(), State::All(change()));
+        assert_eq!(State::decode(&[VERSION, 0]), Ok(State::Same));
     }
 
     #[test]
     fn what_is_cut_short_or_goes_on_is_refused() {
-        let (change, state) = (change().encode(), State::All(change()).encode());
-        for at in 0..change.len() {
-            assert!(Change::decode(&change[..at]).is_err(), "{at} bytes");
+        let short = |len| match len {
+            0 => MessageError::Empty,
+            _ => MessageError::Encoding(postcard::Error::DeserializeUnexpectedEnd),
+        };
+        for message in [change(), sparse()] {
+            let (change, state) = (message.encode(), State::All(message).encode());
+            for len in 0..change.len() {
+                assert_eq!(Change::decode(&change[..len]), Err(short(len)), "{len} bytes");
+            }
+            for len in 0..state.len() {
+                assert_eq!(State::decode(&state[..len]), Err(short(len)), "{len} bytes");
+            }
         }
-        for at in 0..state.len() {
-            assert!(State::decode(&state[..at]).is_err(), "{at} bytes");
+        let known = Known { number: Some(Number { epoch: 7, count: 300 }) }.encode();
+        for len in 0..known.len() {
+            assert_eq!(Known::decode(&known[..len]), Err(short(len)), "{len} bytes");
         }
+        assert_eq!(Known::decode(&[&known[..], &[0]].concat()), Err(MessageError::Trailing(1)));
+        let change = change().encode();
         assert_eq!(Change::decode(&[&change[..], &[0]].concat()), Err(MessageError::Trailing(1)));
         assert_eq!(Change::decode(&[2, 0]), Err(MessageError::Version(2)));
         let long = vec![VERSION; MAX_CHANGE_BYTES + 1];

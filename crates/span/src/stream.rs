@@ -38,6 +38,13 @@ pub const SILENCE: Duration = Duration::from_secs(4);
 pub const MAX_MESSAGE_BYTES: usize = HEAD_BYTES + MAX_DATA_BYTES;
 
 const MAGIC: &[u8; 4] = b"TSC\x01";
+// The head's fields.
+const KIND: usize = 4;
+const SIDE: usize = 5;
+const WHY: usize = 6;
+const ZERO: usize = 7;
+const NUMBER: usize = 8;
+const POSITION: usize = 16;
 const HEAD_BYTES: usize = 24;
 const OPEN: u8 = 1;
 const ACCEPT: u8 = 2;
@@ -140,10 +147,11 @@ impl<'a> StreamMessage<'a> {
             Content::End(ending) => (END, ending as u8, 0, &[][..]),
         };
         let mut out = Vec::with_capacity(HEAD_BYTES + bytes.len());
-        out.extend_from_slice(MAGIC);
-        out.extend_from_slice(&[kind, self.from as u8, why, 0]);
-        out.extend_from_slice(&self.number.to_le_bytes());
-        out.extend_from_slice(&position.to_le_bytes());
+        out.resize(HEAD_BYTES, 0);
+        out[..KIND].copy_from_slice(MAGIC);
+        (out[KIND], out[SIDE], out[WHY]) = (kind, self.from as u8, why);
+        out[NUMBER..POSITION].copy_from_slice(&self.number.to_le_bytes());
+        out[POSITION..].copy_from_slice(&position.to_le_bytes());
         out.extend_from_slice(bytes);
         out
     }
@@ -152,11 +160,11 @@ impl<'a> StreamMessage<'a> {
     pub fn parse(message: &'a [u8]) -> Option<StreamMessage<'a>> {
         let (head, bytes) = message.split_at_checked(HEAD_BYTES)?;
         let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| head[at + i]));
-        let (kind, side, why, position) = (head[4], head[5], head[6], u64_at(16));
+        let (kind, side, why, position) = (head[KIND], head[SIDE], head[WHY], u64_at(POSITION));
         let is_data = kind == DATA;
-        let is_fine = head[..4] == *MAGIC
+        let is_fine = head[..KIND] == *MAGIC
             && side <= 1
-            && head[7] == 0
+            && head[ZERO] == 0
             && (kind == END || why == 0)
             && (is_data || kind == TAKEN || position == 0)
             && is_data != bytes.is_empty()
@@ -173,7 +181,7 @@ impl<'a> StreamMessage<'a> {
             _ => return None,
         };
         let from = if side == 0 { Side::Opener } else { Side::Acceptor };
-        Some(StreamMessage { number: u64_at(8), from, content })
+        Some(StreamMessage { number: u64_at(NUMBER), from, content })
     }
 }
 
@@ -279,7 +287,7 @@ impl Stream {
 
 #[cfg(test)]
 mod tests {
-    use tombolo_testing::Random;
+    use tombolo_testing::{Random, hex};
 
     use super::*;
 
@@ -289,19 +297,34 @@ mod tests {
 
     #[test]
     fn messages_are_these_bytes_and_no_others_are_messages() {
-        let head = |kind, side, why| [&b"TSC\x01"[..], &[kind, side, why, 0, 8, 7, 6, 5, 4, 3, 2, 1]].concat();
-        let data = Content::Data { position: 5, bytes: b"calc" };
-        for (said, bytes) in [
-            (message(Side::Opener, Content::Open), [head(1, 0, 0), vec![0; 8]].concat()),
-            (message(Side::Acceptor, Content::Accept), [head(2, 1, 0), vec![0; 8]].concat()),
-            (message(Side::Opener, data), [head(3, 0, 0), vec![5, 0, 0, 0, 0, 0, 0, 0], b"calc".to_vec()].concat()),
-            (message(Side::Acceptor, Content::Taken(258)), [head(4, 1, 0), vec![2, 1, 0, 0, 0, 0, 0, 0]].concat()),
-            (message(Side::Opener, Content::End(Ending::Lost)), [head(5, 0, 4), vec![0; 8]].concat()),
+        // Written out from the table in the head of this file: the magic and version; kind, side,
+        // why, 0; the stream's number; the position.
+        for (said, text) in [
+            (message(Side::Opener, Content::Open), "54534301 01 00 00 00 0807060504030201 0000000000000000"),
+            (message(Side::Acceptor, Content::Accept), "54534301 02 01 00 00 0807060504030201 0000000000000000"),
+            (
+                message(Side::Opener, Content::Data { position: 5, bytes: b"calc" }),
+                "54534301 03 00 00 00 0807060504030201 0500000000000000 63616c63",
+            ),
+            (message(Side::Acceptor, Content::Taken(258)), "54534301 04 01 00 00 0807060504030201 0201000000000000"),
+            (
+                message(Side::Opener, Content::End(Ending::Lost)),
+                "54534301 05 00 04 00 0807060504030201 0000000000000000",
+            ),
         ] {
+            let bytes = hex(text);
             assert_eq!(said.encode(), bytes, "{said:?}");
             assert_eq!(StreamMessage::parse(&bytes), Some(said));
-            for short in 0..HEAD_BYTES {
-                assert_eq!(StreamMessage::parse(&bytes[..short]), None, "{short} bytes");
+            for short in 0..bytes.len() {
+                // Data may be any number of bytes, but not none.
+                let content = match said.content {
+                    Content::Data { position, .. } if short > HEAD_BYTES => {
+                        Some(Content::Data { position, bytes: &bytes[HEAD_BYTES..short] })
+                    }
+                    _ => None,
+                };
+                let expected = content.map(|content| StreamMessage { content, ..said });
+                assert_eq!(StreamMessage::parse(&bytes[..short]), expected, "{short} bytes");
             }
             for (at, wrong) in [(0, b'X'), (3, 2), (4, 0), (4, 6), (5, 2), (6, 7), (7, 1)] {
                 let mut bytes = bytes.clone();
