@@ -40,6 +40,16 @@ const ARCHITECTURES: u16 = 61;
 /// The enterprise number that UEFI has in a vendor class.
 const ENTERPRISE: u32 = 343;
 
+// A message: its kind, the transaction's number, and options (RFC 8415 §8). An option: code and
+// length, each a big-endian u16, and as many bytes (§21.1).
+const HEAD_BYTES: usize = 4;
+const OPTION_HEAD_BYTES: usize = 4;
+/// An association's ID, and with the two times behind it (§21.4, §21.21).
+const ASSOCIATION_ID_BYTES: usize = 4;
+const ASSOCIATION_BYTES: usize = 12;
+/// An address, before its two times (§21.6).
+const ADDRESS_BYTES: usize = 16;
+
 /// Kinds of messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -92,19 +102,19 @@ pub(super) struct Message {
 
 /// Splits the first option off: its code, its data, what follows.
 fn option(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
-    let (head, rest) = bytes.split_at_checked(4)?;
+    let (head, rest) = bytes.split_at_checked(OPTION_HEAD_BYTES)?;
     let (data, rest) = rest.split_at_checked(usize::from(u16::from_be_bytes([head[2], head[3]])))?;
     Some((u16::from_be_bytes([head[0], head[1]]), data, rest))
 }
 
 fn association(data: &[u8]) -> Option<Association> {
     // Its ID, then the two times that the client would like, which a server may ignore.
-    let (id, mut rest) = (data.get(..4)?.try_into().ok()?, data.get(12..)?);
+    let (id, mut rest) = (data.get(..ASSOCIATION_ID_BYTES)?.try_into().ok()?, data.get(ASSOCIATION_BYTES..)?);
     let mut addresses = Vec::new();
     while !rest.is_empty() {
         let (code, data, after) = option(rest)?;
         if code == IA_ADDRESS && addresses.len() < MAX_ADDRESSES {
-            addresses.push(Ipv6Addr::from(<[u8; 16]>::try_from(data.get(..16)?).ok()?));
+            addresses.push(Ipv6Addr::from(<[u8; 16]>::try_from(data.get(..ADDRESS_BYTES)?).ok()?));
         }
         rest = after;
     }
@@ -119,7 +129,7 @@ fn label(data: &[u8]) -> Option<String> {
 
 /// Reads a client's message; `None` where it is none, or is not as its kind has to be.
 pub(super) fn read(bytes: &[u8]) -> Option<Message> {
-    let (&[kind, a, b, c], mut rest) = bytes.split_first_chunk::<4>()?;
+    let (&[kind, a, b, c], mut rest) = bytes.split_first_chunk::<HEAD_BYTES>()?;
     let kind = match kind {
         1 => Kind::Solicit,
         3 => Kind::Request,
@@ -151,7 +161,7 @@ pub(super) fn read(bytes: &[u8]) -> Option<Message> {
             CLIENT_ID | SERVER_ID => return None,
             IA_NA if message.associations.len() < MAX_ASSOCIATIONS => message.associations.push(association(data)?),
             IA_PD if message.prefixes.len() < MAX_ASSOCIATIONS => {
-                message.prefixes.push(data.get(..4)?.try_into().ok()?);
+                message.prefixes.push(data.get(..ASSOCIATION_ID_BYTES)?.try_into().ok()?);
             }
             RAPID_COMMIT => message.rapid = true,
             NAME => message.name = label(data),
@@ -269,6 +279,133 @@ impl Answer {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use tombolo_testing::hex;
+
+    // Recorded between dhclient 4.4.3-P1 and dnsmasq 2.90 on both ends of a veth pair. The client
+    // sent a name and asked for name servers and domains; dnsmasq had a host with a fixed address,
+    // a name server and a domain.
+
+    const SOLICIT: &str = "
+        01 b4a52d
+        0001 000a 0003 0001 020000000001 # client: a DUID by its MAC address
+        0006 0008 0017 0018 0017 0018 # it would like name servers and domains, twice
+        0008 0002 0000 # elapsed time
+        0027 0006 00 03 776562 00
+        0003 000c 00000001 00000e10 00001518 # an association";
+    const REQUEST: &str = "
+        03 a9c4d5
+        0001 000a 0003 0001 020000000001
+        0002 000e 0001 0001 329daf7c 0200000000fe # server: dnsmasq's DUID, by MAC address and time
+        0006 0008 0017 0018 0017 0018
+        0008 0002 0000
+        0027 0006 00 03 776562 00
+        0003 0028 00000001 00000e10 00001518
+          0005 0018 fd00000100020003000000000000004d 00001c20 00001d4c";
+    const REPLY: &str = "
+        07 a9c4d5
+        0001 000a 0003 0001 020000000001
+        0002 000e 0001 0001 329daf7c 0200000000fe
+        0003 0028 00000001 00000708 00000c4e
+          0005 0018 fd00000100020003000000000000004d 00000e10 00000e10
+        000d 0009 0000 73756363657373 # success
+        0018 000e 03 6c6162 08 696e7465726e616c 00
+        0017 0010 fd000001000200030000000000000001
+        0027 0013 03 03 776562 03 6c6162 08 696e7465726e616c 00";
+    const ADDRESS: Ipv6Addr = Ipv6Addr::new(0xfd00, 1, 2, 3, 0, 0, 0, 0x4d);
+
+    fn message(kind: Kind, transaction: [u8; 3]) -> Message {
+        let is_request = kind == Kind::Request;
+        Message {
+            kind,
+            transaction,
+            client: Some(vec![0, 3, 0, 1, 2, 0, 0, 0, 0, 1]),
+            server: is_request.then(|| vec![0, 1, 0, 1, 0x32, 0x9d, 0xaf, 0x7c, 2, 0, 0, 0, 0, 0xfe]),
+            associations: vec![Association {
+                id: [0, 0, 0, 1],
+                addresses: is_request.then_some(ADDRESS).into_iter().collect(),
+            }],
+            prefixes: vec![],
+            rapid: false,
+            name: Some("web".into()),
+            boot: BootClient::default(),
+        }
+    }
+
+    #[test]
+    fn what_dhclient_sends_is_read() {
+        assert_eq!(read(&hex(SOLICIT)), Some(message(Kind::Solicit, [0xb4, 0xa5, 0x2d])));
+        assert_eq!(read(&hex(REQUEST)), Some(message(Kind::Request, [0xa9, 0xc4, 0xd5])));
+        assert_eq!(read(&hex(REPLY)), None, "a server's");
+    }
+
+    #[test]
+    fn a_message_that_is_cut_inside_an_option_is_none() {
+        for (text, needed) in [(SOLICIT, CLIENT_ID), (REQUEST, SERVER_ID)] {
+            let bytes = hex(text);
+            // Where an option ends, and whether all that the message must have came before.
+            let mut ends = vec![(HEAD_BYTES, false)];
+            while let Some((end, complete)) = ends.last().copied().filter(|(end, _)| *end < bytes.len()) {
+                let (code, data, _) = option(&bytes[end..]).unwrap();
+                ends.push((end + OPTION_HEAD_BYTES + data.len(), complete || code == needed));
+            }
+            for len in 0..bytes.len() {
+                assert_eq!(read(&bytes[..len]).is_some(), ends.contains(&(len, true)), "{len} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn an_answer_has_the_bytes_that_dnsmasq_sends_for_the_same_facts() {
+        let own = [2, 0, 0, 0, 0, 0xfe];
+        let mut answer = Answer::new(&message(Kind::Request, [0xa9, 0xc4, 0xd5]), Kind::Reply, own);
+        answer.association([0, 0, 0, 1], &[Grant { address: ADDRESS, secs: 3600 }], None);
+        answer.status(Status::Success, "success");
+        answer.facts(Ipv6Addr::new(0xfd00, 1, 2, 3, 0, 0, 0, 1), &["lab".into(), "internal".into()]);
+        let golden = REPLY
+            // Our DUID has no time in it (RFC 8415 §11.4).
+            .replace("0002 000e 0001 0001 329daf7c 0200000000fe", "0002 000a 0003 0001 0200000000fe")
+            // We rebind after eight tenths, as RFC 8415 §21.4 recommends; dnsmasq after seven
+            // eighths, as over DHCPv4.
+            .replace("00000c4e", "00000b40");
+        // dnsmasq tells the client its whole name, in the last option.
+        let golden = hex(golden.rsplit_once("0027").unwrap().0);
+        let options = |bytes: &[u8]| {
+            let (mut all, mut rest) = (vec![], &bytes[HEAD_BYTES..]);
+            while let Some((code, data, after)) = option(rest) {
+                all.push((code, data.to_vec()));
+                rest = after;
+            }
+            assert!(rest.is_empty());
+            all.sort_unstable();
+            all
+        };
+        let bytes = answer.into_bytes();
+        assert_eq!((bytes.len(), &bytes[..HEAD_BYTES]), (golden.len(), &golden[..HEAD_BYTES]));
+        // The order of options is each server's own (RFC 8415 §21.1).
+        assert_eq!(options(&bytes), options(&golden));
+    }
+
+    #[test]
+    fn refusals_and_boot_options_are_those_of_the_rfcs() {
+        let own = [2, 0, 0, 0, 0, 0xfe];
+        let mut answer = Answer::new(&message(Kind::Solicit, [1, 2, 3]), Kind::Advertise, own);
+        answer.association([0, 0, 0, 1], &[], Some((Status::NoAddress, "none")));
+        answer.no_prefix([0, 0, 0, 9]);
+        answer.boot(&BootClient { http: true, ..BootClient::default() }, "http://b/a");
+        // Written out from RFC 8415 §8, §21.2 to §21.4, §21.13, §21.16 and §21.21, and RFC 5970
+        // §3.1.
+        let golden = "
+            02 010203
+            0001 000a 0003 0001 020000000001
+            0002 000a 0003 0001 0200000000fe
+            0003 0016 00000001 00000000 00000000 # an association without an address or times
+              000d 0006 0002 6e6f6e65 # NoAddrsAvail
+            0019 0030 00000009 00000000 00000000 # a delegation
+              000d 0020 0006 6e6f2070726566697865732061726520 64656c65676174656420 68657265 # NoPrefixAvail
+            0010 0010 00000157 000a 48545450436c69656e74 # vendor class of enterprise 343: HTTPClient
+            003b 000a 687474703a2f2f622f61";
+        assert_eq!(answer.into_bytes(), hex(golden));
+    }
 
     fn solicit() -> Vec<u8> {
         let mut bytes = vec![1, 9, 8, 7];
