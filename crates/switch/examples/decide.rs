@@ -4,8 +4,8 @@
 //!
 //! `cargo run --release -p tombolo-switch --example decide [PART OF A CASE'S NAME]` prints one line per case:
 //! nanoseconds per frame, best and median of the rounds. Nothing is asserted; it is a tool for the eye, and the bench of
-//! the repo measures the real thing. With the argument `cost` it prints what rules, VLANs and classes add with 64 flows, for
-//! `./x bench daytwo`.
+//! the repo measures the real thing. With the argument `cost [BYTES]` it prints what rules, VLANs and classes add with 64 flows
+//! of frames of so many bytes (1500) between the same two Ethernet addresses, for `./x bench daytwo`.
 
 #[path = "../tests/support/memory.rs"]
 mod memory;
@@ -37,7 +37,7 @@ fn main() {
     // With an argument, only the cases whose name has it.
     let wanted = std::env::args().nth(1).unwrap_or_default();
     if wanted == "cost" {
-        return cost();
+        return cost(std::env::args().nth(2).map_or(1500, |bytes| bytes.parse().expect("bytes of a frame")));
     }
     println!("{:<44} {:>8} {:>8}", "case", "ns best", "ns med.");
     for (name, flows) in [("one flow", 1), ("64 flows", 64), ("10,000 flows", 10_000)] {
@@ -95,8 +95,20 @@ fn labels() -> Labels {
 }
 
 fn frame(to: usize, from: usize, bytes: usize) -> Vec<u8> {
+    between(to, from, frame_of(to, from, bytes))
+}
+
+/// The frame, with these Ethernet addresses.
+fn between(to: usize, from: usize, mut frame: Vec<u8>) -> Vec<u8> {
     let address = |n: usize| [2, 0, (n >> 24) as u8, (n >> 16) as u8, (n >> 8) as u8, n as u8];
-    let mut frame = [&address(to)[..], &address(from), &[8, 0]].concat();
+    frame[..6].copy_from_slice(&address(to));
+    frame[6..12].copy_from_slice(&address(from));
+    frame
+}
+
+/// A frame whose IP addresses say which flow it is of.
+fn frame_of(to: usize, from: usize, bytes: usize) -> Vec<u8> {
+    let mut frame = [&[0; 12][..], &[8, 0]].concat();
     frame.resize(bytes, 0);
     // IPv4 and UDP, from which a policy knows the connection.
     frame[14] = 0x45;
@@ -217,7 +229,8 @@ impl Pair {
                 let tagged = vlans.as_ref().is_some_and(|vlans| vlans.trunk.is_some());
                 let one = |n: usize| {
                     let (to, from) = ends(n, second);
-                    let mut bytes = frame(to, from, bytes);
+                    let [to_mac, from_mac] = if second { [1, 2] } else { [2, 1] };
+                    let mut bytes = between(to_mac, from_mac, frame_of(to, from, bytes));
                     if tagged {
                         bytes.splice(12..12, [0x81, 0, 0, 10]);
                     }
@@ -251,9 +264,9 @@ fn turn(name: &str, bytes: usize, policy: Settings, vlans: [Option<Membership>; 
     measure(name, TURN_FRAMES, || pair.round());
 }
 
-/// What rules, VLANs and classes add to a whole turn with 64 flows of 1500 bytes, each alone and all together. The settings take turns
+/// What rules, VLANs and classes add to a whole turn with 64 flows, each alone and all together. The settings take turns
 /// round by round, so that what else the machine does meets all of them.
-fn cost() {
+fn cost(bytes: usize) {
     const REPEATS: usize = 9;
     let vlans = || [Some(Membership::access(10)), Some(Membership::access(10))];
     let settings = [
@@ -263,7 +276,7 @@ fn cost() {
         ("classes", Settings::default(), [None, None], Marking::Marks),
         ("all", rules(), vlans(), Marking::Marks),
     ];
-    let mut pairs = settings.map(|(name, policy, vlans, marking)| (name, Pair::new(64, 1500, policy, vlans, marking)));
+    let mut pairs = settings.map(|(name, policy, vlans, marking)| (name, Pair::new(64, bytes, policy, vlans, marking)));
     // Of each repeat the median of its rounds.
     let mut medians = vec![Vec::new(); pairs.len()];
     for _ in 0..REPEATS {
@@ -281,7 +294,8 @@ fn cost() {
         }
     }
     let plain = medians[0].clone();
-    println!("{:<44} {:>8} {:>8} {:>8} {:>8}", "turn, 64 flows, 1500 bytes, with", "ns", "% more", "least", "most");
+    let what = format!("turn, 64 flows, {bytes} bytes, with");
+    println!("{what:<44} {:>8} {:>8} {:>8} {:>8}", "ns", "% more", "least", "most");
     for ((name, _), medians) in pairs.iter().zip(&mut medians) {
         let mut percent: Vec<f64> =
             medians.iter().zip(&plain).map(|(with, without)| (with / without - 1.0) * 100.0).collect();

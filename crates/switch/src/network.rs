@@ -328,6 +328,9 @@ impl Network {
     /// Sets the addresses that only ports with the role of the gateway may use.
     pub fn protect(&mut self, protected: Protected) {
         self.protected = protected;
+        if let Some(policy) = &mut self.policy {
+            policy.forget_recent();
+        }
     }
 
     /// Sets the IPv6 addresses that no port whose guard learns may claim, since another machine has them.
@@ -476,7 +479,34 @@ impl Network {
                 plan.lose(index, Reason::MirrorPort, drops);
                 continue;
             }
-            if roles != Roles::ALL
+            let to = match way {
+                Some(way) if destination == last_destination => way,
+                _ => {
+                    let mut found = self.destination::<VLANS>(vlan, destination, from);
+                    // An address that is pinned to a port of other VLANs.
+                    if VLANS
+                        && let (Some(vlans), Destination::Port(port)) = (vlans, found)
+                        && !vlans.has(port, vlan)
+                    {
+                        found = Destination::Unknown;
+                    }
+                    (last_destination, way) = (destination, Some(found));
+                    if let (Some(policy), Destination::Port(port)) = (&mut policy, found)
+                        && related != Some(port)
+                    {
+                        (related, relation) = (Some(port), policy.relation(from, port));
+                    }
+                    found
+                }
+            };
+            let is_recent = match (&policy, to) {
+                (Some(policy), Destination::Port(port)) if relation.passes == Passes::IfAllowed => {
+                    policy.is_recent(now, (from, roles), port, frame.head())
+                }
+                _ => false,
+            };
+            if !is_recent
+                && roles != Roles::ALL
                 && let Some(reason) = guard::refuse(frame.head(), len > frame.head().len(), roles, &self.protected)
             {
                 plan.lose(index, reason, drops);
@@ -502,33 +532,14 @@ impl Network {
                 plan.lose(index, Reason::BadOffload, drops);
                 continue;
             }
-            let to = match way {
-                Some(way) if destination == last_destination => way,
-                _ => {
-                    let mut found = self.destination::<VLANS>(vlan, destination, from);
-                    // An address that is pinned to a port of other VLANs.
-                    if VLANS
-                        && let (Some(vlans), Destination::Port(port)) = (vlans, found)
-                        && !vlans.has(port, vlan)
-                    {
-                        found = Destination::Unknown;
-                    }
-                    (last_destination, way) = (destination, Some(found));
-                    if let (Some(policy), Destination::Port(port)) = (&mut policy, found)
-                        && related != Some(port)
-                    {
-                        (related, relation) = (Some(port), policy.relation(from, port));
-                    }
-                    found
-                }
-            };
             match to {
                 Destination::Port(port) => {
                     if let Some(policy) = &mut policy {
                         let refused = match relation.passes {
                             Passes::Always => None,
                             Passes::Never(reason) => Some(reason),
-                            Passes::IfAllowed => policy.judge(now, from, port, frame.head(), false),
+                            Passes::IfAllowed if is_recent => None,
+                            Passes::IfAllowed => policy.judge(now, (from, roles), port, frame.head(), false),
                         };
                         if let Some(reason) = refused {
                             plan.lose(index, reason, drops);
@@ -580,7 +591,7 @@ impl Network {
                         Some(policy) => {
                             let shared = to == Destination::Group;
                             let up = self.up.iter().copied().filter(|port| *port != from && belongs(*port));
-                            match flood(policy, plan, now, from, frame.head(), shared, up, index as u16) {
+                            match flood(policy, plan, now, (from, roles), frame.head(), shared, up, index as u16) {
                                 Ok(reached) => copies += reached,
                                 Err(reason) => {
                                     plan.lose(index, reason, drops);
@@ -645,7 +656,7 @@ fn flood(
     policy: &mut Policy,
     plan: &mut Plan,
     now: Tick,
-    from: PortNumber,
+    (from, roles): (PortNumber, Roles),
     head: &[u8],
     shared: bool,
     up: impl Iterator<Item = PortNumber>,
@@ -656,7 +667,7 @@ fn flood(
         if policy.is_mirror(port) {
             continue;
         }
-        match policy.refuse(now, from, port, head, shared) {
+        match policy.refuse(now, (from, roles), port, head, shared) {
             Some(reason) => refused = reason,
             None => {
                 copies += plan.push_once(port, index);

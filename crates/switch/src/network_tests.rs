@@ -1,5 +1,6 @@
 use super::*;
 use crate::frame::{Checksum, Mac, Offload};
+use std::net::IpAddr;
 
 const A: Mac = [2, 0, 0, 0, 0, 1];
 const B: Mac = [2, 0, 0, 0, 0, 2];
@@ -34,13 +35,18 @@ impl Bench {
 
     /// Destinations with their frames, and the frames that go nowhere.
     fn decide(&mut self, from: PortNumber, frames: &[Vec<u8>]) -> (Lists, Vec<(u16, Reason)>) {
+        self.decide_by(&Guard::default(), from, frames)
+    }
+
+    /// [`Bench::decide`], with the guard of the port `from`.
+    fn decide_by(&mut self, guard: &Guard, from: PortNumber, frames: &[Vec<u8>]) -> (Lists, Vec<(u16, Reason)>) {
         let mut batch = Batch::with_capacity(frames.len());
         for bytes in frames {
             batch.push(bytes[..].into(), Offload::NONE);
         }
         let mut drops = Drops::default();
         self.plan.clear();
-        self.network.decide(Nanos(0), from, &Guard::default(), &mut batch, &mut self.plan, &mut drops);
+        self.network.decide(Nanos(0), from, guard, &mut batch, &mut self.plan, &mut drops);
         let plan = &self.plan;
         assert_eq!(drops.total(), plan.dropped().len() as u64);
         let lists = plan.destinations().iter().map(|port| (*port, plan.frames_to(*port).to_vec()));
@@ -240,4 +246,71 @@ fn a_mirror_gets_each_frame_once_and_sends_none() {
     assert_eq!(bench.decide(3, &[frame(A, [2, 0, 0, 0, 0, 9])]).1, [(0, Reason::MirrorPort)]);
     bench.network.set_policy(policy::Settings::default());
     assert_eq!(bench.decide(0, &[frame(B, A)]).0, [(1, vec![0])]);
+}
+
+/// A UDP or TCP frame without options and extension headers from A to B, by the last bytes of the IP addresses.
+fn plain(six: bool, from: u8, to: u8, protocol: u8, to_port: u16) -> Vec<u8> {
+    let mut bytes = [B, A].concat();
+    if six {
+        bytes.extend([0x86, 0xdd, 0x60, 0, 0, 0, 0, 20, protocol, 64]);
+        for last in [from, to] {
+            bytes.extend([0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, last]);
+        }
+    } else {
+        bytes.extend([8, 0, 0x45, 0, 0, 40, 0, 1, 0, 0, 64, protocol, 0, 0, 10, 9, 0, from, 10, 9, 0, to]);
+    }
+    bytes.extend([0, 67]);
+    bytes.extend(to_port.to_be_bytes());
+    // What of TCP follows, with ACK alone.
+    bytes.extend([0, 0, 0, 1, 0, 0, 0, 1, 0x50, 0x10, 1, 0, 0, 0, 0, 0]);
+    bytes
+}
+
+/// A frame of a known connection is not asked for its port's roles again, so nothing that they are about may change meanwhile.
+#[test]
+fn no_frame_of_a_known_connection_passes_against_the_roles_of_its_port() {
+    let mut bench = Bench::new(3);
+    bench.network.set_labels(1, named("a"));
+    let allowed = policy::Rule { to: vec![policy::Who::Label("a".into())], ..policy::Rule::default() };
+    let otherwise = policy::Action::Deny;
+    bench.network.set_policy(policy::Settings { otherwise, rules: vec![allowed], mirrors: Vec::new() });
+    for (port, mac) in [(1, B), (0, A)] {
+        bench.decide(port, &[frame([0xff; 6], mac)]);
+    }
+    let mut state = 7u32;
+    let mut next = |below: u32| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 16) % below
+    };
+    let (mut protected, mut passed, mut refused) = (Protected::default(), 0, 0);
+    for step in 0..20_000 {
+        if next(50) == 0 {
+            let addresses: [IpAddr; 2] = ["10.9.0.2".parse().unwrap(), "fd00::2".parse().unwrap()];
+            protected = Protected::new(&addresses[..next(3) as usize]);
+            bench.network.protect(protected.clone());
+        }
+        let any = |n: u32| n != 0;
+        let roles = Roles { router: any(next(2)), dhcp_server: any(next(2)), gateway: any(next(2)) };
+        let guard = Guard::default().with_roles(roles);
+        let frames: Vec<_> = (0..1 + next(3))
+            .map(|_| {
+                plain(
+                    any(next(2)),
+                    [2, 3][next(2) as usize],
+                    9,
+                    [6, 17][next(2) as usize],
+                    [68, 546, 80][next(3) as usize],
+                )
+            })
+            .collect();
+        let (lists, dropped) = bench.decide_by(&guard, 0, &frames);
+        for (index, bytes) in (0..).zip(&frames) {
+            let reason = dropped.iter().find(|(at, _)| *at == index).map(|(_, reason)| *reason);
+            assert_eq!(reason, guard::refuse(bytes, false, roles, &protected), "step {step}: {bytes:?}");
+            let went = lists.iter().any(|(port, which)| *port == 1 && which.contains(&index));
+            assert_eq!(went, reason.is_none());
+            *(if went { &mut passed } else { &mut refused }) += 1;
+        }
+    }
+    assert!(passed > 5_000 && refused > 5_000, "{passed} {refused}");
 }

@@ -20,6 +20,9 @@
 //! rule allows opens one, not only the first: connections survive a restart of the daemon. When rules change, each
 //! connection is judged again at its next frame.
 //!
+//! A frame of a connection that had one in the same direction since the last tick is not asked again, neither here nor for
+//! the roles of its port ([`crate::guard::Roles`]): what both depend on is the same in both frames ([`Policy::is_recent`]).
+//!
 //! A frame to a group opens no connection. Fragments pass once the first one did. Frames that hold no IP are judged by
 //! the rules that name no protocol, port or address. IP whose headers do not show in a frame's first 128 bytes passes
 //! only where nothing could be denied.
@@ -28,8 +31,9 @@ mod flows;
 mod tuple;
 
 use crate::drop::Reason;
+use crate::guard::Roles;
 use crate::mac::{PortNumber, Tick};
-use flows::{Flows, Found, Key};
+use flows::{Direction, Flows, Found, Key};
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -459,7 +463,7 @@ impl Policy {
     pub(crate) fn refuse(
         &mut self,
         now: Tick,
-        from: PortNumber,
+        (from, roles): (PortNumber, Roles),
         to: PortNumber,
         head: &[u8],
         shared: bool,
@@ -467,8 +471,24 @@ impl Policy {
         match self.passes(from, to) {
             Passes::Always => None,
             Passes::Never(reason) => Some(reason),
-            Passes::IfAllowed => self.judge(now, from, to, head, shared),
+            Passes::IfAllowed => self.judge(now, (from, roles), to, head, shared),
         }
+    }
+
+    /// Whether a frame of the same connection and direction, from the same port with the same roles, passed in this tick, under
+    /// these rules, and whether one like the one that starts with `head` changes nothing about that. Both the rules and
+    /// [`crate::guard::refuse`] look at nothing else of such a frame: addresses, protocol, ports and roles.
+    #[inline(always)]
+    pub(crate) fn is_recent(&self, now: Tick, (from, roles): (PortNumber, Roles), to: PortNumber, head: &[u8]) -> bool {
+        tuple::quick(head).is_some_and(|(plain, kind)| {
+            let direction = Direction { plain, from, to, roles };
+            !kind.changes_state() && self.flows.is_recent(now, self.generation, &direction)
+        })
+    }
+
+    /// For a change of what the roles of ports are about.
+    pub(crate) fn forget_recent(&mut self) {
+        self.flows.forget_all_recent();
     }
 
     /// Whether everything that `from` sends to `to` is allowed.
@@ -488,22 +508,20 @@ impl Policy {
         self.settings.otherwise == Action::Allow
     }
 
-    /// As [`Policy::refuse`], for ports of which [`Policy::relation`] says that it depends on the frame.
-    #[inline]
+    /// As [`Policy::refuse`], for ports of which [`Policy::relation`] says that it depends on the frame. The roles of its port
+    /// let the frame pass.
     pub(crate) fn judge(
         &mut self,
         now: Tick,
-        from: PortNumber,
+        (from, roles): (PortNumber, Roles),
         to: PortNumber,
         head: &[u8],
         shared: bool,
     ) -> Option<Reason> {
         if let Some((plain, kind)) = tuple::quick(head) {
-            if !kind.changes_state() && self.flows.is_recent(now, self.generation, &plain, from, to) {
-                return None;
-            }
             // The first frame of a connection is looked up again below.
-            if self.flows.find_plain(now, self.generation, &plain, from, to, kind) == Found::Open {
+            let direction = Direction { plain, from, to, roles };
+            if self.flows.find_plain(now, self.generation, &direction, kind) == Found::Open {
                 return None;
             }
         }

@@ -40,6 +40,12 @@ pub struct Roles {
 impl Roles {
     /// Everything is allowed.
     pub const ALL: Roles = Roles { router: true, dhcp_server: true, gateway: true };
+
+    /// One bit each.
+    #[inline]
+    pub(crate) const fn bits(self) -> u8 {
+        self.router as u8 | (self.dhcp_server as u8) << 1 | (self.gateway as u8) << 2
+    }
 }
 
 /// Addresses of a network that only ports with [`Roles::gateway`] may use.
@@ -79,7 +85,9 @@ pub fn solicited_node(address: Ipv6Addr) -> (Mac, Ipv6Addr) {
     ([0x33, 0x33, 0xff, a, b, c], group)
 }
 
-/// Why the frame that starts with `head` may not pass from a port with these roles; `more` if it is longer than that.
+/// Why the frame that starts with `head` may not pass from a port with these roles; `more` if it is longer than that. Of TCP
+/// and UDP right behind an IP header without options it looks at addresses, protocol and ports only, on which
+/// [`crate::policy`] relies.
 pub(crate) fn refuse(head: &[u8], more: bool, roles: Roles, protected: &Protected) -> Option<Reason> {
     let Some((kind, at)) = network_layer(head) else {
         // A frame that ends there holds no packet.

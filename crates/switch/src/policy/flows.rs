@@ -8,6 +8,7 @@
 
 use super::tuple::{ACK, End, FIN, Kind, Plain, RST, SYN, TCP, Tuple};
 use crate::Nanos;
+use crate::guard::Roles;
 use crate::mac::{PortNumber, Tick};
 use foldhash::quality::FixedState;
 use hashbrown::HashTable;
@@ -161,6 +162,17 @@ impl Flow {
     }
 }
 
+/// One direction of a connection, as a frame shows it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Direction {
+    pub(super) plain: Plain,
+    /// The switch's ports.
+    pub(super) from: PortNumber,
+    pub(super) to: PortNumber,
+    /// What the port `from` may do.
+    pub(super) roles: Roles,
+}
+
 /// A direction of a connection that had a frame in some tick: as it stands in its frames, so that the next frame of the tick
 /// needs no key, no hash and no look at the connection. One cache line.
 #[derive(Clone, Copy, Debug)]
@@ -170,18 +182,22 @@ struct Recent {
     /// The packet's ports and the switch's.
     ends: u64,
     when: u64,
-    protocol: u8,
-    is_ipv4: bool,
+    /// Protocol, family, and the roles of the port that the frame came from.
+    kind: u32,
 }
 
 impl Recent {
     /// No connection: without addresses, from a port to itself.
-    const NONE: Recent = Recent { addresses: [0; 4], ends: 0, when: u64::MAX, protocol: 0, is_ipv4: false };
+    const NONE: Recent = Recent { addresses: [0; 4], ends: 0, when: u64::MAX, kind: 0 };
+    /// The part of `kind` that says nothing of roles.
+    const CONNECTION: u32 = 0xffff;
 
     #[inline(always)]
-    fn new(plain: &Plain, from: PortNumber, to: PortNumber, when: u64) -> Recent {
-        let ends = u64::from(plain.ports) << 32 | u64::from(from) << 16 | u64::from(to);
-        Recent { addresses: plain.addresses, ends, when, protocol: plain.protocol, is_ipv4: plain.is_ipv4 }
+    fn new(direction: &Direction, when: u64) -> Recent {
+        let Direction { plain, from, to, roles } = direction;
+        let ends = u64::from(plain.ports) << 32 | u64::from(*from) << 16 | u64::from(*to);
+        let kind = u32::from(plain.protocol) | u32::from(plain.is_ipv4) << 8 | u32::from(roles.bits()) << 16;
+        Recent { addresses: plain.addresses, ends, when, kind }
     }
 
     /// When it was, for comparison only.
@@ -190,11 +206,12 @@ impl Recent {
         u64::from(now.number()) << 32 | u64::from(generation)
     }
 
+    /// Whether both are the same direction of the same connection, and equal in these bits of `kind`.
     #[inline(always)]
-    fn is_of(&self, other: &Recent) -> bool {
+    fn is_of(&self, other: &Recent, kind: u32) -> bool {
         let ([a, b, c, d], [e, f, g, h]) = (self.addresses, other.addresses);
         let differ = (a ^ e) | (b ^ f) | (c ^ g) | (d ^ h) | (self.ends ^ other.ends);
-        differ == 0 && self.protocol == other.protocol && self.is_ipv4 == other.is_ipv4
+        differ | u64::from((self.kind ^ other.kind) & kind) == 0
     }
 
     /// Where it is. Directions that share a pair of places, also on purpose, cost each other only a look into the index.
@@ -278,39 +295,24 @@ impl Flows {
         self.members = members.max(1);
     }
 
-    /// Whether the packet's direction of its connection had a frame in this tick, under these rules. Then one that does not
-    /// change its state needs nothing more.
+    /// Whether the packet's direction of its connection had a frame in this tick, under these rules, from a port of these
+    /// roles. Then one that does not change its state needs nothing more.
     #[inline(always)]
-    pub(super) fn is_recent(
-        &self,
-        now: Tick,
-        generation: u32,
-        plain: &Plain,
-        from: PortNumber,
-        to: PortNumber,
-    ) -> bool {
+    pub(super) fn is_recent(&self, now: Tick, generation: u32, direction: &Direction) -> bool {
         let when = Recent::when(now, generation);
-        let frame = Recent::new(plain, from, to, when);
+        let frame = Recent::new(direction, when);
         let pair = self.recent.get(frame.pair(&self.secret));
-        pair.is_some_and(|pair| pair.iter().any(|recent| recent.when == when && recent.is_of(&frame)))
+        pair.is_some_and(|pair| pair.iter().any(|recent| recent.when == when && recent.is_of(&frame, u32::MAX)))
     }
 
     /// [`Flows::find`], and notes that the direction had a frame. Kept out of the path of most frames, which would save its
     /// registers.
     #[inline(never)]
-    pub(super) fn find_plain(
-        &mut self,
-        now: Tick,
-        generation: u32,
-        plain: &Plain,
-        from: PortNumber,
-        to: PortNumber,
-        kind: Kind,
-    ) -> Found {
-        let (key, from_low) = Key::of(&plain.tuple(), from, to);
+    pub(super) fn find_plain(&mut self, now: Tick, generation: u32, direction: &Direction, kind: Kind) -> Found {
+        let (key, from_low) = Key::of(&direction.plain.tuple(), direction.from, direction.to);
         let found = self.find(now, generation, &key, from_low, kind);
         if found == Found::Open {
-            let recent = Recent::new(plain, from, to, Recent::when(now, generation));
+            let recent = Recent::new(direction, Recent::when(now, generation));
             // Those of this tick stay. Where all are, as many directions as possible keep their place.
             if let Some(pair) = self.recent.get_mut(recent.pair(&self.secret))
                 && let Some(place) = pair.iter_mut().find(|place| place.when != recent.when)
@@ -326,11 +328,18 @@ impl Flows {
         for tuple in key.tuples() {
             for is_ipv4 in [true, false] {
                 let ((from, to), tuple) = tuple;
-                let recent = Recent::new(&Plain::of(&tuple, is_ipv4), from, to, 0);
+                let plain = Plain::of(&tuple, is_ipv4);
+                let recent = Recent::new(&Direction { plain, from, to, roles: Roles::default() }, 0);
                 let Some(pair) = self.recent.get_mut(recent.pair(&self.secret)) else { return };
-                pair.iter_mut().filter(|place| place.is_of(&recent)).for_each(|place| *place = Recent::NONE);
+                let gone = pair.iter_mut().filter(|place| place.is_of(&recent, Recent::CONNECTION));
+                gone.for_each(|place| *place = Recent::NONE);
             }
         }
+    }
+
+    /// No direction is recent any more.
+    pub(super) fn forget_all_recent(&mut self) {
+        self.recent.fill([Recent::NONE; 2]);
     }
 
     fn place_of(&self, key: &Key) -> Option<u32> {
@@ -657,8 +666,8 @@ mod tests {
             (state >> 16) % below
         };
         let (mut recent, mut generation) = (0, 1);
-        for step in 0..60_000u64 {
-            let now = Tick::of(Nanos::SECOND.times(step / 400));
+        for step in 0..150_000u64 {
+            let now = Tick::of(Nanos::SECOND.times(step / 1_000));
             // IPv4, IPv6, and an IPv6 frame of an IPv4 address.
             let is_ipv4 = next(2) == 0;
             let base = if is_ipv4 || next(4) == 0 { 0xffff_0000_0000 } else { 0xfd << 120 };
@@ -672,9 +681,10 @@ mod tests {
             }
             let flags = [ACK, ACK, ACK, SYN, SYN | ACK, FIN | ACK, RST][next(7) as usize];
             let kind = if protocol == TCP { Kind::Segment(flags) } else { Kind::Datagram };
-            let plain = Plain::of(&tuple, is_ipv4);
+            let roles = Roles { router: next(2) == 0, ..Roles::default() };
+            let direction = Direction { plain: Plain::of(&tuple, is_ipv4), from, to, roles };
             let (key, from_low) = Key::of(&tuple, from, to);
-            if !kind.changes_state() && flows.is_recent(now, generation, &plain, from, to) {
+            if !kind.changes_state() && flows.is_recent(now, generation, &direction) {
                 recent += 1;
                 let at = flows.place_of(&key).expect("its connection is there");
                 let mut flow = flows.places[at as usize];
@@ -690,7 +700,7 @@ mod tests {
                 3 => flows.renew(generation, &key),
                 4 if step % 16 == 0 => generation += 1,
                 5..12 => _ = flows.open(now, generation, key, from_low, from.min(to), kind),
-                _ => _ = flows.find_plain(now, generation, &plain, from, to, kind),
+                _ => _ = flows.find_plain(now, generation, &direction, kind),
             }
         }
         assert!(recent > 1_000, "{recent}");

@@ -57,7 +57,7 @@ fn send(
     flags: u8,
     six: bool,
 ) -> Option<Reason> {
-    p.refuse(at(now), from.0, to.0, &segment(from, to, flags, six), false)
+    p.refuse(at(now), (from.0, Roles::ALL), to.0, &segment(from, to, flags, six), false)
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn an_allowed_connection_passes_both_ways_and_nothing_else_does() {
         assert_eq!(send(&mut p, 1, (APP, 1), (WEB, 5432), SYN, six), Some(Reason::Denied));
         assert_eq!(send(&mut p, 1, (APP, 1), server, SYN, six), None, "of the same group");
         let spoofed = segment(client, server, SYN, six);
-        assert_eq!(p.refuse(at(1), DB, WEB, &spoofed, false), Some(Reason::Denied), "from another port");
+        assert_eq!(p.refuse(at(1), (DB, Roles::ALL), WEB, &spoofed, false), Some(Reason::Denied), "from another port");
         assert_eq!(p.counts().connections, 2);
     }
 }
@@ -113,7 +113,9 @@ fn prefixes_tell_hosts_behind_one_port_apart() {
     let inside = Rule { from: vec![Who::Prefix("10.0.0.0".parse().unwrap(), 30)], ..Rule::default() };
     let six = Rule { to: vec![Who::Prefix("fd00::".parse().unwrap(), 112)], from: label("web"), ..Rule::default() };
     let mut p = policy(Action::Deny, vec![inside, six]);
-    let from = |p: &mut Policy, from: &str, to: &str| p.refuse(at(1), WEB, DB, &frame(from, to, UDP, &[0; 8]), false);
+    let from = |p: &mut Policy, from: &str, to: &str| {
+        p.refuse(at(1), (WEB, Roles::ALL), DB, &frame(from, to, UDP, &[0; 8]), false)
+    };
     assert_eq!(from(&mut p, "10.0.0.3", "192.0.2.1"), None);
     assert_eq!(from(&mut p, "10.0.0.4", "192.0.2.1"), Some(Reason::Denied));
     assert_eq!(from(&mut p, "fd00::a00:3", "fd00::7"), None);
@@ -131,13 +133,17 @@ fn icmp_errors_belong_to_the_connection_that_they_are_about() {
             let payload = [&[kind, 0, 0, 0, 0, 0, 0, 0], &about[14..]].concat();
             frame(&ip(DB, six), &ip(WEB, six), protocol, &payload)
         };
-        assert_eq!(p.refuse(at(1), DB, WEB, &error(&request), false), Some(Reason::Denied), "about nothing");
-        assert_eq!(p.refuse(at(1), WEB, DB, &request, false), None);
-        assert_eq!(p.refuse(at(1), DB, WEB, &error(&request), false), None);
+        assert_eq!(
+            p.refuse(at(1), (DB, Roles::ALL), WEB, &error(&request), false),
+            Some(Reason::Denied),
+            "about nothing"
+        );
+        assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &request, false), None);
+        assert_eq!(p.refuse(at(1), (DB, Roles::ALL), WEB, &error(&request), false), None);
         let other = segment((WEB, 9), (DB, 81), SYN, six);
-        assert_eq!(p.refuse(at(1), DB, WEB, &error(&other), false), Some(Reason::Denied));
+        assert_eq!(p.refuse(at(1), (DB, Roles::ALL), WEB, &error(&other), false), Some(Reason::Denied));
         let echo = frame(&ip(DB, six), &ip(WEB, six), protocol, &[if six { 128 } else { 8 }, 0, 0, 0, 0, 1, 0, 1]);
-        assert_eq!(p.refuse(at(1), DB, WEB, &echo, false), Some(Reason::Denied));
+        assert_eq!(p.refuse(at(1), (DB, Roles::ALL), WEB, &echo, false), Some(Reason::Denied));
     }
 }
 
@@ -148,8 +154,8 @@ fn the_protocol_icmp_is_that_of_both_families() {
     for (six, request, answer) in [(false, 8, 0), (true, 128, 129)] {
         let protocol = if six { tuple::ICMPV6 } else { tuple::ICMPV4 };
         let echo = |from, to, kind| frame(&ip(from, six), &ip(to, six), protocol, &[kind, 0, 0, 0, 0, 1, 0, 1]);
-        assert_eq!(p.refuse(at(1), WEB, DB, &echo(WEB, DB, request), false), None);
-        assert_eq!(p.refuse(at(1), DB, WEB, &echo(DB, WEB, answer), false), None);
+        assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &echo(WEB, DB, request), false), None);
+        assert_eq!(p.refuse(at(1), (DB, Roles::ALL), WEB, &echo(DB, WEB, answer), false), None);
         assert_eq!(send(&mut p, 1, (WEB, 1), (DB, 80), SYN, six), Some(Reason::Denied));
     }
 }
@@ -163,14 +169,22 @@ fn fragments_follow_their_first_one() {
         (f[14 + 5], f[14 + 6], f[14 + 7]) = (id, flags, offset);
         f
     };
-    assert_eq!(p.refuse(at(1), WEB, DB, &part(80, 0x20, 1, 3), false), Some(Reason::Denied), "before the first");
-    assert_eq!(p.refuse(at(1), WEB, DB, &part(80, 0x20, 0, 3), false), None);
-    assert_eq!(p.refuse(at(1), WEB, DB, &part(80, 0x20, 1, 3), false), None);
-    assert_eq!(p.refuse(at(1), WEB, DB, &part(80, 0, 2, 3), false), None);
-    assert_eq!(p.refuse(at(1), WEB, DB, &part(80, 0, 2, 4), false), Some(Reason::Denied), "of another packet");
-    assert_eq!(p.refuse(at(1), WEB, DB, &part(81, 0x20, 0, 5), false), Some(Reason::Denied));
-    assert_eq!(p.refuse(at(1), WEB, DB, &part(81, 0, 1, 5), false), Some(Reason::Denied));
-    assert_eq!(p.refuse(at(99), WEB, DB, &part(80, 0, 2, 3), false), Some(Reason::Denied), "too late");
+    assert_eq!(
+        p.refuse(at(1), (WEB, Roles::ALL), DB, &part(80, 0x20, 1, 3), false),
+        Some(Reason::Denied),
+        "before the first"
+    );
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &part(80, 0x20, 0, 3), false), None);
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &part(80, 0x20, 1, 3), false), None);
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &part(80, 0, 2, 3), false), None);
+    assert_eq!(
+        p.refuse(at(1), (WEB, Roles::ALL), DB, &part(80, 0, 2, 4), false),
+        Some(Reason::Denied),
+        "of another packet"
+    );
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &part(81, 0x20, 0, 5), false), Some(Reason::Denied));
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &part(81, 0, 1, 5), false), Some(Reason::Denied));
+    assert_eq!(p.refuse(at(99), (WEB, Roles::ALL), DB, &part(80, 0, 2, 3), false), Some(Reason::Denied), "too late");
 }
 
 #[test]
@@ -179,26 +193,29 @@ fn headers_that_are_out_of_sight_do_not_pass_a_rule() {
     let mut p = policy(Action::Allow, vec![deny]);
     let chain = [&[60, 14][..], &[0; 118]].concat();
     let hidden = frame("fd00::1", "fd00::2", 0, &chain);
-    assert_eq!(p.refuse(at(1), WEB, DB, &hidden[..128], false), Some(Reason::Denied));
-    assert_eq!(p.refuse(at(1), APP, DB, &hidden[..128], false), None, "nothing could be denied there");
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &hidden[..128], false), Some(Reason::Denied));
+    assert_eq!(p.refuse(at(1), (APP, Roles::ALL), DB, &hidden[..128], false), None, "nothing could be denied there");
     let mut tagged = frame("10.0.0.1", "10.0.0.2", TCP, &tcp(1, 22, SYN));
     tagged.splice(12..12, [0x81, 0, 0, 0]);
-    assert_eq!(p.refuse(at(1), WEB, DB, &tagged, false), Some(Reason::Denied), "a tag hides nothing");
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &tagged, false), Some(Reason::Denied), "a tag hides nothing");
 }
 
 #[test]
 fn the_link_works_under_every_policy() {
     let mut p = policy(Action::Deny, vec![]);
     let arp = [&[0xff; 12][..], &[8, 6], &[0; 28]].concat();
-    assert_eq!(p.refuse(at(1), WEB, DB, &arp, true), None);
-    assert_eq!(p.refuse(at(1), WEB, DB, &frame("fe80::1", "ff02::1:ff00:2", tuple::ICMPV6, &[135; 24]), true), None);
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &arp, true), None);
     assert_eq!(
-        p.refuse(at(1), WEB, DB, &[&[0xff; 12][..], &[0x88, 0xb5], &[0; 28]].concat(), false),
+        p.refuse(at(1), (WEB, Roles::ALL), DB, &frame("fe80::1", "ff02::1:ff00:2", tuple::ICMPV6, &[135; 24]), true),
+        None
+    );
+    assert_eq!(
+        p.refuse(at(1), (WEB, Roles::ALL), DB, &[&[0xff; 12][..], &[0x88, 0xb5], &[0; 28]].concat(), false),
         Some(Reason::Denied)
     );
     let dhcp = frame("0.0.0.0", "255.255.255.255", UDP, &[0, 68, 0, 67, 0, 8, 0, 0]);
-    assert_eq!(p.refuse(at(1), WEB, GATEWAY, &dhcp, true), None, "the gateway serves everybody");
-    assert_eq!(p.refuse(at(1), WEB, DB, &dhcp, true), Some(Reason::Denied));
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), GATEWAY, &dhcp, true), None, "the gateway serves everybody");
+    assert_eq!(p.refuse(at(1), (WEB, Roles::ALL), DB, &dhcp, true), Some(Reason::Denied));
     assert_eq!(p.counts().connections, 0, "a frame to a group opens none");
 }
 
@@ -212,7 +229,7 @@ fn isolated_ports_reach_the_others_and_their_community() {
     isolate(6, Isolation::Community(name("a")));
     isolate(7, Isolation::Community(name("b")));
     let mut p = Policy::new(Settings::default(), &labels, 1).expect("ports are isolated");
-    let mut pass = |from, to| p.refuse(at(1), from, to, &[0; 14], false);
+    let mut pass = |from, to| p.refuse(at(1), (from, Roles::ALL), to, &[0; 14], false);
     for (a, b, want) in
         [(1, 4, false), (1, 5, false), (5, 6, true), (5, 7, false), (1, DB, true), (1, GATEWAY, true), (DB, APP, true)]
     {
