@@ -261,3 +261,42 @@ def test_a_limit_of_a_class_holds_for_frames_that_are_marked_so_and_for_no_other
         assert got_normal > 0.95 * normal, (normal, got_normal)
         drops = fabric.port("web")["counters"]["rx_drops"]
         assert sum(count for reason, count in drops.items() if "rate" in reason) >= 0.9 * (urgent - got_urgent), drops
+
+
+TAKES = """
+import socket, sys, time
+listener = socket.create_server(("0.0.0.0", 5001))
+print("listens", flush=True)
+connection, _ = listener.accept()
+start, count = time.monotonic(), 0
+while data := connection.recv(1 << 20):
+    count += len(data)
+print(count, time.monotonic() - start, flush=True)
+"""
+GIVES = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 5001)) as connection:
+    end = time.monotonic() + float(sys.argv[2])
+    while time.monotonic() < end:
+        connection.sendall(bytes(1 << 16))
+"""
+
+
+@timeout(300)
+def test_a_limit_of_what_a_member_receives_is_what_tcp_gets():
+    seconds = 5
+    for rate, burst in ((20e6, ""), (100e6, ""), (100e6, ", receive_burst = 1_000_000")):
+        with members(text(db=f"rate = {{{{ receive = {int(rate)}{burst} }}}}")) as (fabric, spaces):
+            takes = Process([sys.executable, "-c", TAKES], name="takes", netns=spaces["db"])
+            try:
+                takes.wait_line(lambda line: line == "listens", 60)
+                spaces["web"].run(sys.executable, "-c", GIVES, ADDRESS["db"], str(seconds), seconds=120)
+                count, took = map(float, takes.wait_line(lambda line: line[:1].isdigit(), 60)[1].split())
+            finally:
+                takes.kill()
+            part = count * 8 / took / rate
+            counters = fabric.port("db")["counters"]
+            print(f"{rate / 1e6:.0f} Mbit/s{burst}: {part:.2f} of it, queued {counters['queued_frames']}, drops {counters['tx_drops']}")
+            # Headers count too; the burst, and what waits at the end, come on top.
+            assert 0.7 < part < 1.2, part
+            assert counters["queued_frames"] > 0, counters

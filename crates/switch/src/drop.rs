@@ -1,6 +1,8 @@
 //! Why a frame was lost. Every loss goes through [`Drops::count`] with one of these reasons; the reason is a
 //! counter of the port, a label of the metrics, and a line of the generated table in docs/drops.md.
 
+use crate::Nanos;
+
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])+ $name:ident = $text:literal,)+) => {
         /// The reason for which a frame was dropped. The doc line of each is its explanation in docs and status.
@@ -89,7 +91,7 @@ reasons! {
     UnknownStorm = "unknown_storm",
     /// The frame was to be copied to all ports, and the port's share of such copies and the network's pool are used up.
     FloodBudget = "flood_budget",
-    /// The destination's `rate` limit was reached.
+    /// The destination's `rate` limit was reached, and its queue had no room, or the frame waited for too long; or a limit of the frame's class was reached.
     RateLimit = "rate_limit",
     /// The user uplink sent the same frame more than 1000 times within a second, or 5000 frames without news in one flow.
     UplinkRepeat = "uplink_repeat",
@@ -136,11 +138,21 @@ pub struct Drops {
     any: bool,
     /// Frames of the batch in hand that are counted as [`Reason::NoBuffer`] and may be queued instead.
     refused: Vec<u16>,
+    limited: Option<Limited>,
+}
+
+/// What a rate limit says of frames that it holds back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limited {
+    /// How long until it lets the next one pass.
+    pub(crate) wait: Nanos,
+    /// How long they may wait.
+    pub(crate) hold: Nanos,
 }
 
 impl Default for Drops {
     fn default() -> Self {
-        Drops { by_reason: [0; Reason::COUNT], any: false, refused: Vec::new() }
+        Drops { by_reason: [0; Reason::COUNT], any: false, refused: Vec::new(), limited: None }
     }
 }
 
@@ -159,6 +171,18 @@ impl Drops {
     pub fn refuse(&mut self, which: &[u16]) {
         self.count(Reason::NoBuffer, which.len() as u64);
         self.refused.extend_from_slice(which);
+    }
+
+    /// [`Drops::refuse`] for a rate limit, which says when it lets more pass.
+    pub(crate) fn hold_back(&mut self, which: &[u16], limited: Limited) {
+        self.refuse(which);
+        self.limited = Some(limited);
+    }
+
+    /// The rate limit that held frames back, if one did.
+    #[inline]
+    pub(crate) fn limited(&self) -> Option<Limited> {
+        self.limited
     }
 
     /// Whether frames were refused, and neither taken nor forgotten.

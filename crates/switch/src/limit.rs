@@ -285,6 +285,23 @@ impl Meter {
     fn is_free(&self, now: Nanos) -> bool {
         self.wait(now) == Nanos(0)
     }
+
+    /// How many of the frames with these lengths in bytes, one after the other, may be carried now.
+    pub(crate) fn fit(&self, now: Nanos, lens: impl Iterator<Item = usize>) -> usize {
+        let mut trial = *self;
+        lens.take_while(|len| {
+            let is_free = trial.is_free(now);
+            trial.charge(now, 1, *len as u64);
+            is_free
+        })
+        .count()
+    }
+
+    /// How long the next frame may have to wait where nothing else holds it up: after one of the longest kind.
+    pub(crate) fn longest_wait(&self) -> Nanos {
+        let of = |meter: Option<(Limit, Bucket)>, tokens| meter.map_or(Nanos(0), |(limit, _)| limit.span(tokens));
+        of(self.bits, RATE_BURST_BITS).max(of(self.frames, 1))
+    }
 }
 
 /// The limits of one direction at work.
@@ -299,12 +316,6 @@ impl Meters {
     pub(crate) fn new(whole: Rate, classes: [Rate; CLASSES]) -> Meters {
         let classes = classes.map(Meter::new);
         Meters { whole: Meter::new(whole), classes: classes.iter().any(Meter::is_on).then(|| Box::new(classes)) }
-    }
-
-    /// Whether there is any limit.
-    #[inline]
-    pub(crate) fn is_on(&self) -> bool {
-        self.whole.is_on() || self.classes.is_some()
     }
 
     /// Whether there is a limit of a class.
@@ -324,8 +335,8 @@ impl Meters {
         passes
     }
 
-    /// Writes to `passed` those of the frames `which` that may be carried; counts the others in `drops`.
-    pub(crate) fn pass(
+    /// Writes to `passed` those of the frames `which` that the limits of their classes let pass; counts the others in `drops`.
+    pub(crate) fn pass_classes(
         &mut self,
         now: Nanos,
         batch: &Batch<'_>,
@@ -336,8 +347,7 @@ impl Meters {
         passed.clear();
         for index in which {
             let frame = &batch.frames()[usize::from(*index)];
-            if self.whole.is_free(now) && self.class_passes(now, batch, frame) {
-                self.whole.charge(now, 1, frame.len() as u64);
+            if self.class_passes(now, batch, frame) {
                 passed.push(*index);
             }
         }

@@ -13,6 +13,10 @@
 //! | time of a frame in the queue | [`HOLD`] | `queue_timeout` |
 //! | a ring that took nothing for [`HOLD`] | has no queue until it takes a frame again | `no_buffer` |
 //!
+//! Frames beyond the limit of what a port may receive wait here too, until it lets them pass. A frame of 64 KiB then may hold
+//! up others for long, so they wait for the time that it takes as well, up to [`LONGEST_HOLD`]. What is lost then is counted
+//! as `rate_limit`, and the ring keeps its queue.
+//!
 //! # Fairness and order
 //! Each source has a lane for each of the destination's rings and each class ([`crate::class`]), first in, first out. Lanes of a
 //! class take turns, one frame each. After [`RUN`] frames of a class goes one of those below, so that they do not
@@ -45,6 +49,8 @@ pub(crate) const CELL_BYTES: usize = 1536;
 pub(crate) const CELLS: u16 = 256;
 /// How long a frame waits.
 pub(crate) const HOLD: Nanos = Nanos(50_000_000);
+/// How long a frame waits that a rate limit holds back.
+pub(crate) const LONGEST_HOLD: Nanos = Nanos(2_000_000_000);
 /// First pause before a port that refused is tried again, and the longest.
 pub(crate) const FIRST_TRY: Nanos = Nanos(50_000);
 /// The longest of these pauses.
@@ -446,11 +452,11 @@ impl Overflow {
         ring_of: impl Fn(&Frame) -> u8,
     ) -> u64 {
         let Overflow { store, stalled, progress, pause, next_try, .. } = self;
-        let source = batch.ingress();
+        let (source, limited) = (batch.ingress(), drops.limited());
         drops.take_refused(|index| {
             let frame = &batch.frames()[usize::from(index)];
             let ring = ring_of(frame);
-            if *stalled & bit(ring) != 0 {
+            if *stalled & bit(ring) != 0 && limited.is_none() {
                 return Err(Reason::NoBuffer);
             }
             let store = store.get_or_insert_with(|| Store::new(caps));
@@ -463,7 +469,10 @@ impl Overflow {
                 *next_try = if store.waiting == 0 { soon } else { soon.min(*next_try) };
                 *pause = FIRST_TRY;
             }
-            if store.push(source, ring, batch, frame, now, late) { Ok(()) } else { Err(Reason::QueueFull) }
+            match store.push(source, ring, batch, frame, now, late) {
+                true => Ok(()),
+                false => Err(if limited.is_some() { Reason::RateLimit } else { Reason::QueueFull }),
+            }
         })
     }
 
@@ -542,7 +551,10 @@ impl Overflow {
         } else if full != 0 {
             self.pause = Nanos(self.pause.0 * 2).min(LAST_TRY);
         }
-        self.next_try = now.after(self.pause);
+        self.next_try = match drops.limited() {
+            Some(limited) => now.after(limited.wait.max(FIRST_TRY).min(HOLD)),
+            None => now.after(self.pause),
+        };
         self.expire(now, drops);
         Ok(sent)
     }
@@ -551,14 +563,18 @@ impl Overflow {
     fn expire(&mut self, now: Nanos, drops: &mut Drops) {
         let Some(store) = &mut self.store else { return };
         let (mut late, mut of) = (0, 0);
+        let (hold, reason) = match drops.limited() {
+            Some(limited) => (limited.hold, Reason::RateLimit),
+            None => (HOLD, Reason::QueueTimeout),
+        };
         for lane in 0..store.lanes.len() {
             loop {
                 let first = store.lanes[lane].first;
-                if first == NIL || now.since(store.frames[usize::from(first)].at) < HOLD {
+                if first == NIL || now.since(store.frames[usize::from(first)].at) < hold {
                     break;
                 }
                 let ring = store.lanes[lane].ring;
-                if now.since(store.rings[usize::from(ring)].progress) >= HOLD {
+                if reason == Reason::QueueTimeout && now.since(store.rings[usize::from(ring)].progress) >= HOLD {
                     of |= bit(ring);
                 }
                 store.remove(first);
@@ -569,7 +585,7 @@ impl Overflow {
             self.stalled |= of;
             late += store.empty(of);
         }
-        drops.count(Reason::QueueTimeout, late);
+        drops.count(reason, late);
         if store.waiting == 0 {
             if now.since(self.progress) >= KEEP {
                 self.store = None;

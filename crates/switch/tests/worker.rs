@@ -936,7 +936,7 @@ fn the_pause_of_a_rate_limit_is_no_late_wake_up() {
 }
 
 #[test]
-fn what_a_port_receives_beyond_its_rate_is_dropped_by_name() {
+fn what_a_port_receives_beyond_its_rate_waits_and_what_finds_no_room_is_dropped_by_name() {
     let mut bench = bench();
     let net = bench.network(MacSettings::default());
     let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
@@ -945,14 +945,60 @@ fn what_a_port_receives_beyond_its_rate_is_dropped_by_name() {
     let rates = Rates { receive: Rate { frames: Some(100), ..Rate::default() }, ..Rates::default() };
     bench.ask(|h| h.set_limits(sink.token, Storm::OFF, rates)).unwrap();
     (0..1000).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
-    bench.settle();
-    let got = sink.take().len();
+    bench.worker.step(&mut bench.waiter);
+    bench.worker.step(&mut bench.waiter);
+    assert_eq!(sink.take().len(), 65, "the burst, and the one that overdraws it");
+    let mut later = 0;
+    for _ in 0..1000 {
+        bench.waiter.advance(Nanos::MILLI);
+        bench.worker.step(&mut bench.waiter);
+        later += sink.take().len();
+    }
     assert_eq!(
-        (got as u64 + sink.tx_drops(Reason::RateLimit), got),
-        (1000, 65),
-        "the burst, and the one that overdraws it"
+        later, 7,
+        "at the rate, as long as they may wait: 50 ms and the 10 of one frame, and until that is noticed"
     );
-    assert_eq!(sink.counters.tx_frames.get(), got as u64);
+    assert_eq!(sink.counters.queued_frames.get(), 257, "as many as the queue holds, and one in the place of the first");
+    assert_eq!((sink.tx_drops(Reason::RateLimit), sink.counters.tx_frames.get()), (1000 - 72, 72));
+}
+
+/// A sender of bulk data that hears of each loss late, as TCP does, gets the rate: what it sends too early waits.
+#[test]
+fn bursts_of_long_frames_come_at_the_rate_of_their_receiver() {
+    for rate in [1_000_000u64, 20_000_000, 100_000_000, 1_000_000_000] {
+        let mut bench = bench();
+        let net = bench.network(MacSettings::default());
+        let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
+        sink.lock().caps = Caps::full(65_000);
+        sink.send(frame(mac(1), mac(2), 64, 0));
+        bench.settle();
+        let rates = Rates { receive: Rate { bits: Some(rate), ..Rate::default() }, ..Rates::default() };
+        bench.ask(|h| h.set_limits(sink.token, Storm::OFF, rates)).unwrap();
+        // Four frames of 60,000 bytes are under way at most; one that is lost is missed after 200 ms.
+        let (mut under_way, mut back, mut got) = (0, Vec::new(), 0u64);
+        let start = bench.waiter.lock().now;
+        let mut lost = 0;
+        while bench.waiter.lock().now.since(start) < Nanos::SECOND.times(4) {
+            let now = bench.waiter.lock().now;
+            under_way -= back.iter().filter(|due| **due <= now).count();
+            back.retain(|due| *due > now);
+            while under_way < 4 {
+                a.send(frame(mac(2), mac(1), 60_000, 1));
+                under_way += 1;
+            }
+            bench.waiter.advance(Nanos(100_000));
+            bench.worker.step(&mut bench.waiter);
+            let came = sink.take().len();
+            got += came as u64;
+            under_way -= came;
+            let drops = sink.counters.tx_drops.iter().map(|count| count.get()).sum::<u64>();
+            back.extend((lost..drops).map(|_| now.after(Nanos::MILLI.times(200))));
+            lost = drops;
+        }
+        let part = got as f64 * 60_000.0 * 8.0 / 4.0 / rate as f64;
+        // The burst comes on top.
+        assert!((0.9..1.25).contains(&part), "{part} of {rate} bit/s, {lost} lost");
+    }
 }
 
 #[test]

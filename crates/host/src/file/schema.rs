@@ -99,8 +99,8 @@ const RATE: Key = key(
     "rate",
     "{ send = \"100M\", send_burst = \"1M\", send_frames = 50000, send_urgent = \"10M\", … }, receive alike, each if wanted",
     "no limit",
-    "limits in bits and frames per second, also by class: what it sends waits, what it should receive beyond that, or sends \
-     beyond a limit of its class, is dropped",
+    "limits in bits and frames per second, also by class: what it sends beyond that waits, and what it should \
+     receive waits as long as its queue has room; what is beyond a limit of its class is dropped",
 );
 const CLASS: Key = key(
     "class",

@@ -4,11 +4,12 @@ use super::{Core, NEVER, PortFailure, SERVICE_INTERVAL, catch_panic};
 use crate::Nanos;
 use crate::capture::Tap;
 use crate::counters::PortCounters;
-use crate::drop::{Drops, Reason};
+use crate::drop::{Drops, Limited, Reason};
 use crate::frame::Batch;
+use crate::limit::Meter;
 use crate::network::Summary;
 use crate::offload::Work;
-use crate::overflow::Overflow;
+use crate::overflow::{HOLD, LONGEST_HOLD, Overflow};
 use crate::port::{Caps, Fault, FaultKind, Port, Sent};
 
 impl Core {
@@ -47,8 +48,8 @@ impl Core {
         let mut which = self.plan.frames_to(to);
         let slot = self.slots[to as usize].as_mut()?;
         let mut drops = Drops::reusing(std::mem::take(&mut self.refused));
-        if slot.receive.is_on() {
-            slot.receive.pass(self.now, batch, which, &mut self.passed, &mut drops);
+        if slot.receive.has_classes() {
+            slot.receive.pass_classes(self.now, batch, which, &mut self.passed, &mut drops);
             slot.counters.add_tx_drops(&mut drops);
             which = &self.passed;
             if which.is_empty() {
@@ -66,11 +67,12 @@ impl Core {
         let (mut work, mut merged) = (Work::default(), 0);
         let (transformer, merger, rechecks) = (&mut self.transformer, &mut self.merger, &mut self.rechecks);
         let (overflow, shown, apart) = (&mut slot.overflow, &mut self.shown, &mut self.apart);
+        let limit = &mut slot.receive.whole;
         let (mut queued, mut late) = (0, 0);
         let result = catch_panic(|| {
             let caps = port.caps();
             if overflow.waits() {
-                drain(overflow, &mut **port, now, taps, counters)?;
+                drain(overflow, &mut **port, now, taps, counters, limit)?;
             }
             let mut hand_over = |batch: &Batch<'_>, which: &[u16], drops: &mut Drops| {
                 let mut sent = Sent::default();
@@ -78,10 +80,11 @@ impl Core {
                 let mut ready = which;
                 if overflow.waits() {
                     apart.clear();
+                    let limited = limited(limit, now);
                     for index in which {
                         if overflow.waits_for(ring_of(&**port, *index)) {
                             // Behind those that wait already.
-                            drops.refuse(&[*index]);
+                            refuse(drops, &[*index], limited);
                         } else {
                             apart.push(*index);
                         }
@@ -89,7 +92,7 @@ impl Core {
                     ready = apart;
                 }
                 if !ready.is_empty() {
-                    sent = port.transmit(batch, ready, drops)?;
+                    sent = transmit_within(limit, &mut **port, now, batch, ready, drops)?;
                 }
                 if sent.frames != 0 && overflow.has_stalled() {
                     let taken = ready.iter().filter(|index| !drops.refused().contains(index));
@@ -139,7 +142,8 @@ impl Core {
         };
         if slot.overflow.is_live() {
             slot.counters.queued_frames.add(queued);
-            slot.counters.tx_drops[Reason::QueueFull as usize].add(late);
+            let reason = if drops.limited().is_some() { Reason::RateLimit } else { Reason::QueueFull };
+            slot.counters.tx_drops[reason as usize].add(late);
             if !std::mem::replace(&mut slot.overflow.listed, true) {
                 self.waiting.push(to);
             }
@@ -182,9 +186,10 @@ impl Core {
                 && let Some(port) = &mut slot.port
             {
                 let (overflow, taps, counters) = (&mut slot.overflow, &mut slot.taps, &slot.counters);
+                let limit = &mut slot.receive.whole;
                 let rechecks = &mut self.rechecks;
                 failure = catch_panic(|| {
-                    drain(overflow, &mut **port, now, taps, counters)?;
+                    drain(overflow, &mut **port, now, taps, counters, limit)?;
                     port.flush()?;
                     if port.take_recheck() {
                         rechecks.note(index);
@@ -214,13 +219,14 @@ fn drain(
     now: Nanos,
     taps: &mut Vec<Tap>,
     counters: &PortCounters,
+    limit: &mut Meter,
 ) -> Result<(), Fault> {
     let mut drops = Drops::reusing(overflow.spare());
     let caps = port.caps();
     let mut shown = Vec::new();
     let done = overflow.drain(now, caps, &mut drops, |batch, which, drops| {
         let before = drops.total();
-        let sent = port.transmit(batch, which, drops)?;
+        let sent = transmit_within(limit, port, now, batch, which, drops)?;
         if sent.frames + (drops.total() - before) != which.len() as u64 {
             return Err(unaccounted(sent, drops, which.len() as u64));
         }
@@ -237,6 +243,45 @@ fn drain(
     counters.add_tx_drops(&mut drops);
     overflow.keep_spare(drops.into_spare());
     done.map(drop)
+}
+
+/// [`Port::transmit`] of the frames that the port's limit lets pass now. It refuses the others, so that they wait.
+#[inline]
+fn transmit_within(
+    limit: &mut Meter,
+    port: &mut dyn Port,
+    now: Nanos,
+    batch: &Batch<'_>,
+    which: &[u16],
+    drops: &mut Drops,
+) -> Result<Sent, Fault> {
+    if !limit.is_on() {
+        return port.transmit(batch, which, drops);
+    }
+    let fit = limit.fit(now, which.iter().map(|index| batch.frames()[usize::from(*index)].len()));
+    let (which, later) = which.split_at(fit);
+    let mut sent = Sent::default();
+    if !which.is_empty() {
+        sent = port.transmit(batch, which, drops)?;
+        limit.charge(now, sent.frames, sent.bytes);
+    }
+    if !later.is_empty() {
+        refuse(drops, later, limited(limit, now));
+    }
+    Ok(sent)
+}
+
+/// What the limit says of frames now, where it lets none pass.
+fn limited(limit: &Meter, now: Nanos) -> Option<Limited> {
+    let wait = limit.wait(now);
+    (wait != Nanos(0)).then(|| Limited { wait, hold: HOLD.after(limit.longest_wait()).min(LONGEST_HOLD) })
+}
+
+fn refuse(drops: &mut Drops, which: &[u16], limited: Option<Limited>) {
+    match limited {
+        Some(limited) => drops.hold_back(which, limited),
+        None => drops.refuse(which),
+    }
 }
 
 /// A port's code has lost frames without accounting for them, or counted some twice. This is a defect in this
