@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use tombolo_host::api::report::{LeaseReport, MachineReport, Status};
+use tombolo_host::api::report::{LeaseReport, MachineReport, PortReport, Status};
 use tombolo_rpc::folder;
 
 use crate::exit::{Exit, Failure};
@@ -79,7 +79,8 @@ pub(crate) fn is_hopeless(status: &Status, late: &[(String, String)]) -> bool {
 }
 
 fn how(m: &MachineReport) -> String {
-    let end = m.last_end.as_ref().map_or_else(String::new, |end| format!(": {end}"));
+    // That of an earlier run says nothing of one that runs.
+    let end = m.last_end.as_ref().filter(|_| m.pid.is_none()).map_or_else(String::new, |end| format!(": {end}"));
     format!("{} is {}{end}", m.name, m.state)
 }
 
@@ -107,7 +108,22 @@ fn lease(status: &Status, name: &str) -> State {
     match leases.any(|l| l.expires_s.is_some() && is_of_this_run(m, l)) {
         true => State::Met(Exit::Done),
         false if is_over(m) => State::Never(how(m)),
-        false => State::NotYet(format!("{name} has not asked for its address yet; it is {}", m.state)),
+        false => {
+            // The networks that it has a device on: a machine's ports have its name, or begin with it and a dot.
+            let is_its = |port: &&PortReport| port.name == name || port.name.starts_with(&format!("{name}."));
+            let full = status.ports.iter().filter(is_its).find_map(|port| {
+                let network = status.networks.iter().find(|network| network.name == port.network)?;
+                let refused = network.counters.get("dhcp_exhausted").filter(|count| **count != 0)?;
+                Some((&network.name, refused))
+            });
+            State::NotYet(match full {
+                Some((network, refused)) => format!(
+                    "{name} has no address yet: network {network} had none left {refused} times when one was asked for; it is {}",
+                    m.state
+                ),
+                None => format!("{name} has not asked for its address yet; it is {}", m.state),
+            })
+        }
     }
 }
 
@@ -241,7 +257,30 @@ mod tests {
         assert_eq!(exit(&status("stopped", None, false), "web"), State::Met(Exit::Done));
         assert_eq!(exit(&status("failed", None, false), "web"), State::Met(Exit::Failed));
         assert!(matches!(exit(&status("failed", Some(1.0), false), "web"), State::NotYet(_)));
-        assert!(matches!(lease(&runs, "web"), State::NotYet(_)));
+        assert!(matches!(lease(&runs, "web"), State::NotYet(text) if text.contains("has not asked")));
+    }
+
+    #[test]
+    fn what_is_said_of_a_machine_is_of_its_present_run() {
+        assert_eq!(exit(&status("running", None, true), "web"), State::NotYet("web is running".into()));
+        let again = exit(&status("failed", Some(1.0), false), "web");
+        assert_eq!(again, State::NotYet("web is failed: signal 9".into()));
+    }
+
+    #[test]
+    fn a_network_without_addresses_is_named() {
+        let mut full = status("running", None, true);
+        full.networks = vec![
+            serde_json::from_str(
+                r#"{"name":"lan","subnet":"10.87.0.0/29","gateway":null,"router":null,"uplink":"none","uplink_fault":null,
+                "domain":"t.internal","mtu":1500,"worker":"main","macs":0,"flooded_unknown":0,"leases":[],
+                "counters":{"dhcp_exhausted":3}}"#,
+            )
+            .unwrap(),
+        ];
+        assert!(
+            matches!(lease(&full, "web"), State::NotYet(text) if text.contains("network lan had none left 3 times"))
+        );
     }
 
     #[test]

@@ -71,6 +71,29 @@ fn additions_are_checked_with_the_whole() {
 }
 
 #[test]
+fn a_range_has_an_address_for_each_machine_of_the_file() {
+    let read = |subnet: &str| {
+        let text = format!("[network.lan]\nsubnet = \"{subnet}\"\n[vm.v]\nkernel = \"Cargo.toml\"\ncount = 20\n");
+        file::parse(&text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).map_err(|error| error.to_string())
+    };
+    assert!(read("10.87.0.0/24").is_ok());
+    let error = read("10.87.0.0/29").unwrap_err();
+    assert!(
+        error.contains("network.lan.dhcp: expected a range with an address for each machine, found 10.87.0."),
+        "{error}"
+    );
+    assert!(error.contains("too few"), "{error}");
+}
+
+#[test]
+fn a_machine_without_a_network_is_not_called_a_mistyped_name() {
+    let text = "[vm.web]\nkernel = \"Cargo.toml\"\n[[forward]]\nlisten = \"127.0.0.1:8080\"\nto = \"web:80\"\n";
+    let error = file::parse(text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).unwrap_err().to_string();
+    assert!(error.contains("found \"web\", which is on no network") || error.contains("[network.NAME]"), "{error}");
+    assert!(!error.contains("did you mean \"web\""), "{error}");
+}
+
+#[test]
 fn a_folder_gives_its_fabric_a_legal_name_or_none() {
     let name = |path: &str| file::parse("[network.lan]\n", Path::new(path)).map(|f| f.name);
     for (path, expected) in [

@@ -64,8 +64,9 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.across();
     check.leased_elsewhere();
     let taken = check.addresses();
-    lease(fabric, taken);
+    let without = lease(fabric, taken);
     let mut check = Check { fabric, spots, out };
+    check.too_many(&without);
     check.idle_workers();
     check.boots();
     check.idle_keys_of_networks();
@@ -666,6 +667,20 @@ impl Check<'_, '_, '_> {
         }
     }
 
+    /// Complains about ranges that are too small for the devices of the file's machines, of which these networks lack one each.
+    fn too_many(&mut self, without: &[String]) {
+        let fabric = self.fabric;
+        for net in &fabric.networks {
+            let lacking = without.iter().filter(|name| **name == net.name).count();
+            let (Some(dhcp), true) = (net.dhcp, lacking != 0) else { continue };
+            let at = &path_of(&net.name)[..];
+            let found = format!("{} to {}, {lacking} too few", dhcp.from, dhcp.to);
+            let hint = Some("give the network a larger `subnet` or range, or have fewer machines".to_string());
+            let leans_on = [(at, "subnet"), (at, "gateway"), (at, "router")];
+            self.fault((at, "dhcp"), &leans_on, "a range with an address for each machine", found, hint);
+        }
+    }
+
     /// Complains about addresses that other machines of the file give to their members.
     fn leased_elsewhere(&mut self) {
         let fabric = self.fabric;
@@ -1007,9 +1022,9 @@ fn section_of_member(fabric: &Fabric, name: &str) -> String {
 }
 
 /// Gives every device without an address one of its network's range: a place that depends on its MAC, or the next
-/// free one, so that a device keeps its address when others come and go.
-fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) {
-    let networks = fabric.networks.clone();
+/// free one, so that a device keeps its address when others come and go. Returns the network of each one for which there is none.
+fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) -> Vec<String> {
+    let (networks, mut without) = (fabric.networks.clone(), Vec::new());
     for machine in &mut fabric.machines {
         for nic in &mut machine.nics {
             let Some(net) = networks.iter().find(|n| n.name == nic.network) else { continue };
@@ -1024,12 +1039,16 @@ fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) {
             let free = (0..size)
                 .map(|i| Ipv4Addr::from(from + (start + i) % size))
                 .find(|ip| !taken.contains_key(&(net.name.clone(), *ip)));
-            if let Some(ip) = free {
-                taken.insert((net.name.clone(), ip), machine.name.clone());
-                nic.ip = Some(ip);
+            match free {
+                Some(ip) => {
+                    taken.insert((net.name.clone(), ip), machine.name.clone());
+                    nic.ip = Some(ip);
+                }
+                None => without.push(net.name.clone()),
             }
         }
     }
+    without
 }
 
 /// The addresses that a member has by the file, with their networks, IPv4 first.
@@ -1184,8 +1203,17 @@ impl Check<'_, '_, '_> {
             });
             self.fault((at, "to"), &leans_on, "a member with a known address", found, hint);
         } else if !super::MEMBERS.iter().any(|word| self.out.refused(word, Some(name))) {
-            let hint = near(name, fabric.members());
-            self.fault((at, "to"), &leans_on, "the name of a member", format!("{name:?}"), hint);
+            let (found, hint) = match fabric.machines.iter().any(|m| m.name == name) {
+                true => {
+                    let hint = match fabric.networks.is_empty() {
+                        true => "add [network.lan]".to_string(),
+                        false => format!("give \"{name}\" a `network`"),
+                    };
+                    (format!("{name:?}, which is on no network"), Some(hint))
+                }
+                false => (format!("{name:?}"), near(name, fabric.members())),
+            };
+            self.fault((at, "to"), &leans_on, "the name of a member", found, hint);
         }
     }
 }
