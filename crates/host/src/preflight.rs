@@ -10,6 +10,8 @@
 //! What is looked at here may change before it is used; then the step that uses it fails. Nothing
 //! is created, except that a listener of a forward or an export is bound for an instant.
 
+mod disks;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
@@ -32,6 +34,7 @@ use crate::file::{self, Boot, Fabric, Image, Machine, Places, PortKind, Problem,
 use crate::kernel;
 use crate::plan::{self, Facts, PlanError};
 use crate::process;
+use crate::qemu::cloud_init;
 use crate::qemu::probe::which;
 use crate::routes::{self, Clash};
 
@@ -56,9 +59,9 @@ impl HostFault {
         places.problem((&self.section, self.key), self.expected, self.found, self.hint)
     }
 
-    /// Whether a daemon that was killed an instant ago may be the cause: the kernel still takes its taps and sockets back.
+    /// Whether a daemon that was killed an instant ago may be the cause: the kernel still takes back its taps, sockets and locks.
     pub(crate) fn may_pass(&self) -> bool {
-        matches!(self.key, "listen" | "device" | "uplink")
+        matches!(self.key, "listen" | "device" | "uplink" | "disk" | "disks")
     }
 }
 
@@ -67,6 +70,7 @@ pub fn faults(fabric: &Fabric, standing: Option<&Standing>) -> Vec<HostFault> {
     let mut look = Look { fabric, standing, out: vec![] };
     look.workers();
     look.machines();
+    look.disks();
     look.networks();
     look.taps();
     look.ports();
@@ -169,10 +173,13 @@ impl Look<'_> {
                     kernel.iter().for_each(|path| self.file((&at, "kernel"), path, Access::READ_OK));
                     initrd.iter().for_each(|path| self.file((&at, "initrd"), path, Access::READ_OK));
                     let both = Access::READ_OK | Access::WRITE_OK;
-                    for (i, (path, _)) in disks.iter().enumerate() {
-                        self.file((&at, if i == 0 { "disk" } else { "disks" }), path, both);
+                    disks.iter().zip(disks::keys()).for_each(|((path, _), key)| self.file((&at, key), path, both));
+                    if let Some(path) = cloud_init {
+                        self.file((&at, "cloud_init"), path, Access::READ_OK);
+                        if let Some(found) = cloud_init::too_long(path) {
+                            self.say((&at, "cloud_init"), cloud_init::EXPECTED, found, None);
+                        }
                     }
-                    cloud_init.iter().for_each(|path| self.file((&at, "cloud_init"), path, Access::READ_OK));
                 }
             }
         }
@@ -549,11 +556,15 @@ fn privileged(it: &str, port: u16) -> (String, String) {
 /// The process that listens there, if its owner may be asked.
 fn holder(proto: Proto, listen: SocketAddr) -> Option<(u32, String)> {
     let inode = inode_of(&fs::read_to_string(format!("/proc/thread-self/net/{}", proto.word())).ok()?, proto, listen)?;
-    let socket = PathBuf::from(format!("socket:[{inode}]"));
+    holding(&PathBuf::from(format!("socket:[{inode}]")))
+}
+
+/// A process that has this file or socket open, if its owner may be asked.
+fn holding(wanted: &Path) -> Option<(u32, String)> {
     let pids = fs::read_dir("/proc").ok()?.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
     let has = |pid: &u32| {
         let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        files.into_iter().any(|file| fs::read_link(file.path()).is_ok_and(|to| to == socket))
+        files.into_iter().any(|file| fs::read_link(file.path()).is_ok_and(|to| to == wanted))
     };
     let pid = pids.into_iter().find(has)?;
     let name = process::arguments(pid)
@@ -697,6 +708,24 @@ mod tests {
         }
         assert_eq!((found[0].section.as_str(), found[0].key), ("vm.v", "disk"));
         assert!(found[0].found.contains("may not write (mode 0400"), "{found:?}");
+    }
+
+    #[test]
+    fn user_data_that_is_too_long_is_told_before_anything_starts() {
+        let dir = tempfile::tempdir().unwrap();
+        let user_data = dir.path().join("user-data");
+        let file = fs::File::create(&user_data).unwrap();
+        let text = format!(
+            "[network.lan]\nsubnet = \"10.213.0.0/24\"\n[vm.v]\nkernel = \"Cargo.toml\"\ncloud_init = \"{}\"\n",
+            user_data.display()
+        );
+        file.set_len(8 << 20).unwrap();
+        assert_eq!(look(&text), []);
+        file.set_len((8 << 20) + 1).unwrap();
+        let found = look(&text);
+        assert_eq!((found.len(), found[0].section.as_str(), found[0].key), (1, "vm.v", "cloud_init"));
+        assert_eq!(found[0].expected, "a file of at most 8 MiB");
+        assert!(found[0].found.ends_with("user-data, which has 8388609 bytes"), "{found:?}");
     }
 
     #[test]

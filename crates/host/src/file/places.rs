@@ -46,6 +46,12 @@ impl Places {
         if let Some(network) = network.filter(|at| !self.spots.has(section, "") && self.spots.has(at, "span")) {
             return self.problem((&network, "span"), format!("{expected} as its {key}"), found, hint);
         }
+        // The first disk of a machine may be that of its list.
+        let key = if key == "disk" && !self.spots.has(section, key) && self.spots.has(section, "disks") {
+            "disks"
+        } else {
+            key
+        };
         let known = self.spots.has(section, "") || self.spots.has(section, key);
         let place = |offset| Complaints::new(&self.text).place(offset);
         let (line, column) = if known { place(self.spots.of(section, key).start) } else { (0, 0) };

@@ -94,14 +94,22 @@ fn device(text: &mut String, i: usize, nic: &Nic, network: &Network) {
     }
 }
 
+/// What a file of user-data has to be.
+pub const EXPECTED: &str = "a file of at most 8 MiB";
+
+/// What is too long of a file of user-data, for the [`EXPECTED`]. One that cannot be looked at has a fault of its own.
+pub fn too_long(user_data: &Path) -> Option<String> {
+    let length = fs::metadata(user_data).ok()?.len();
+    (length > MAX_BYTES).then(|| format!("{}, which has {length} bytes", user_data.display()))
+}
+
 /// Writes the volume of a machine from its file of user-data.
 ///
 /// # Errors
 /// The system's; a file of more than 8 MiB.
 pub fn write(place: &Path, machine: &str, user_data: &Path, network_config: Option<&str>) -> io::Result<()> {
-    let length = fs::metadata(user_data)?.len();
-    if length > MAX_BYTES {
-        let text = format!("{}: expected at most 8 MiB of user-data, found {length} bytes", user_data.display());
+    if let Some(found) = too_long(user_data) {
+        let text = format!("the user-data of cloud-init: expected {EXPECTED}, found {found}");
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, text));
     }
     let volume = volume(machine, &fs::read(user_data)?, network_config)?;
