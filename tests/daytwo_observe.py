@@ -263,6 +263,10 @@ def test_tables_captures_of_a_network_and_faults_of_flags():
         assert wrong.returncode == 2 and "--memory: expected" in wrong.stderr, wrong.stderr
         # Another file with the same name.
         (fabric.folder / "other").mkdir()
+        for rate, found in (("send=10Q", 'found the string "10Q" for send'), ("send=1M,send=2M", "found send more than once"), ("sent=1M", "the key sent")):
+            wrong = fabric.cli("port", "set", "web", "--rate", rate, check=False)
+            assert wrong.returncode == 2 and wrong.stderr.startswith("tombolo: --rate: expected"), wrong.stderr
+            assert found in wrong.stderr and "request" not in wrong.stderr, wrong.stderr
         other = fabric.folder / "other" / "tombolo.toml"
         other.write_text(fabric.file.read_text())
         taken = fabric.cli("up", "-d", other, check=False)

@@ -9,7 +9,7 @@ use tombolo_host::api::report::{Ports, SCHEMA};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::section::{Section, origin, quoted, told};
+use crate::section::{Origin, Section, origin, quoted, told};
 use crate::select::Select;
 use crate::status;
 
@@ -204,6 +204,14 @@ impl Set {
         if self.rate == "off" {
             return Ok("rate = {}\n".into());
         }
+        let mut names: Vec<_> = self.rate.split(',').filter_map(|limit| Some(limit.split_once('=')?.0)).collect();
+        names.sort_unstable();
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Failure::misused(format!(
+                "--rate: expected each limit once, found {} more than once",
+                twice[0]
+            )));
+        }
         let limits = self.rate.split(',').map(|limit| {
             let (name, value) = limit.split_once('=').filter(|(name, value)| !name.is_empty() && !value.is_empty())?;
             let value = if value.bytes().all(|b| b.is_ascii_digit()) { value.to_string() } else { quoted(value) };
@@ -238,7 +246,7 @@ impl Port {
                 }
             }
             Port::Set(set) => {
-                let port = client.change_port(&set.name, &set.text()?)?;
+                let port = client.change_port(&set.name, &set.text()?).map_err(|e| told(e, Origin::Flag("rate")))?;
                 if set.json {
                     out::json(&port)?;
                 } else {

@@ -12,9 +12,14 @@ use crate::exit::Failure;
 pub(crate) enum Origin<'a> {
     /// They were written from flags.
     Flags,
+    /// All of it was written from this flag.
+    Flag(&'static str),
     /// From this file.
     File(&'a Path),
 }
+
+/// What ends a hint that a section lacks a key, behind its name.
+const ADDED_TO: &str = " = … to this section";
 
 /// Sections come from a file where one is given.
 pub(crate) fn origin(sections: Option<&Path>) -> Origin<'_> {
@@ -29,7 +34,13 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
         return error.into();
     }
     let line = |p: &ProblemReport| {
-        let hint = p.hint.as_ref().map_or_else(String::new, |hint| format!("; {hint}"));
+        // What is to be added to a section of a file is another flag here.
+        let adds = |hint: &str| {
+            hint.strip_prefix("add ")?.strip_suffix(ADDED_TO).map(|key| format!("; add --{}", key.replace('_', "-")))
+        };
+        let in_file = matches!(origin, Origin::File(_));
+        let told = |hint: &String| adds(hint).filter(|_| !in_file).unwrap_or_else(|| format!("; {hint}"));
+        let hint = p.hint.as_ref().map_or_else(String::new, told);
         let what = format!("expected {}, found {}{hint}", p.expected, p.found);
         match origin {
             // Of `cell.NAME.memory` the flag is the last word; a section's own fault is that of its name.
@@ -38,6 +49,7 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
                 Some(key) => format!("--{}: {what}", key.replace('_', "-")),
                 None => format!("the name: {what}"),
             },
+            Origin::Flag(flag) => format!("--{flag}: {what}"),
             Origin::File(path) => {
                 let key = if p.key.is_empty() { String::new() } else { format!("{}: ", p.key) };
                 format!("{}:{}:{}: {key}{what}", path.display(), p.line, p.column)
@@ -125,6 +137,32 @@ mod tests {
             "--memory: expected a size, found \"4\"\nthe name: expected a size, found \"4\""
         );
         assert!(text(Origin::File(Path::new("a.toml"))).starts_with("a.toml:2:7: cell.web.memory: expected a size"));
+    }
+
+    #[test]
+    fn a_flag_that_is_missing_is_asked_for_as_a_flag() {
+        use tombolo_host::api::report::Fault;
+        let problem = |key: &str, hint: &str| ProblemReport {
+            line: 1,
+            column: 1,
+            key: key.into(),
+            expected: "a value".into(),
+            found: "nothing".into(),
+            hint: Some(hint.into()),
+        };
+        let text = |problem: ProblemReport, origin| {
+            let fault = Fault { error: String::new(), hint: None, problems: vec![problem] };
+            match told(ClientError::Refused { status: 400, fault }, origin) {
+                Failure::Said(_, text) => text,
+                other => panic!("{other:?}"),
+            }
+        };
+        let lacks = problem("tap.t.udp_port", "add udp_port = … to this section");
+        assert_eq!(text(lacks.clone(), Origin::Flags), "--udp-port: expected a value, found nothing; add --udp-port");
+        let of_file = text(lacks, Origin::File(Path::new("a.toml")));
+        assert!(of_file.ends_with("; add udp_port = … to this section"), "{of_file}");
+        let of_rate = text(problem("rate", "did you mean \"send\"?"), Origin::Flag("rate"));
+        assert_eq!(of_rate, "--rate: expected a value, found nothing; did you mean \"send\"?");
     }
 
     #[test]
