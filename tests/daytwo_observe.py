@@ -121,6 +121,8 @@ def test_logs_are_merged_by_time_and_followed():
             found := [json.loads(line) for line in fabric.cli("logs", "--json").stdout.splitlines()],
             {line["member"] for line in found} >= {"web", "db"})[1] and found)
         assert lines == sorted(lines, key=lambda line: line["unix_ms"])
+        # Whole seconds would put the daemon's lines before those that a console had said earlier in the same second.
+        assert any(line["unix_ms"] % 1000 for line in lines if line["member"] == "daemon"), lines
         of_web = [line["unix_ms"] for line in lines if line["member"] == "web"]
         of_db = [line["unix_ms"] for line in lines if line["member"] == "db"]
         assert min(of_web) >= restarted_ms - 1000 > max(of_db) - 1000, (of_web, of_db, restarted_ms)
@@ -261,12 +263,12 @@ def test_tables_captures_of_a_network_and_faults_of_flags():
         assert 'did you mean "web-1"?' in wrong.stderr, wrong.stderr
         wrong = fabric.cli("cell", "run", "httpd", "--name", "more", "--memory", "lots", check=False)
         assert wrong.returncode == 2 and "--memory: expected" in wrong.stderr, wrong.stderr
-        # Another file with the same name.
-        (fabric.folder / "other").mkdir()
         for rate, found in (("send=10Q", 'found the string "10Q" for send'), ("send=1M,send=2M", "found send more than once"), ("sent=1M", "the key sent")):
             wrong = fabric.cli("port", "set", "web", "--rate", rate, check=False)
             assert wrong.returncode == 2 and wrong.stderr.startswith("tombolo: --rate: expected"), wrong.stderr
             assert found in wrong.stderr and "request" not in wrong.stderr, wrong.stderr
+        # Another file with the same name.
+        (fabric.folder / "other").mkdir()
         other = fabric.folder / "other" / "tombolo.toml"
         other.write_text(fabric.file.read_text())
         taken = fabric.cli("up", "-d", other, check=False)

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -26,7 +26,7 @@ use tombolo_host::api::report::Status;
 use tombolo_host::daemon::Start;
 use tombolo_host::file::Which;
 use tombolo_host::process::Process;
-use tombolo_host::{confine, daemon, file, log, notify, rundir};
+use tombolo_host::{confine, daemon, file, log, moment, notify, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -337,7 +337,7 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
         if let Some(log) = kept.get() {
             let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
             // A full disk is no reason to end.
-            let _ = log.write(&format!("{} ", timestamp(SystemTime::now())), line);
+            let _ = log.write(&format!("{} ", stamp()), line);
         }
         if tty || aloud.load(Ordering::Relaxed) || line.starts_with(rundir::WAITING) {
             line.lines().for_each(|line| out::tell!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
@@ -350,7 +350,7 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
         if let Some(mut opened) = log_of(&name) {
             let version = env!("CARGO_PKG_VERSION");
             let _ = opened.write(
-                &format!("{} ", timestamp(SystemTime::now())),
+                &format!("{} ", stamp()),
                 &format!("tombolo {version} runs {}: {}", path.display(), summary(status, took)),
             );
             let _ = log.set(Mutex::new(opened));
@@ -375,7 +375,7 @@ fn log_of(name: &str) -> Option<log::Log> {
 fn log_say(path: &Path, which: Which<'_>) -> tombolo_host::fabric::Say {
     let log = file::name_of(path, which).ok().and_then(|name| log_of(&name)).map(Mutex::new);
     Arc::new(move |line: &str| {
-        let head = format!("{} ", timestamp(SystemTime::now()));
+        let head = format!("{} ", stamp());
         let Some(log) = &log else {
             line.lines().for_each(|line| out::tell!("{head}{}", log::shown(line, log::LINE_CHARS)));
             return;
@@ -440,18 +440,9 @@ fn serve_as_daemon(path: &Path, which: Which<'_>, start: Start, starter: u32) ->
     }
 }
 
-/// `2026-11-21T21:43:05Z`, by the civil calendar of days since 1970 (Hinnant's algorithm, in whole numbers).
-fn timestamp(now: SystemTime) -> String {
-    let s = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (days, s) = (s / 86400, s % 86400);
-    let shifted = days + 719_468;
-    let (era, day) = (shifted / 146_097, shifted % 146_097);
-    let year = (day - day / 1460 + day / 36524 - day / 146_096) / 365;
-    let of_year = day - (365 * year + year / 4 - year / 100);
-    let march = (5 * of_year + 2) / 153;
-    let (d, m) = (of_year - (153 * march + 2) / 5 + 1, if march < 10 { march + 3 } else { march - 9 });
-    let y = year + era * 400 + u64::from(m <= 2);
-    format!("{y:04}-{m:02}-{d:02}T{:02}:{:02}:{:02}Z", s / 3600, s / 60 % 60, s % 60)
+/// The time at the head of a line of the log, to the millisecond like those of consoles: `tombolo logs` sorts by it.
+fn stamp() -> String {
+    moment::rfc3339(moment::unix_ms())
 }
 
 #[cfg(test)]
@@ -515,13 +506,5 @@ mod tests {
         assert!(missing(&status).is_empty());
         status.machines[0].state = "starting".into();
         assert_eq!(missing(&status).len(), 1);
-    }
-
-    #[test]
-    fn times_of_the_log_are_civil() {
-        let at = |s| timestamp(SystemTime::UNIX_EPOCH + Duration::from_secs(s));
-        assert_eq!(at(0), "1970-01-01T00:00:00Z");
-        assert_eq!(at(951_782_400 + 86_399), "2000-02-29T23:59:59Z");
-        assert_eq!(at(1_798_761_599), "2026-12-31T23:59:59Z");
     }
 }
