@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::query::Keys;
+
 /// What was done, or would be, to make the running fabric what the file says.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ApplyReport {
@@ -50,6 +52,10 @@ pub struct KeyReport {
     pub before: Option<String>,
     /// Its value in the file; null where there is none.
     pub after: Option<String>,
+}
+
+impl Keys for ApplyQuery {
+    const KEYS: &'static [(&'static str, &'static str)] = &[("dry_run", "true or false"), ("file", "an absolute path")];
 }
 
 /// What the address of the request may say.

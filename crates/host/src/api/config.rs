@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 
 use axum::Json;
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::extract::State;
+use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Request;
+use super::query::{Asked, Keys};
 use super::server::{Answer, App, ask};
 use super::span::Body;
 
@@ -44,6 +44,11 @@ pub struct ConfigQuery {
     pub revision: Option<String>,
 }
 
+impl Keys for ConfigQuery {
+    const KEYS: &'static [(&'static str, &'static str)] =
+        &[("dry_run", "true or false"), ("revision", "the revision that GET /v1/config gave")];
+}
+
 /// `GET /v1/config`: TOML alone for those who accept nothing else.
 pub(super) async fn get(State(app): State<App>, headers: HeaderMap) -> Result<Response, Answer> {
     let report = ask(&app.requests, Request::Config).await?;
@@ -57,9 +62,8 @@ pub(super) async fn get(State(app): State<App>, headers: HeaderMap) -> Result<Re
 /// `PATCH /v1/config`
 pub(super) async fn patch(
     State(app): State<App>,
-    query: Result<Query<ConfigQuery>, QueryRejection>,
+    Asked(query): Asked<ConfigQuery>,
     Body(patch): Body<Value>,
 ) -> Result<Response, Answer> {
-    let Query(query) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
     Ok(Json(ask(&app.requests, |reply| Request::ChangeConfig { patch, query, reply }).await?).into_response())
 }

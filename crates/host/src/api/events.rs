@@ -9,15 +9,15 @@ use std::time::Duration;
 
 use axum::Extension;
 use axum::Json;
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::extract::State;
+use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use tokio::sync::mpsc;
 
 use super::Request;
 use super::connections::Slot;
+use super::query::{Asked, Keys, wrong};
 use super::server::{Answer, App, ask, endless, stream_permit};
 use crate::fabric::events::Events;
 
@@ -41,6 +41,15 @@ pub(super) struct EventsQuery {
     follow: Option<u8>,
 }
 
+impl Keys for EventsQuery {
+    const KEYS: &'static [(&'static str, &'static str)] = &[
+        ("after", "the number of an event"),
+        ("wait", "0 to 60 seconds"),
+        ("limit", "a number of events, at least 1"),
+        ("follow", "0 or 1"),
+    ];
+}
+
 /// The two forms of an answer that goes on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
@@ -54,18 +63,16 @@ pub(super) async fn events(
     State(app): State<App>,
     Extension(slot): Extension<Arc<Slot>>,
     headers: HeaderMap,
-    query: Result<Query<EventsQuery>, QueryRejection>,
+    Asked(query): Asked<EventsQuery>,
 ) -> Result<Response, Answer> {
-    let Query(query) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("");
     let wants_sent = text(header::ACCEPT.as_str()).contains("text/event-stream");
     let wait = query.wait.unwrap_or(0.0);
     if !(0.0..=MAX_WAIT_S).contains(&wait) {
-        let error = format!("wait: expected 0 to {MAX_WAIT_S} seconds, found {wait}");
-        return Err(Answer::new(StatusCode::BAD_REQUEST, error));
+        return Err(wrong("wait", format!("0 to {MAX_WAIT_S} seconds"), wait.to_string()));
     }
     if query.limit == Some(0) {
-        return Err(Answer::new(StatusCode::BAD_REQUEST, "limit: expected at least 1, found 0"));
+        return Err(wrong("limit", "at least 1", "0"));
     }
     let log = ask(&app.requests, Request::Events).await?;
     if wants_sent || query.follow.unwrap_or(0) != 0 {

@@ -11,6 +11,7 @@ pub mod config;
 pub mod connections;
 mod events;
 pub mod metrics;
+mod query;
 pub mod report;
 #[cfg(test)]
 pub(crate) mod samples;

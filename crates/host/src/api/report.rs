@@ -774,9 +774,9 @@ pub struct Fault {
 /// One fault of what was sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProblemReport {
-    /// Line of the text that was sent, from 1.
+    /// Line of the text that was sent, from 1; 0 for a key of the address.
     pub line: u64,
-    /// Column of that line in characters, from 1.
+    /// Column of that line in characters, from 1; 0 for a key of the address.
     pub column: u64,
     /// Dotted path of the key, such as "cell.web.memory"; empty for a fault of TOML's syntax.
     pub key: String,

@@ -29,7 +29,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Query, Request as HttpRequest, State};
+use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Request as HttpRequest, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -45,11 +45,12 @@ use tokio::net::UnixListener;
 use tokio::net::unix::pipe;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tombolo_shm::listener::bind_private;
-use tombolo_switch::filter::Filter;
+use tombolo_switch::filter::{Filter, FilterError};
 
 use super::apply::ApplyQuery;
 use super::connections::{self, Busy, Limits, Line, Slot};
-use super::report::{Fault, Machines, Ports, SCHEMA};
+use super::query::{Asked, Keys, wrong};
+use super::report::{Fault, Machines, Ports, ProblemReport, SCHEMA};
 use super::{CaptureOf, Refusal, Reply, Request, Requests, config, events, metrics, services, span};
 use crate::console;
 
@@ -201,6 +202,11 @@ pub(super) struct Answer {
 impl Answer {
     pub(super) fn new(status: StatusCode, error: impl Into<String>) -> Self {
         Answer { status, body: Fault { error: error.into(), hint: None, problems: vec![] }, is_busy: false }
+    }
+
+    pub(super) fn problem(mut self, problem: ProblemReport) -> Self {
+        self.body.problems.push(problem);
+        self
     }
 
     pub(super) fn hint(mut self, hint: impl Into<String>) -> Self {
@@ -359,13 +365,12 @@ async fn stop_machine(State(app): State<App>, InPath(name): InPath<String>) -> R
 
 async fn apply(
     State(app): State<App>,
-    query: Result<Query<ApplyQuery>, axum::extract::rejection::QueryRejection>,
+    Asked(query): Asked<ApplyQuery>,
     Sections(text): Sections,
 ) -> Result<Response, Answer> {
-    let Query(query) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
     if let Some(file) = query.file.as_ref().filter(|file| !file.is_absolute()) {
-        let error = format!("file: expected an absolute path, found {:?}", file.display().to_string());
-        return Err(Answer::new(StatusCode::BAD_REQUEST, error).hint("the daemon runs in another folder"));
+        let found = format!("{:?}", file.display().to_string());
+        return Err(wrong("file", "an absolute path", found).hint("the daemon runs in another folder"));
     }
     Ok(Json(ask(&app.requests, |reply| Request::Apply { text, query, reply }).await?).into_response())
 }
@@ -398,13 +403,16 @@ struct CaptureQuery {
     filter: Option<String>,
 }
 
-type Asked = Result<Query<CaptureQuery>, axum::extract::rejection::QueryRejection>;
+impl Keys for CaptureQuery {
+    const KEYS: &'static [(&'static str, &'static str)] =
+        &[("snaplen", "a number of bytes"), ("filter", "a filter expression")];
+}
 
 async fn capture(
     State(app): State<App>,
     InPath(port): InPath<String>,
     Extension(slot): Extension<Arc<Slot>>,
-    query: Asked,
+    Asked(query): Asked<CaptureQuery>,
 ) -> Result<Response, Answer> {
     captured(&app, &slot, CaptureOf::Port(port), query).await
 }
@@ -413,15 +421,15 @@ async fn capture_network(
     State(app): State<App>,
     InPath(network): InPath<String>,
     Extension(slot): Extension<Arc<Slot>>,
-    query: Asked,
+    Asked(query): Asked<CaptureQuery>,
 ) -> Result<Response, Answer> {
     captured(&app, &slot, CaptureOf::Network(network), query).await
 }
 
-async fn captured(app: &App, slot: &Slot, of: CaptureOf, query: Asked) -> Result<Response, Answer> {
-    let wrong = |text: String| Answer::new(StatusCode::BAD_REQUEST, text);
-    let Query(CaptureQuery { snaplen, filter }) = query.map_err(|e| wrong(e.body_text()))?;
-    let filter = filter.map(|text| Filter::parse(&text)).transpose().map_err(|e| wrong(e.to_string()))?;
+async fn captured(app: &App, slot: &Slot, of: CaptureOf, query: CaptureQuery) -> Result<Response, Answer> {
+    let CaptureQuery { snaplen, filter } = query;
+    let wrong = |e: FilterError| Answer::new(StatusCode::BAD_REQUEST, e.to_string());
+    let filter = filter.map(|text| Filter::parse(&text)).transpose().map_err(wrong)?;
     let permit = stream_permit(app, slot)?;
     let pieces = ask(&app.requests, |reply| Request::Capture { of, snaplen, filter, reply }).await?;
     Ok(endless("application/x-pcapng", pieces, permit))
@@ -478,13 +486,16 @@ struct ConsoleQuery {
     follow: Option<u8>,
 }
 
+impl Keys for ConsoleQuery {
+    const KEYS: &'static [(&'static str, &'static str)] = &[("follow", "0 or 1")];
+}
+
 async fn console(
     State(app): State<App>,
     InPath(name): InPath<String>,
     Extension(slot): Extension<Arc<Slot>>,
-    query: Result<Query<ConsoleQuery>, axum::extract::rejection::QueryRejection>,
+    Asked(ConsoleQuery { follow }): Asked<ConsoleQuery>,
 ) -> Result<Response, Answer> {
-    let Query(ConsoleQuery { follow }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
     let console = {
         let name = name.clone();
         ask(&app.requests, |reply| Request::Console { name, reply }).await?

@@ -1305,9 +1305,23 @@ fn events_are_asked_for_waited_for_and_followed() {
         let (status, text) = waits.join().unwrap();
         assert!(status == "200" && text.contains("\"two\"") && !text.contains("\"one\""), "{text}");
     });
-    for wrong in ["wait=61", "wait=-1", "wait=NaN", "limit=0", "after=x", "afer=1"] {
+    for (wrong, expected, found) in [
+        ("wait=61", "0 to 60 seconds", "61"),
+        ("wait=-1", "0 to 60 seconds", "-1"),
+        ("wait=NaN", "0 to 60 seconds", "NaN"),
+        ("wait=soon", "0 to 60 seconds", "\"soon\""),
+        ("limit=0", "at least 1", "0"),
+        ("follow=0&after=%2Dx", "the number of an event", "\"-x\""),
+        ("afer=1", "one of the keys after, wait, limit, follow", "an unknown key"),
+        ("after=1&after=2", "it once", "it more than once"),
+    ] {
         let (status, text) = body(&format!("/v1/events?{wrong}"), "");
-        assert!(status == "400" && text.contains("error"), "{wrong}: {text}");
+        let fault: super::report::Fault = serde_json::from_str(&text).unwrap();
+        let [problem] = &fault.problems[..] else { panic!("{wrong}: {text}") };
+        let key = wrong.rsplit('&').next().unwrap().split('=').next().unwrap();
+        assert_eq!((status.as_str(), problem.key.as_str()), ("400", key), "{text}");
+        assert_eq!((problem.expected.as_str(), problem.found.as_str()), (expected, found), "{text}");
+        assert_eq!(fault.error, format!("{key}: expected {expected}, found {found}"));
     }
     let mut seen = String::new();
     let ending = stand.client().follow_events(1, |piece| {
