@@ -535,8 +535,7 @@ impl Check<'_, '_, '_> {
         let Err(tried) = find_app(app) else { return };
         let tried: Vec<_> = tried.iter().map(|p| p.display().to_string()).collect();
         let found = format!("no image for {app:?} (looked at {})", tried.join(", "));
-        let mut built = apps();
-        built.sort();
+        let built = apps();
         let hint = near(app, built.iter().map(String::as_str)).unwrap_or_else(|| {
             let there = if built.is_empty() { String::new() } else { format!("built are {}; ", built.join(", ")) };
             format!(

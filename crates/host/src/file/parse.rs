@@ -1,5 +1,6 @@
 //! The sections of a fabric file, one function each.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -1180,15 +1181,17 @@ fn app_folders() -> Vec<PathBuf> {
     if !folders.contains(&debians) {
         folders.push(debians);
     }
+    let mut seen = BTreeSet::new();
+    folders.retain(|folder| seen.insert(folder.clone()));
     folders
 }
 
-/// The names of the apps that are built.
+/// The names of the apps that are built, sorted.
 pub fn apps() -> Vec<String> {
     let entries = app_folders().into_iter().filter_map(|f| std::fs::read_dir(f).ok()).flatten().flatten();
     let files = entries.filter(|e| e.path().is_file()).filter_map(|e| e.file_name().into_string().ok());
-    // Beside the images Cargo leaves files with a dot in their names.
-    files.filter(|name| !name.contains('.')).collect()
+    // Beside the images Cargo leaves files with a dot in their names. Two folders may have one app.
+    files.filter(|name| !name.contains('.')).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 /// The path of a cell app's image.
