@@ -217,6 +217,9 @@ def test_forwards_come_and_go_with_both_uplinks():
             assert did(report) == {"network.lan": "change"}, report
             assert report["changes"][0]["keys"][0] == {"key": "forward tcp 127.0.0.1:8080", "before": None, "after": "web:80"}, report
             until(f"the page through the new forward ({uplink})", lambda: page(space, "127.0.0.1", 8080), PATIENCE_S)
+            listed = fabric.cli("forward", "ls").stdout.splitlines()[1].split()
+            assert listed[:3] == ["tcp", "127.0.0.1:8080", "web:80"], listed
+            assert json.loads(fabric.cli("forward", "ls", "--json").stdout)["forwards"] == fabric.status()["forwards"]
             edit(fabric, base + forward(8081))
             apply(fabric)
             until("the page through the moved forward", lambda: page(space, "127.0.0.1", 8081), PATIENCE_S)

@@ -61,7 +61,14 @@ const EXAMPLES: &[Examples] = &[
             ("tombolo config > tombolo.toml", "keep what runs; comments of the old file are lost"),
         ],
     ),
-    ("forward", &[("tombolo forward add 127.0.0.1:8080 web:80", ""), ("tombolo forward rm 127.0.0.1:8080", "")]),
+    (
+        "forward",
+        &[
+            ("tombolo forward add 127.0.0.1:8080 web:80", ""),
+            ("tombolo forward ls", ""),
+            ("tombolo forward rm 127.0.0.1:8080", ""),
+        ],
+    ),
     (
         "forward add",
         &[
@@ -69,6 +76,7 @@ const EXAMPLES: &[Examples] = &[
             ("tombolo forward add '[::1]:5353' dns:53 --proto udp", ""),
         ],
     ),
+    ("forward ls", &[("tombolo forward ls", ""), ("tombolo forward ls --json | jq -r '.forwards[].listen'", "")]),
     ("forward rm", &[("tombolo forward rm 127.0.0.1:8080", ""), ("tombolo forward rm '[::1]:5353' --proto udp", "")]),
     (
         "rule",

@@ -3,12 +3,14 @@
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Map, Value, json};
 use tombolo_host::api::config::ConfigReport;
+use tombolo_host::api::report::SCHEMA;
 use tombolo_host::config;
 
 use crate::exit::{Exit, Failure};
 use crate::out;
 use crate::select::Select;
 use crate::set::How;
+use crate::status;
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum Forward {
@@ -16,6 +18,8 @@ pub(crate) enum Forward {
     Add(AddForward),
     /// Remove a forward
     Rm(RemoveForward),
+    /// List the forwards
+    Ls(ListForwards),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -63,6 +67,13 @@ pub(crate) struct RemoveForward {
     proto: Proto,
     #[command(flatten)]
     how: How,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct ListForwards {
+    /// Print the forwards as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Subcommand, Debug)]
@@ -187,6 +198,15 @@ impl Forward {
                 Ok(())
             }),
             Forward::Rm(remove) => change(select, &remove.how, "forward", |all| remove.edit(all)),
+            Forward::Ls(ls) => {
+                let forwards = select.client()?.status()?.forwards;
+                if ls.json {
+                    out::json(&json!({ "schema": SCHEMA, "forwards": forwards }))?;
+                } else {
+                    out::print(&status::forwards(&forwards).render(out::colour()))?;
+                }
+                Ok(Exit::Done)
+            }
         }
     }
 }

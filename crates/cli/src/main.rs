@@ -118,7 +118,7 @@ enum Command {
     /// Add, remove, list and inspect ports of a running fabric
     #[command(subcommand)]
     Port(port::Port),
-    /// Add and remove forwards of a running fabric
+    /// Add, remove and list forwards of a running fabric
     #[command(subcommand)]
     Forward(forward::Forward),
     /// Add, remove and list rules of a running fabric

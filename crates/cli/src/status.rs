@@ -3,7 +3,7 @@
 use clap::Args;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use tombolo_host::api::report::{MachineReport, PortReport, Status};
+use tombolo_host::api::report::{ForwardReport, MachineReport, PortReport, Status};
 
 use crate::exit::{Exit, Failure};
 use crate::out::{self, Table, Tone, counted, scaled, span, toned};
@@ -56,7 +56,7 @@ fn render(status: &Status, colour: bool) -> String {
     section(machines(&status.machines).render(colour));
     section(ports(&status.ports).render(colour));
     section(links(status).render(colour));
-    section(forwards(status).render(colour));
+    section(forwards(&status.forwards).render(colour));
     section(leases(status).render(colour));
     section(workers(status).render(colour));
     out
@@ -182,9 +182,9 @@ fn links(status: &Status) -> Table {
     table
 }
 
-fn forwards(status: &Status) -> Table {
+pub(crate) fn forwards(forwards: &[ForwardReport]) -> Table {
     let mut table = Table::new(&["FORWARD", "LISTEN", "TO", "ADDRESS"]);
-    for f in &status.forwards {
+    for f in forwards {
         let notes = table.row(&[&f.proto, &f.listen.to_string(), &f.to, &f.address.to_string()]);
         notes.extend(f.fault.iter().map(|f| format!("does not work: {f}")));
     }
