@@ -282,6 +282,31 @@ def test_variables_that_are_set_to_nothing_are_not_set_and_a_killed_fabric_is_na
         fabric.start()
 
 
+@timeout(120)
+def test_apply_and_check_take_the_file_of_the_fabric_that_runs():
+    with members(text()) as (fabric, _):
+        elsewhere = fabric.folder / "elsewhere"
+        elsewhere.mkdir()
+
+        def there(*words):
+            environment = dict(os.environ, **fabric.env)
+            return subprocess.run([str(PROGRAM), *words], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+        for words in (("apply", "--dry-run"), ("apply", "--dry-run", "--fabric", fabric.name)):
+            done = there(*words)
+            assert done.returncode == 0 and f"{fabric.name}: would be: 0 added" in done.stdout, done
+        checked = there("check")
+        assert checked.returncode == 0 and checked.stdout.startswith(f"{fabric.file}: no faults"), checked
+        # The file of the folder is another fabric's.
+        (elsewhere / "tombolo.toml").write_text('name = "another"\n[network.lan]\n')
+        done = there("apply", "--dry-run", "--fabric", fabric.name)
+        assert done.returncode == 0 and f"{fabric.name}: would be: 0 added" in done.stdout, done
+        assert there("apply", "--dry-run").returncode == 1
+        assert there("check").stdout.startswith("tombolo.toml: no faults: 1 network, 0 machines")
+        absent = there("apply", "--fabric", "absent")
+        assert absent.returncode == 1 and 'no fabric named "absent" runs' in absent.stderr, absent
+
+
 @timeout(60)
 def test_what_is_for_one_machine_takes_no_machine_and_a_pipe_is_no_file():
     with scratch() as folder:

@@ -9,11 +9,11 @@ use tombolo_host::{file, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::select::{DEFAULT_FILE, OfMachine, Select};
+use crate::select::{OfMachine, Select};
 
 #[derive(Args, Debug)]
 pub(crate) struct Apply {
-    /// Fabric file [default: that of --file, else tombolo.toml]
+    /// Fabric file [default: that of --file, else tombolo.toml, else that of the running fabric]
     #[arg(value_name = "FILE", conflicts_with = "file")]
     path: Option<PathBuf>,
     #[command(flatten)]
@@ -28,8 +28,7 @@ pub(crate) struct Apply {
 
 impl Apply {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
-        let path = std::path::absolute(&path)?;
+        let path = std::path::absolute(select.fabric_file(self.path.as_ref(), &self.of)?)?;
         // The rest of the file is for the daemon to judge, which may know other folders of images.
         let name = file::name_of(&path, self.of.which())?;
         if let Some(other) = select.fabric.as_ref().filter(|other| **other != name) {

@@ -14,7 +14,7 @@ use crate::select::{DEFAULT_FILE, OfMachine, Select};
 
 #[derive(Args, Debug)]
 pub(crate) struct Check {
-    /// Fabric file [default: tombolo.toml]
+    /// Fabric file [default: that of --file, else tombolo.toml, else that of the running fabric]
     #[arg(value_name = "FILE", conflicts_with = "file")]
     path: Option<PathBuf>,
     #[command(flatten)]
@@ -48,7 +48,10 @@ struct Fault<'a> {
 
 impl Check {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
+        // A file that lies here is looked at, whatever fabric TOMBOLO_FABRIC is about.
+        let here = Path::new(DEFAULT_FILE);
+        let named = self.path.as_ref().or(select.file.as_ref()).cloned().or_else(|| here.exists().then(|| here.into()));
+        let path = select.fabric_file(named.as_ref(), &self.of)?;
         // Without a named one the file is checked all the same, for all of its machines.
         let which = self.of.machine.as_deref().map_or(Which::Any, Which::Named);
         let (spec, places) = match file::load_with_places(&path, which) {
