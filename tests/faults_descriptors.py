@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import subprocess
 import time
 
 from lib import Fabric, Process, built, scratch, timeout, until
+from lib.fabric import PROGRAM
 from lib.fuse import HangingFiles
 
 FILE = """
@@ -116,3 +118,21 @@ def test_a_service_is_not_held_up_by_a_file_system_that_never_answers():
             call()
             files.answer()
             call()
+
+
+@timeout(60)
+def test_a_daemon_keeps_no_descriptor_of_who_started_it():
+    with scratch() as folder:
+        name = f"kept{os.getpid()}"
+        (folder / "tombolo.toml").write_text(f'name = "{name}"\n[network.lan]\n')
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(folder / "run"), TOMBOLO_STATE=str(folder / "state"))
+        reader, writer = os.pipe()
+        # A script's pipe, whose reader waits for the end of all that write to it.
+        up = subprocess.run([PROGRAM, "up", "-d"], env=env, cwd=folder, pass_fds=[writer], capture_output=True, text=True)
+        try:
+            assert up.returncode == 0, up
+            os.close(writer)
+            assert select.select([reader], [], [], 10)[0] and os.read(reader, 1) == b"", "the daemon has the pipe"
+        finally:
+            subprocess.run([PROGRAM, "down", "--fabric", name], env=env, check=True, capture_output=True)
+            os.close(reader)

@@ -25,7 +25,7 @@ use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
 use tombolo_host::daemon::Start;
 use tombolo_host::file::Which;
-use tombolo_host::process::Process;
+use tombolo_host::process::{self, Process};
 use tombolo_host::{confine, daemon, file, log, moment, notify, rundir};
 
 use crate::exit::{Exit, Failure};
@@ -149,7 +149,8 @@ impl Up {
             }
         };
         let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
-        let mut child = Command::new(&program)
+        let mut command = Command::new(&program);
+        command
             .arg("up")
             .arg(std::path::absolute(path)?)
             .arg("--detach")
@@ -158,8 +159,9 @@ impl Up {
             .envs(notify::watchdog_for_daemon())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(log)
-            .spawn()
+            .stderr(log);
+        // A lock or a pipe of the caller ends with the caller, not with the daemon.
+        let mut child = process::spawn(&mut command)
             .map_err(|e| Failure::failed(format!("starting {} as a daemon: {e}", program.display())))?;
         let mut line = String::new();
         let pipe = child.stdout.take().expect("asked for above");
