@@ -1298,6 +1298,27 @@ def test_a_network_without_ipv6_gives_ipv4_alone():
                 assert "eth0" not in one.ip("link")
 
 
+@timeout(60)
+def test_a_second_interface_leaves_the_default_routes_to_the_first_and_its_answer_says_so():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one, contextlib.ExitStack() as stack:
+        way_out6(outside)
+        f = stack.enter_context(Fabric(folder, kernel_uplink().format(name=f"two{os.getpid()}"), netns=outside, own_mounts=False))
+        cni = Cni(f, "1.1.0")
+        results = [cni("ADD", "c1", path(one), name) for name in ("eth0", "eth1")]
+        assert [len(result["routes"]) for result in results] == [2, 0], results
+        for family in ("-4", "-6"):
+            ways = json.loads(one.ip(family, "-j", "route", "show", "default"))
+            assert [way["dev"] for way in ways] == ["eth0"], ways
+        for name, result in zip(("eth0", "eth1"), results, strict=True):
+            cni("CHECK", "c1", path(one), name, prevResult=result)
+        # Once the first has gone, the next one has them.
+        cni("DEL", "c1", path(one), "eth0")
+        cni("DEL", "c1", path(one), "eth1")
+        assert len(cni("ADD", "c1", path(one), "eth1")["routes"]) == 2
+
+
 @timeout(120)
 def test_port_mappings_lead_to_the_container_and_end_with_it():
     need_root()

@@ -34,7 +34,7 @@ use tombolo_port::tap::{self, TapConfig};
 use crate::caller::Caller;
 use crate::dan;
 use crate::error::CniError;
-use crate::fabric::{Device, Fabric, Form, Place, Place6, mac_of, member_name, plain_name};
+use crate::fabric::{Device, Fabric, Form, Place, mac_of, member_name, plain_name};
 use crate::request::{Command, Config, Environment, Mapping, VERSIONS, Vm, is_path};
 
 fn system(error: impl std::fmt::Display) -> CniError {
@@ -142,20 +142,33 @@ fn set_ipv6(netns: &Netns, interface: &str, on: bool) -> Result<(), CniError> {
     }
 }
 
+/// The routers of an interface's default routes.
+type Routers = (Option<Ipv4Addr>, Option<Ipv6Addr>);
+
+/// The routers that the network has for an interface.
+fn routers_of(place: &Place) -> Routers {
+    (place.router, place.six.and_then(|six| six.router))
+}
+
 /// Gives the interface its default routes and its IPv6 address. The IPv4 address is there from the fabric. The IPv6 address is
 /// usable at once: duplicate address detection is off for it, since the fabric's guard lets no other member use it.
-fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<(), CniError> {
+///
+/// Returns the routers of the routes that it made: a container that has a default route by another interface keeps that one.
+fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<Routers, CniError> {
     let link = Interface::open(Some(netns), interface).map_err(system)?;
-    if let Some(router) = place.router {
-        link.add_route((Ipv4Addr::UNSPECIFIED.into(), 0), Some(router.into())).map_err(system)?;
+    let add = |any: IpAddr, router: IpAddr| link.add_route((any, 0), Some(router)).map_err(system);
+    let (mut router, mut router6) = routers_of(place);
+    if let Some(ip) = router {
+        router = add(Ipv4Addr::UNSPECIFIED.into(), ip.into())?.then_some(ip);
     }
-    let Some(Place6 { ip, router, .. }) = place.six else { return Ok(()) };
-    set_ipv6(netns, interface, true)?;
-    link.add_address(ip.into(), 64).map_err(system)?;
-    match router {
-        Some(router) => link.add_route((Ipv6Addr::UNSPECIFIED.into(), 0), Some(router.into())).map_err(system),
-        None => Ok(()),
+    if let Some(six) = place.six {
+        set_ipv6(netns, interface, true)?;
+        link.add_address(six.ip.into(), 64).map_err(system)?;
     }
+    if let Some(ip6) = router6 {
+        router6 = add(Ipv6Addr::UNSPECIFIED.into(), ip6.into())?.then_some(ip6);
+    }
+    Ok((router, router6))
 }
 
 /// Opens the container's namespace.
@@ -236,16 +249,18 @@ fn add(environment: &Environment, config: &Config, caller: &Caller) -> Result<Va
         let device = Device { identity: &identity, netns: path, mac, form, has_ipv6 };
         let (member, place) = fabric.join(&device, &names)?;
         // A guest's kernel has it from its monitor.
-        let configured = if is_monitored { Ok(()) } else { configure(&netns, name, &place) };
-        if let Err(error) = configured {
-            // The first error is what matters.
-            let _ = fabric.remove(&member);
-            return Err(error);
+        let configured = if is_monitored { Ok(routers_of(&place)) } else { configure(&netns, name, &place) };
+        match configured {
+            Ok(routers) => Ok((place, routers)),
+            Err(error) => {
+                // The first error is what matters.
+                let _ = fabric.remove(&member);
+                Err(error)
+            }
         }
-        Ok(place)
     })();
     match made {
-        Ok(place) => Ok(result(config, (container, name, path), (own, mac), &place, None)),
+        Ok((place, routers)) => Ok(result(config, (container, name, path), (own, mac), &place, routers, None)),
         Err(error) => {
             // The first error is what matters.
             let _ = delete_device(&netns, name, own);
@@ -282,7 +297,7 @@ fn add_vhost_user(
         let _ = fabric.remove(&name);
         return Err(error);
     }
-    Ok(result(config, at, (mac, mac), &place, Some(text)))
+    Ok(result(config, at, (mac, mac), &place, routers_of(&place), Some(text)))
 }
 
 /// Removes what there is of a virtual machine besides its port: the entry in Kata's file, and the socket.
@@ -306,12 +321,13 @@ fn forget_vm(config: &Config, socket: &Path, container: &str, interface: &str) -
 ///
 /// For a microVM it has the pair that firecracker-go-sdk looks for: the tap, and the guest's interface, which has the tap's name
 /// and the container's ID in place of a namespace. The address is the guest's. Behind a `socket` there is the guest's interface
-/// alone.
+/// alone. The default routes are those by `routers`.
 fn result(
     config: &Config,
     at: (&str, &str, &str),
     (own, mac): (Mac, Mac),
     place: &Place,
+    routers: Routers,
     socket: Option<&str>,
 ) -> Value {
     let (container, interface, path) = at;
@@ -337,7 +353,7 @@ fn result(
     let (router, router6) = (place.router.map(IpAddr::from), place.six.and_then(|six| six.router).map(IpAddr::from));
     let ip = ip_of(place.ip.into(), place.prefix, router);
     let ips: Vec<Value> = [ip].into_iter().chain(place.six.map(|six| ip_of(six.ip.into(), 64, router6))).collect();
-    let routes = [("0.0.0.0/0", router), ("::/0", router6)].into_iter();
+    let routes = [("0.0.0.0/0", routers.0.map(IpAddr::from)), ("::/0", routers.1.map(IpAddr::from))].into_iter();
     let routes = routes.filter_map(|(to, router)| Some(json!({ "dst": to, "gw": router?.to_string() })));
     let nameservers = place.nameserver.map(IpAddr::from).into_iter();
     let nameservers = nameservers.chain(place.six.and_then(|six| six.nameserver).map(IpAddr::from));
@@ -611,6 +627,7 @@ fn gc(config: &Config) -> Result<(), CniError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fabric::Place6;
 
     fn answer(version: &str, more: &str) -> Value {
         let text = format!(r#"{{"cniVersion":"{version}","name":"pods","fabric":"demo"{more}}}"#);
@@ -630,7 +647,7 @@ mod tests {
         };
         let socket = (config.vm == Some(Vm::VhostUser)).then_some("/run/tombolo/demo/c.sock");
         let macs = (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2]));
-        result(&config, ("c1", "eth0", "/run/netns/x"), macs, &place, socket)
+        result(&config, ("c1", "eth0", "/run/netns/x"), macs, &place, routers_of(&place), socket)
     }
 
     #[test]

@@ -328,14 +328,14 @@ impl Interface {
         self.request("adding an address", &address_request(index, address, prefix), libc::EEXIST)
     }
 
-    /// Routes what goes to `to` (address and prefix length) through it, by way of the router `via` where there is one. A route
-    /// that is there already is fine.
+    /// Routes what goes to `to` (address and prefix length) through it, by way of the router `via` where there is one. Returns
+    /// whether the route is new: the kernel keeps the one that is there, which may be through another interface.
     ///
     /// # Errors
     /// As for [`Interface::set_up`]; `ENETUNREACH` where the router is not on the link.
-    pub fn add_route(&self, to: (IpAddr, u8), via: Option<IpAddr>) -> Result<(), LinkError> {
+    pub fn add_route(&self, to: (IpAddr, u8), via: Option<IpAddr>) -> Result<bool, LinkError> {
         let index = self.index()?;
-        self.request("adding a route", &route_request(index, to, via), libc::EEXIST)
+        self.request_new("adding a route", &route_request(index, to, via), libc::EEXIST)
     }
 
     /// Deletes it; one that is gone meanwhile is fine.
@@ -374,6 +374,11 @@ impl Interface {
 
     /// Sends a request of rtnetlink, and takes the answer. The error `fine` is none.
     fn request(&self, what: &'static str, request: &[u8], fine: i32) -> Result<(), LinkError> {
+        self.request_new(what, request, fine).map(drop)
+    }
+
+    /// As [`Self::request`]; whether the kernel did it, rather than answer with `fine`.
+    fn request_new(&self, what: &'static str, request: &[u8], fine: i32) -> Result<bool, LinkError> {
         let failed = |source| LinkError::System { what, name: self.name.clone(), source };
         rustix::io::write(&self.socket, request).map_err(failed)?;
         // The kernel handles a request within the send, so its answer is there; nlmsghdr 16 bytes, then the error.
@@ -381,8 +386,8 @@ impl Interface {
         let n = rustix::io::read(&self.socket, &mut answer).map_err(failed)?;
         let error = answer[..n].get(16..20).and_then(|b| b.try_into().ok()).map_or(-libc::EIO, i32::from_ne_bytes);
         match error.saturating_neg() {
-            0 => Ok(()),
-            errno if errno == fine => Ok(()),
+            0 => Ok(true),
+            errno if errno == fine => Ok(false),
             errno => Err(failed(Errno::from_raw_os_error(errno))),
         }
     }
@@ -771,8 +776,14 @@ mod tests {
         let link = Interface::open(Some(&netns), "t").unwrap();
         link.add_address("10.1.2.3".parse().unwrap(), 24).unwrap();
         let route = || link.add_route(("0.0.0.0".parse().unwrap(), 0), Some("10.1.2.1".parse().unwrap()));
-        route().unwrap();
-        route().unwrap();
+        assert!(route().unwrap() && !route().unwrap());
+        // Not that of another interface either.
+        let second =
+            crate::tap::TapConfig { netns: Some(netns.clone()), persist: true, ..crate::tap::TapConfig::new("u") };
+        crate::tap::make(&second).unwrap();
+        let second = Interface::open(Some(&netns), "u").unwrap();
+        second.add_address("10.1.3.3".parse().unwrap(), 24).unwrap();
+        assert!(!second.add_route(("0.0.0.0".parse().unwrap(), 0), Some("10.1.3.1".parse().unwrap())).unwrap());
         let away = link.add_route(("10.9.0.0".parse().unwrap(), 16), Some("10.8.0.1".parse().unwrap()));
         assert!(away.unwrap_err().to_string().contains("adding a route"));
         let mac = link.mac().unwrap();
