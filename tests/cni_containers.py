@@ -1339,6 +1339,9 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         stack.enter_context(Process(["python3", "-c", server], name="server", netns=one))
         until("the mapping leads to the container", lambda: listens(outside, "198.51.100.2", "8080"), 30)
         until("also from the host's loopback", lambda: listens(outside, "127.0.0.1", "8081"), 30)
+        for address in ("2001:db8:5::1", "::1"):
+            until(f"without a hostIP also from {address}", lambda: listens(outside, address, "8080"), 30)  # noqa: B023
+            assert f"to {of(result, 1)} " in heard(outside, address, "8080"), "it goes to the container's IPv6 address"
         until("from its IPv6 loopback", lambda: listens(outside, "::1", "8084"), 30)
         until("from its IPv6 address", lambda: listens(outside, "2001:db8:5::1", "8085"), 30)
         for address, port in (("::1", "8084"), ("2001:db8:5::1", "8085")):
@@ -1347,7 +1350,7 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         assert not listens(outside, "198.51.100.2", "8081"), "it is of 127.0.0.1 alone"
         assert {(w["proto"], w["listen"], w["to"]) for w in f.status()["forwards"]} == {
             ("tcp", "0.0.0.0:8080", "c1:80"), ("tcp", "127.0.0.1:8081", "c1:80"), ("udp", "0.0.0.0:8053", "c1:53"),
-            ("tcp", "[::1]:8084", "c1:80"), ("tcp", "[2001:db8:5::1]:8085", "c1:80")}
+            ("tcp", "[::1]:8084", "c1:80"), ("tcp", "[2001:db8:5::1]:8085", "c1:80"), ("tcp", "[::]:8080", "c1:80"), ("udp", "[::]:8053", "c1:53")}
         # A container of the same network, and this one itself, by the host's addresses.
         inside = stack.enter_context(Namespace())
         cni("ADD", "c9", path(inside))
@@ -1389,7 +1392,7 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         add = ["nsenter", f"--net=/run/netns/{outside}", str(tool), "add", "pods", path(one)]
         done = subprocess.run(add, env=environment, capture_output=True, text=True, timeout=60 * SLOW)
         assert done.returncode == 0, (done.stdout, done.stderr)
-        assert len(f.status()["forwards"]) == 5
+        assert len(f.status()["forwards"]) == 7
         until("the mapping of cnitool leads there", lambda: listens(outside, "198.51.100.2", "8080"), 30)
         cni("GC", **{"cni.dev/valid-attachments": []})
         assert not f.status()["forwards"] and not cni.ports() and "dnat ip to" not in rules()
@@ -1442,7 +1445,8 @@ def test_apply_keeps_the_port_mappings_of_containers():
         text = kernel_uplink().format(name=f"kept{os.getpid()}")
         f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
         cni = Cni(f, "1.1.0")
-        config = {"runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80}, {"hostPort": 8084, "containerPort": 80, "hostIP": "::1"}]}}
+        ports = [{"hostPort": 8080, "containerPort": 80, "hostIP": "0.0.0.0"}, {"hostPort": 8084, "containerPort": 80, "hostIP": "::1"}]
+        config = {"runtimeConfig": {"portMappings": ports}}
         result = cni("ADD", "c1", path(one), **config)
         server = ("import socket, threading\ndef serve(c):\n c.sendall(b'from the container\\n')\n for d in iter(lambda: c.recv(99), b''): c.sendall(d)\n c.close()\n"
                   "with socket.create_server(('::', 80), family=socket.AF_INET6, dualstack_ipv6=True) as s:\n"

@@ -35,7 +35,7 @@ use crate::caller::Caller;
 use crate::dan;
 use crate::error::CniError;
 use crate::fabric::{Device, Fabric, Form, Place, mac_of, member_name, plain_name};
-use crate::request::{Command, Config, Environment, Mapping, VERSIONS, Vm, is_path};
+use crate::request::{Command, Config, Environment, VERSIONS, Vm, is_path};
 
 fn system(error: impl std::fmt::Display) -> CniError {
     CniError::System(error.to_string())
@@ -507,9 +507,14 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     let network = fabric.network(&status)?;
     let found = fabric.containers(&status).into_iter().find(|found| found.container == identity);
     let found = found.ok_or_else(|| differs(format!("fabric \"{}\" has no port for {identity}", config.fabric)))?;
-    for Mapping { protocol, listen, port } in &config.mappings {
+    let wanted = mac.to_string();
+    let leases = || network.leases.iter().filter(|lease| lease.mac == wanted);
+    // A virtual machine learns its address, and the network's prefix gives it one.
+    let has_ipv6 = config.vm == Some(Vm::VhostUser) && network.mtu >= IPV6_MTU && network.prefix6.is_some()
+        || leases().any(|lease| lease.fixed && lease.ip.is_ipv6());
+    for (protocol, listen, port) in config.listeners(has_ipv6 && network.router6.is_some()) {
         let to = format!("{}:{port}", found.name);
-        let is_it = |f: &&ForwardReport| (f.proto == *protocol, f.listen, &f.to) == (true, *listen, &to);
+        let is_it = |f: &&ForwardReport| (f.proto == protocol, f.listen, &f.to) == (true, listen, &to);
         let fault = match status.forwards.iter().find(is_it) {
             None => format!("the fabric has no forward from {protocol} {listen} to {to}"),
             Some(ForwardReport { fault: Some(fault), .. }) => format!("the forward from {protocol} {listen}: {fault}"),
@@ -541,10 +546,9 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     if !found.up && config.vm.is_none() {
         return Err(differs(format!("port {} is down", found.name)));
     }
-    let wanted = mac.to_string();
     // A guest's IPv6 addresses are its own choice.
     let is_fixed = |ip: IpAddr| ip.is_ipv4() || config.vm.is_none();
-    let held = network.leases.iter().filter(|lease| lease.mac == wanted && lease.fixed && is_fixed(lease.ip));
+    let held = leases().filter(|lease| lease.fixed && is_fixed(lease.ip));
     let held: Vec<IpAddr> = held.map(|lease| lease.ip).collect();
     if !held.iter().any(IpAddr::is_ipv4) {
         return Err(differs(format!("port {} has no address in the fabric", found.name)));

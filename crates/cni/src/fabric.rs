@@ -14,7 +14,7 @@ use tombolo_host::file::Mac;
 use tombolo_host::rundir;
 
 use crate::error::CniError;
-use crate::request::{Config, Mapping};
+use crate::request::Config;
 
 /// Times that another address is tried where one was taken meanwhile.
 const TRIES: usize = 32;
@@ -315,7 +315,8 @@ impl<'c> Fabric<'c> {
                     continue;
                 }
             }
-            match self.client.add_ports(&device.section(name, &network.name, (ip, ip6), self.config)) {
+            let by_ipv6 = ip6.is_some() && network.router6.is_some();
+            match self.client.add_ports(&device.section(name, &network.name, (ip, ip6, by_ipv6), self.config)) {
                 Ok(_) => {
                     let place = Place {
                         ip,
@@ -382,8 +383,15 @@ pub(crate) struct Device<'a> {
 }
 
 impl Device<'_> {
-    /// Its section of a fabric file. All values were checked to be free of quotes and line ends.
-    fn section(&self, name: &str, network: &str, (ip, ip6): (Ipv4Addr, Option<Ipv6Addr>), config: &Config) -> String {
+    /// Its section of a fabric file, with its addresses, and whether mappings lead to it from IPv6 addresses. All values were
+    /// checked to be free of quotes and line ends.
+    fn section(
+        &self,
+        name: &str,
+        network: &str,
+        (ip, ip6, by_ipv6): (Ipv4Addr, Option<Ipv6Addr>, bool),
+        config: &Config,
+    ) -> String {
         let Device { identity, netns, mac, form, .. } = self;
         let mut text = match form {
             Form::Tap { interface, monitor } => {
@@ -423,7 +431,7 @@ impl Device<'_> {
         if !rates.is_empty() {
             text.push_str(&format!("rate = {{ {} }}\n", rates.join(", ")));
         }
-        for Mapping { protocol, listen, port } in &config.mappings {
+        for (protocol, listen, port) in config.listeners(by_ipv6) {
             text.push_str(&format!(
                 "[[forward]]\nproto = \"{protocol}\"\nlisten = \"{listen}\"\nto = \"{name}:{port}\"\nnetwork = \"{network}\"\n"
             ));
@@ -469,7 +477,7 @@ mod tests {
         let form = Form::Tap { interface: "eth0", monitor: false };
         let device = Device { identity: &identity, netns: "/run/netns/x", mac, form, has_ipv6: true };
         let (ip, ip6) = (Ipv4Addr::new(10, 87, 0, 9), "fd00:1:2:3::a57:9".parse().ok());
-        let section = device.section(&plain_name(mac), "lan", (ip, ip6), &config);
+        let section = device.section(&plain_name(mac), "lan", (ip, ip6, false), &config);
         let text =
             format!("name = \"demo\"\n[network.lan]\nsubnet = \"10.87.0.0/24\"\nipv6 = \"fd00:1:2:3::/64\"\n{section}");
         let fabric = tombolo_host::file::parse(&text, std::path::Path::new("/x/demo.toml")).unwrap();
@@ -492,7 +500,7 @@ mod tests {
             let form = Form::VhostUser { socket: "/run/tombolo/demo/x.sock", connect };
             let device = Device { identity: &identity, netns: "/run/netns/x", mac, form, has_ipv6: true };
             let (ip, ip6) = (Ipv4Addr::new(10, 87, 0, 9), "fd00:1:2:3::a57:9".parse().ok());
-            let section = device.section("web", "lan", (ip, ip6), &config);
+            let section = device.section("web", "lan", (ip, ip6, false), &config);
             let text = format!(
                 "name = \"demo\"\n[network.lan]\nsubnet = \"10.87.0.0/24\"\nipv6 = \"fd00:1:2:3::/64\"\n{section}"
             );
@@ -509,7 +517,7 @@ mod tests {
         let chosen = Config { ip6: "fd00:1:2:3::77".parse().ok(), ..config };
         let form = Form::VhostUser { socket: "/run/x.sock", connect: false };
         let device = Device { identity: &identity, netns: "/x", mac: Mac([2, 0, 0, 0, 0, 1]), form, has_ipv6: true };
-        let section = device.section("web", "lan", (Ipv4Addr::new(10, 87, 0, 9), chosen.ip6), &chosen);
+        let section = device.section("web", "lan", (Ipv4Addr::new(10, 87, 0, 9), chosen.ip6, false), &chosen);
         assert!(section.contains("ip6 = [\"fd00:1:2:3::77\", \"fd00:1:2:3:0:ff:fe00:1\"]\n"), "{section}");
     }
 

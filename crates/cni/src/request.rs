@@ -185,6 +185,8 @@ pub(crate) struct Mapping {
     pub(crate) protocol: &'static str,
     /// Where the host listens.
     pub(crate) listen: SocketAddr,
+    /// Whether the runtime left the host's address out, which means all of both families. `listen` is then all of IPv4.
+    pub(crate) anywhere: bool,
     /// The container's port.
     pub(crate) port: u16,
 }
@@ -304,6 +306,17 @@ impl Config {
         Ok(config)
     }
 
+    /// Where the host listens for the container, and the container's ports. Mappings without an address of the host are also at
+    /// all IPv6 addresses, for a container that is reached by IPv6, unless the runtime gives others of that port itself.
+    pub(crate) fn listeners(&self, by_ipv6: bool) -> impl Iterator<Item = (&'static str, SocketAddr, u16)> {
+        let all: Vec<_> = self.mappings.iter().map(|m| (m.protocol, m.listen, m.port)).collect();
+        let given = |proto, port| all.iter().any(|(p, at, _)| (*p, at.port()) == (proto, port) && at.is_ipv6());
+        let anywhere = self.mappings.iter().filter(|m| by_ipv6 && m.anywhere);
+        let six = anywhere.map(|m| (m.protocol, SocketAddr::from((Ipv6Addr::UNSPECIFIED, m.listen.port())), m.port));
+        let six: Vec<_> = six.filter(|(proto, at, _)| !given(*proto, at.port())).collect();
+        all.into_iter().chain(six)
+    }
+
     /// What the fabric knows the container's interface by.
     pub(crate) fn identity(&self, container: &str, interface: &str) -> String {
         format!("{}/{container}/{interface}", self.name)
@@ -346,10 +359,11 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>, CniError> {
             "" => Ipv4Addr::UNSPECIFIED.into(),
             text => text.parse().map_err(|_| wrong(i, "hostIP", "an address of the host", text))?,
         };
+        let (anywhere, target) = (raw.host_ip.is_empty(), port("containerPort", raw.container_port)?);
         let listen = SocketAddr::from((host, port("hostPort", raw.host_port)?));
-        let mapping = Mapping { protocol, listen, port: port("containerPort", raw.container_port)? };
-        if !out.contains(&mapping) {
-            out.push(mapping);
+        match out.iter_mut().find(|m| (m.protocol, m.listen, m.port) == (protocol, listen, target)) {
+            Some(same) => same.anywhere |= anywhere,
+            None => out.push(Mapping { protocol, listen, anywhere, port: target }),
         }
     }
     Ok(out)
@@ -524,14 +538,34 @@ mod tests {
     #[test]
     fn port_mappings_are_read_with_their_defaults() {
         let read = |protocol: &str, host: &str| config(mapping(protocol, host)).unwrap().mappings;
-        let expected = |protocol, listen: &str| vec![Mapping { protocol, listen: listen.parse().unwrap(), port: 8080 }];
-        assert_eq!(read("", ""), expected("tcp", "0.0.0.0:80"));
-        assert_eq!(read("TCP", "127.0.0.1"), expected("tcp", "127.0.0.1:80"));
-        assert_eq!(read("udp", "0.0.0.0"), expected("udp", "0.0.0.0:80"));
-        assert_eq!(read("tcp", "fd00::1"), expected("tcp", "[fd00::1]:80"));
+        let expected = |protocol, listen: &str, anywhere| {
+            vec![Mapping { protocol, listen: listen.parse().unwrap(), anywhere, port: 8080 }]
+        };
+        assert_eq!(read("", ""), expected("tcp", "0.0.0.0:80", true));
+        assert_eq!(read("TCP", "127.0.0.1"), expected("tcp", "127.0.0.1:80", false));
+        assert_eq!(read("udp", "0.0.0.0"), expected("udp", "0.0.0.0:80", false));
+        assert_eq!(read("tcp", "fd00::1"), expected("tcp", "[fd00::1]:80", false));
         assert!(config(json!({ "runtimeConfig": { "portMappings": [] } })).unwrap().mappings.is_empty());
         let twice = vec![json!({ "hostPort": 1, "containerPort": 2 }); 2];
         assert_eq!(config(json!({ "runtimeConfig": { "portMappings": twice } })).unwrap().mappings.len(), 1);
+    }
+
+    #[test]
+    fn a_mapping_without_an_address_of_the_host_is_at_all_addresses_of_the_containers_families() {
+        let listeners = |hosts: &[&str], by_ipv6| -> Vec<String> {
+            let one = |host: &&str| json!({ "hostPort": 80, "containerPort": 8080, "hostIP": host });
+            let all: Vec<Value> = hosts.iter().map(one).collect();
+            let config = config(json!({ "runtimeConfig": { "portMappings": all } })).unwrap();
+            config.listeners(by_ipv6).map(|(proto, at, port)| format!("{proto} {at} {port}")).collect()
+        };
+        let (four, six) = ("tcp 0.0.0.0:80 8080", "tcp [::]:80 8080");
+        assert_eq!(listeners(&[""], false), [four]);
+        assert_eq!(listeners(&["0.0.0.0"], true), [four]);
+        for hosts in [&[""][..], &["", ""], &["", "0.0.0.0"], &["0.0.0.0", ""], &["", "::"], &["0.0.0.0", "::"]] {
+            assert_eq!(listeners(hosts, true), [four, six], "{hosts:?}");
+        }
+        // The runtime says which IPv6 address.
+        assert_eq!(listeners(&["", "::1"], true), [four, "tcp [::1]:80 8080"]);
     }
 
     #[test]

@@ -502,8 +502,8 @@ pub(crate) fn forwarded_by(
     Some((found, "choose another port, or end that fabric".into()))
 }
 
-/// As [`free`], for passt and exports, which listen at an IPv6 address for IPv6 alone.
-fn free_in_family(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
+/// As [`free`], for forwards and exports, which listen at an IPv6 address for IPv6 alone.
+pub(crate) fn free_in_family(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt};
     if listen.is_ipv4() {
         return free(proto, listen);

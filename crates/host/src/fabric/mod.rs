@@ -1118,7 +1118,7 @@ impl Running {
             }
             let others = others.get_or_insert_with(|| crate::kernel::listeners_of_others(&self.spec.name));
             let forwarded = crate::preflight::forwarded_by(others, proto, listen);
-            if let Some((found, hint)) = crate::preflight::free(proto, listen).err().or(forwarded) {
+            if let Some((found, hint)) = crate::preflight::free_in_family(proto, listen).err().or(forwarded) {
                 return Err(FabricError::State(format!("the forward of {found}; {hint}")));
             }
         }
