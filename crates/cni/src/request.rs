@@ -411,6 +411,59 @@ pub(crate) fn is_path(path: &Path) -> bool {
     path.is_absolute() && path.to_str().is_some_and(|text| text.len() <= MAX_VARIABLE_BYTES && fit(text))
 }
 
+/// Keys that this plugin reads, beside those of the runtime.
+const OWN_KEYS: [&str; 6] = ["fabric", "network", "runtime", "defaultRoute", "vm", "dan"];
+
+/// Keys of every configuration (CNI 1.1, section 1), which the runtime reads or writes.
+const RUNTIME_KEYS: [&str; 11] = [
+    "cniVersion",
+    "cniVersions",
+    "name",
+    "type",
+    "args",
+    "capabilities",
+    "runtimeConfig",
+    "prevResult",
+    "disableCheck",
+    "disableGC",
+    "loadOnlyInlinedPlugins",
+];
+
+/// Keys of the specification that mean something to other plugins, and what does it here.
+const ELSEWHERE: [(&str, &str); 4] = [
+    ("ipam", "the fabric gives the addresses; `runtimeConfig.ips` chooses them"),
+    ("dns", "the name server and the domain are those of the network, by `dns` and `domain` in the fabric's file"),
+    ("ipMasq", "`uplink` and `uplink6` of the network in the fabric's file decide it"),
+    ("mtu", "it is that of the network, by `mtu` in the fabric's file"),
+];
+
+/// Whether a value says nothing: programs write the keys of the specification with such ones.
+fn says_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Number(number) => number.as_u64() == Some(0),
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.values().all(says_nothing),
+        Value::Bool(true) => false,
+    }
+}
+
+/// Refuses keys that nothing would come of: a container would get something else than its configuration says.
+fn refuse_unknown(input: &[u8]) -> Result<(), CniError> {
+    let all: serde_json::Map<String, Value> =
+        serde_json::from_slice(input).map_err(|e| CniError::Decode(e.to_string()))?;
+    // Those with a domain are of the runtime, or of other programs.
+    let known = |key: &str| OWN_KEYS.contains(&key) || RUNTIME_KEYS.contains(&key) || key.contains('/');
+    let elsewhere = |key: &str| ELSEWHERE.iter().find(|(other, _)| *other == key).map(|(_, why)| (*why).to_string());
+    let is_harmless = |key: &str, value| known(key) || elsewhere(key).is_some() && says_nothing(value);
+    let Some((key, value)) = all.iter().find(|(key, value)| !is_harmless(key, value)) else { return Ok(()) };
+    let near = || tombolo_host::file::nearest(key, OWN_KEYS).map(|near| format!("did you mean \"{near}\"?"));
+    let why = elsewhere(key).or_else(near).unwrap_or_else(|| format!("the plugin's keys are {}", OWN_KEYS.join(", ")));
+    let (key, value) = (short(key), short(&value.to_string()));
+    Err(CniError::Unsupported(format!("{key:?}: expected no such key, found it with the value {value}: {why}")))
+}
+
 /// Whether the input is a JSON object of a length that is read.
 pub(crate) fn is_object(input: &[u8]) -> bool {
     type Any = std::collections::BTreeMap<String, serde::de::IgnoredAny>;
@@ -430,6 +483,9 @@ pub(crate) fn parse(command: Command, input: &[u8]) -> Result<Config, CniError> 
     let raw: RawPlace = part(input)?;
     let network = if is_whole || command == Command::Status { part(input)? } else { RawNetwork::default() }.network;
     let wishes = if is_whole { part(input)? } else { RawWishes::default() };
+    if is_whole {
+        refuse_unknown(input)?;
+    }
     let lists = if is_whole || command == Command::Gc { part(input)? } else { RawLists::default() };
     let given = raw.cni_version.unwrap_or_else(|| "0.1.0".into());
     let version = VERSIONS.into_iter().find(|v| *v == given);
@@ -618,6 +674,34 @@ mod tests {
                 egress_burst: None
             }
         );
+    }
+
+    #[test]
+    fn keys_that_nothing_would_come_of_are_refused_with_what_to_do() {
+        for (more, word) in [
+            (json!({ "ipam": { "type": "host-local", "subnet": "10.1.0.0/16" } }), "runtimeConfig.ips"),
+            (json!({ "dns": { "nameservers": ["192.0.2.1"] } }), "`domain`"),
+            (json!({ "ipMasq": true }), "`uplink`"),
+            (json!({ "mtu": 1300 }), "`mtu`"),
+            (json!({ "nettwork": "lan" }), "did you mean \"network\"?"),
+            (json!({ "defaultroute": false }), "did you mean \"defaultRoute\"?"),
+            (json!({ "bridge\"\n": "cni0" }), "the plugin's keys are fabric, network"),
+        ] {
+            let error = config(more.clone()).unwrap_err();
+            assert_eq!(error.code(), 2, "{more}: {error}");
+            assert!(error.to_string().contains(word) && !error.to_string().contains('\n'), "{more}: {error}");
+            // What a container had before, it can still lose.
+            let text = json!({ "cniVersion": "1.1.0", "name": "pods", "fabric": "demo", "ipam": { "type": "x" } });
+            for command in [Command::Del, Command::Gc, Command::Status] {
+                assert!(parse(command, text.to_string().as_bytes()).is_ok());
+            }
+        }
+        // What runtimes and programs write, also where it says nothing.
+        let written = json!({
+            "type": "tombolo-cni", "capabilities": { "ips": true }, "args": { "cni": {} }, "ipam": { "type": "" }, "dns": {},
+            "ipMasq": false, "cni.dev/attachments": [], "example.com/x": 1, "disableCheck": true, "cniVersions": ["1.0.0"],
+        });
+        config(written).unwrap();
     }
 
     #[test]
