@@ -846,7 +846,8 @@ def test_twenty_containers_of_podman_come_and_go_and_leave_nothing():
                     assert process.returncode == 0, said
 
         each(lambda n: ["run", "-d", "--name", names[n], "-p", f"{8100 + n}:80", "localhost/bb:1", "sleep", "1000"])
-        assert set(cni.ports()) == set(names) and len(f.status()["forwards"]) == count
+        # A listener of each family for each.
+        assert set(cni.ports()) == set(names) and len(f.status()["forwards"]) == 2 * count
         assert len({lease["ip"] for lease in f.status()["networks"][0]["leases"]}) == 2 * count
         namespaces = engine.namespaces()
         assert len(namespaces) == count
