@@ -22,6 +22,8 @@ programs=$(realpath -m "$1")
 cells=$(realpath -m "$2")
 span=$(realpath -m "$3")
 cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$programs" -p tombolo-cli -p tombolo-agent -p tombolo-cni -p tombolo-ffi
+# Crates outside of a workspace's folder, which these two have, would get hashes of where they are.
+export RUSTC_WRAPPER="$here/tools/rustc.sh"
 (cd span && cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$span")
 cd cells
 cargo build --release --locked --config "target.$target.rustflags=[$flags]" --target-dir "$cells"
