@@ -1,4 +1,4 @@
-"""Two builds of the same sources in two folders: the programs are the same, byte for byte.
+"""Two builds of the same sources: the programs are the same, byte for byte.
 
 `./x package reproducible` builds all packages twice. These tests take a tiny workspace that is laid out as cells/ and span/.
 """
@@ -12,71 +12,100 @@ from pathlib import Path
 from lib import ROOT, scratch, timeout
 
 WRAPPER = "tools/rustc.sh"
-FILES = {
-    "apps/Cargo.toml": """
+APPS = """
 [workspace]
 [package]
 name = "apps"
 version = "0.1.0"
 edition = "2024"
 [dependencies]
-base = {{ path = "../crates/base"{features} }}
+base = { path = "../crates/base", features = FEATURES }
 [profile.release]
+lto = "thin"
+codegen-units = 4
 debug = 1
-""",
-    "apps/src/main.rs": "fn main() { println!(\"{}\", base::sum(std::env::args().map(|word| word.len()))); }\n",
-    "crates/base/Cargo.toml": """
+"""
+MAIN = """
+fn main() {
+    let words = std::env::args().count();
+    println!("{}", base::sum(words) + base::other(words));
+}
+"""
+BASE = """
 [package]
 name = "base"
 version = "0.1.0"
 edition = "2024"
 [features]
 large = []
-""",
-    "crates/base/src/lib.rs": "#[inline(never)]\npub fn sum(words: impl Iterator<Item = usize>) -> usize { one(words.sum()) }\n#[inline(never)]\npub fn one(sum: usize) -> usize { sum + 1 }\n",
-}
+"""
+# ThinLTO makes `hidden` known to the module of `main`, by a name that no other module has.
+LIB = """
+#[inline(never)]
+fn hidden(sum: usize) -> usize { std::hint::black_box(sum) + STEP }
+pub fn sum(words: usize) -> usize { hidden(words) }
+pub fn other(words: usize) -> usize { hidden(words) * 3 }
+"""
 
 
-def build(folder, wrapper=True, features=""):
-    """Builds the workspace in `folder` as tools/release.sh builds cells; gives the program and what cargo ran."""
-    for name, text in FILES.items():
-        path = Path(folder) / name
+def names():
+    """The flag of tools/release.sh that names what ThinLTO makes known to other modules."""
+    [flag] = re.findall(r"-Cllvm-args=[a-z-]+", (ROOT / "tools/release.sh").read_text())
+    return flag
+
+
+def build(folder, wrapper=True, flag="", features="[]", step="1"):
+    """Builds the workspace in `folder` as tools/release.sh does; gives the program and what cargo said."""
+    folder = Path(folder)
+    files = {"apps/Cargo.toml": APPS.replace("FEATURES", features), "apps/src/main.rs": MAIN, "crates/base/Cargo.toml": BASE, "crates/base/src/lib.rs": LIB.replace("STEP", step)}
+    for name, text in files.items():
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if name == "apps/Cargo.toml":
-            text = text.format(features=features)
         # What is the same keeps its time, by which cargo knows it.
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-    (Path(folder) / "tools").mkdir(exist_ok=True)
-    shutil.copy2(ROOT / WRAPPER, Path(folder) / WRAPPER)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CARGO_PROFILE", "CARGO_ENCODED", "RUSTC_", "RUSTFLAGS"))}
-    environment |= {"CARGO_TARGET_DIR": f"{folder}/target", "RUSTFLAGS": f"--remap-path-prefix={folder}=/usr/src"}
+    (folder / "tools").mkdir(exist_ok=True)
+    shutil.copy2(ROOT / WRAPPER, folder / WRAPPER)
+    of_cargo = ("CARGO_PROFILE", "CARGO_ENCODED", "RUSTC_", "RUSTFLAGS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(of_cargo)}
+    environment |= {"CARGO_TARGET_DIR": f"{folder}/target", "RUSTFLAGS": f"--remap-path-prefix={folder}=/usr/src {flag}"}
     if wrapper:
         environment["RUSTC_WRAPPER"] = f"{folder}/{WRAPPER}"
-    done = subprocess.run(["cargo", "build", "--release", "--offline"], cwd=f"{folder}/apps", env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(["cargo", "build", "--release", "--offline"], cwd=folder / "apps", env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
-    program = Path(folder) / "target/release/apps"
-    said = subprocess.run([program, "four"], check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert said.strip() == str(len(str(program)) + 5), said
+    program = folder / "target/release/apps"
+    said = subprocess.run([program], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    assert said == str(4 * (1 + int(step))), said
     return program.read_bytes(), done.stdout
 
 
-def symbols_of_base(program):
-    """The symbols of the crate `base`, which hold a hash that is made of `-C metadata`."""
-    symbols = re.findall(rb"_RN[A-Za-z0-9_]*4base[A-Za-z0-9_]*|_ZN4base[A-Za-z0-9_$.]*", program)
-    assert symbols, "no symbol of base in the program"
-    return set(symbols)
+def hidden(program):
+    """The name of `hidden` in the program, with what ThinLTO added: `NAME.llvm.SUFFIX`."""
+    found = set(re.findall(rb"\0(_[A-Za-z0-9_]*4base6hidden[A-Za-z0-9_.]*)", program))
+    # In debug information it stands without that too.
+    [name] = {name.decode() for name in found if b".llvm." in name}
+    return name
 
 
 @timeout(180)
 def test_programs_do_not_depend_on_the_folder():
+    assert f'RUSTC_WRAPPER="$here/{WRAPPER}"' in (ROOT / "tools/release.sh").read_text(), "tools/release.sh does not use it"
     with scratch() as folder:
-        one, other = f"{folder}/a", f"{folder}/another-folder"
-        assert build(one)[0] == build(other)[0], "the programs differ"
+        assert build(f"{folder}/a")[0] == build(f"{folder}/another-folder")[0], "the programs differ"
     # Without it they differ, so what it is made for still holds of cargo.
     with scratch() as folder:
-        one, other = f"{folder}/a", f"{folder}/another-folder"
-        assert build(one, wrapper=False)[0] != build(other, wrapper=False)[0], f"{WRAPPER} is needed no longer"
+        one, other = build(f"{folder}/a", wrapper=False)[0], build(f"{folder}/another-folder", wrapper=False)[0]
+        assert one != other, f"{WRAPPER} is needed no longer"
+
+
+@timeout(180)
+def test_names_do_not_depend_on_what_else_is_in_a_module():
+    with scratch() as folder:
+        one, other = (hidden(build(f"{folder}/{step}", flag=names(), step=step)[0]) for step in "12")
+        assert one == other, f"{one} and {other}"
+        one, other = (hidden(build(f"{folder}/{step}", step=step)[0]) for step in "12")
+        assert one != other, f"{names()} is needed no longer"
 
 
 @timeout(180)
@@ -87,8 +116,8 @@ def test_cargo_still_knows_what_is_up_to_date():
         again, said = build(folder)
         assert "Compiling" not in said and again == first, said
         # Another feature is another crate: other symbols, built beside the first.
-        large, said = build(folder, features=', features = ["large"]')
+        large, said = build(folder, features='["large"]')
         assert said.count("Compiling") == 2, said
-        assert not symbols_of_base(large) & symbols_of_base(first), "the same symbols with another feature"
+        assert hidden(large).split(".")[0] != hidden(first).split(".")[0], "the same symbols with another feature"
         again, said = build(folder)
         assert again == first, "a build that came in between is seen"

@@ -16,14 +16,17 @@ unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_TARGET_DIR
 # Where clang compiles the programs of the bypass, and rustc everything else.
 here=$(pwd -P)
 flags="'--remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=/usr/src/cargo', '--remap-path-prefix=$here=/usr/src/tombolo'"
+# ThinLTO ends the names of what it shares between modules with a hash of a whole module, whose content is not always the same: LLVM is not
+# deterministic there (rust-lang/rust#126976). The name of the module ends them as well.
+names="'-Cllvm-args=-use-source-filename-for-promoted-locals'"
 target=$(rustc -vV | sed -n 's/^host: //p')
 # An absolute folder, since the cells are built in a folder of theirs.
 programs=$(realpath -m "$1")
 cells=$(realpath -m "$2")
 span=$(realpath -m "$3")
-cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$programs" -p tombolo-cli -p tombolo-agent -p tombolo-cni -p tombolo-ffi
+cargo build --release --locked --config "build.rustflags=[$flags, $names]" --target-dir "$programs" -p tombolo-cli -p tombolo-agent -p tombolo-cni -p tombolo-ffi
 # Crates outside of a workspace's folder, which these two have, would get hashes of where they are.
 export RUSTC_WRAPPER="$here/tools/rustc.sh"
-(cd span && cargo build --release --locked --config "build.rustflags=[$flags]" --target-dir "$span")
+(cd span && cargo build --release --locked --config "build.rustflags=[$flags, $names]" --target-dir "$span")
 cd cells
 cargo build --release --locked --config "target.$target.rustflags=[$flags]" --target-dir "$cells"
