@@ -219,8 +219,10 @@ def test_a_vmm_of_ones_own_and_clients_that_break_the_rules():
         until("a ping to virtio", lambda: space.pings(CELLS["virtio"]), PATIENCE_S)
         for machine in ("q35", "microvm"):
             extra = ["-chardev", f"socket,id=c0,path={sockets / 'own.sock'}", "-device", "ivshmem-doorbell,chardev=c0,vectors=2"]
-            with CellGuest("httpd", machine=machine, extra=extra, pcie=True, acpi=True):
-                # It takes the MAC of its region's header, and DHCP gives the address that goes with it.
+            with CellGuest("httpd", machine=machine, extra=extra, pcie=True, acpi=True) as cell:
+                # It takes the MAC of its region's header, and DHCP gives the address that goes with it. With its IPv6 address
+                # it forgets its neighbours, and loses one reply.
+                until("its IPv6 address", lambda: "by router advertisement" in cell.text, PATIENCE_S)
                 until("a ping to the cell", lambda: space.pings("10.236.0.66"), PATIENCE_S)
                 assert len(page(space, "10.236.0.66", path="/bytes/500000").body) == 500_000
                 # The seat is taken: any other that comes is refused, and the one that sits there does not notice.

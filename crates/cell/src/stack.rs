@@ -29,6 +29,7 @@ use alloc::rc::Rc;
 use alloc::vec::Vec;
 use core::cell::RefCell;
 use core::task::Waker;
+use smoltcp::config::IFACE_MAX_ADDR_COUNT;
 use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
 use smoltcp::phy::{Device, DeviceCapabilities, TxToken};
 use smoltcp::socket::{dhcpv4, dns};
@@ -336,6 +337,7 @@ impl Nic {
         next.update_ip_addrs(|all| all.extend(addresses.iter().copied()));
         self.interface.routes_mut().update(|before| next.routes_mut().update(|routes| routes.clone_from(before)));
         self.interface = next;
+        self.neighbors.clear();
         self.mtu = mtu;
         println!("tombolo-cell: MTU {mtu} by router advertisement");
     }
@@ -347,16 +349,22 @@ impl Nic {
         let wanted: Vec<IpCidr> = slaac.addresses().map(IpCidr::Ipv6).collect();
         let gone: Vec<IpCidr> = formed.iter().filter(|own| !wanted.contains(own)).copied().collect();
         let before: Vec<IpCidr> = interface.ip_addrs().to_vec();
-        interface.update_ip_addrs(|addresses| {
-            addresses.retain(|own| !gone.contains(own));
-            formed.retain(|own| !gone.contains(own));
-            for address in &wanted {
-                // Where there is no room for it, or the command line gives it, it is not of these.
-                if !addresses.contains(address) && addresses.push(*address).is_ok() {
-                    formed.push(*address);
+        // An advertisement with nothing new keeps the neighbours. The stack forgets them at each update, and the next echo
+        // request then gets no reply, since the stack asks for its sender instead.
+        let new = wanted.iter().any(|address| !before.contains(address)) && before.len() < IFACE_MAX_ADDR_COUNT;
+        if new || !gone.is_empty() {
+            interface.update_ip_addrs(|addresses| {
+                addresses.retain(|own| !gone.contains(own));
+                formed.retain(|own| !gone.contains(own));
+                for address in &wanted {
+                    // Where there is no room for it, or the command line gives it, it is not of these.
+                    if !addresses.contains(address) && addresses.push(*address).is_ok() {
+                        formed.push(*address);
+                    }
                 }
-            }
-        });
+            });
+            self.neighbors.clear();
+        }
         if nic.gateway6.is_none() {
             match slaac.router() {
                 Some(router) => {
@@ -368,7 +376,6 @@ impl Nic {
             }
         }
         self.device.set_addresses(self.interface.ip_addrs());
-        self.neighbors.clear();
         self.update_dns(config);
         for own in self.interface.ip_addrs().to_vec() {
             if let IpCidr::Ipv6(cidr) = own
