@@ -28,7 +28,8 @@ TOMBOLO = ROOT / "target/release/tombolo"
 LISTEN = ("127.0.0.1", 18080)
 BYTES = 100_000_000
 IPERF_SECONDS = 3
-# For what takes a few seconds on a machine with nothing else to do, and much longer under emulation on a busy one.
+# For what takes a few seconds on a machine with nothing else to do, and much longer under emulation
+# on a busy one.
 PATIENCE_S = 120
 AS_ROOT = os.geteuid() == 0
 # Leases of an earlier run would look like addresses before any guest has asked for one.
@@ -36,7 +37,8 @@ STATE = BUILD / "demo/state"
 os.environ["TOMBOLO_STATE"] = str(STATE)
 
 FILE = """\
-# Two cells, a stock Linux guest and this host on one network, with DHCP, names, a forward and a rootless way out.
+# Two cells, a stock Linux guest and this host on one network, with DHCP, names, a forward and a
+# rootless way out.
 name = "demo"
 
 [network.lan]

@@ -257,9 +257,11 @@ def test_frames_that_find_no_room_are_counted_and_the_bypass_goes_on():
         before = h.status("ta")
         running.process.send_signal(signal.SIGSTOP)
         cpus = sorted(os.sched_getaffinity(0))
-        # Frames are asked for up to the end of the next second, so on a slow machine not all of it in one go.
+        # Frames are asked for up to the end of the next second, so on a slow machine not all of it
+        # in one go.
         for _ in range(3):
-            # More than the buffers of all CPUs hold, one CPU after the other: the reader finds more than it takes of each at once.
+            # More than the buffers of all CPUs hold, one CPU after the other: the reader finds more
+            # than it takes of each at once.
             for cpu in cpus:
                 os.sched_setaffinity(0, {cpu})
                 for _ in range(12_000 // len(cpus)):

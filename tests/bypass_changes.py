@@ -88,7 +88,8 @@ def warm(plain, bypassed, size, mode="tcx"):
     assert bypassed.taken() == before + 4, bypassed.status("ta")
 
 
-# What is obeyed from the next frame on: (what is said, the change, the frames' size, what is prepared, rules).
+# What is obeyed from the next frame on: (what is said, the change, the frames' size, what is
+# prepared, rules).
 AT_ONCE = [
     ("forwarding off", settings("net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0")),
     ("forwarding off at the input", settings("net.ipv4.conf.ta.forwarding=0", "net.ipv6.conf.ta.forwarding=0")),
@@ -127,8 +128,9 @@ def obeyed(name, change, size=20, prepared="", mode="tcx"):
         before = outcomes(plain, size)
         for h in (plain, bypassed):
             change(h)
-        # Two IPv4 errors each time. The kernel sends a host five at once about routes that refuse, then one a second (ip_rt_error_burst, which no namespace has
-        # for itself), so what a third turn would show depends on the clock.
+        # Two IPv4 errors each time. The kernel sends a host five at once about routes that refuse,
+        # then one a second (ip_rt_error_burst, which no namespace has for itself), so what a third
+        # turn would show depends on the clock.
         for turn in range(2):
             kernel, ours = outcomes(plain, size), outcomes(bypassed, size)
             assert kernel == ours, f"{name}, {mode}, frames {turn} after it:\nkernel {kernel}\nbypass {ours}"
@@ -174,7 +176,8 @@ TOLD = [
 
 @timeout(600)
 def test_what_the_keeper_is_told_of_is_obeyed_before_the_lease_ends():
-    # A's way back is another, which a host that is strict about sources does not stand; a table of its own has the ways there.
+    # A's way back is another, which a host that is strict about sources does not stand; a table of
+    # its own has the ways there.
     odd = ("rule add iif ta lookup 7 pref 5", "route add 10.2.0.2 dev tb table 7", "route add 10.9.0.0/24 via 10.2.0.2 table 7",
            "route add 10.1.0.2/32 via 10.2.0.2 dev tb")
     for name, change, prepared in TOLD:

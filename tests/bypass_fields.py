@@ -29,7 +29,8 @@ def compared(h, expected, send, first, others, mode):
         assert send(first) == expected[0]
     assert h.taken() >= before + 2, h.status("ta")
     for n, frame in enumerate(others, 1):
-        # Twice: once where the flow was learned from another frame, once where it was learned from this one.
+        # Twice: once where the flow was learned from another frame, once where it was learned from
+        # this one.
         for turn in range(2):
             assert send(frame) == expected[n], (mode, n, turn, h.status("ta"))
         assert send(first) == expected[0]
@@ -93,7 +94,8 @@ class Marker:
         if not has_tcx():
             raise Skip("this kernel has no tcx, by which a program comes before all filters")
         marks = bpf(MAP_CREATE, struct.pack("<IIII", ARRAY, 4, 4, 1))
-        # r6 = context; *(u32 *)(r10 - 4) = 0; r0 = lookup(marks, r10 - 4); if (r0) context->mark = *(u32 *)r0; return NEXT
+        # r6 = context; *(u32 *)(r10 - 4) = 0; r0 = lookup(marks, r10 - 4); if (r0) context->mark =
+        # *(u32 *)r0; return NEXT
         code = [(0xBF, 0x16, 0, 0), (0x62, 10, -4, 0), (0xBF, 0xA2, 0, 0), (0x07, 2, 0, -4), (0x18, 0x11, 0, marks), (0, 0, 0, 0), (0x85, 0, 0, 1),
                 (0x15, 0, 2, 0), (0x61, 0x01, 0, 0), (0x63, 0x16, field, 0), (0xB7, 0, 0, NEXT), (0x95, 0, 0, 0)]
         text = ctypes.create_string_buffer(b"".join(struct.pack("<BBhi", *instruction) for instruction in code))

@@ -31,7 +31,8 @@ def body(r, six, port):
     """A transport's packet: (protocol, source, destination, bytes), mostly of a few flows, of which that from `port` is the first, and mostly
     sound."""
     source = usually(r, A6 if six else A, *(ODD6 if six else ODD4), chance=0.04)
-    # An attacker that pretends to be another has numbers of its own: on a clash masquerading takes any port.
+    # An attacker that pretends to be another has numbers of its own: on a clash masquerading takes
+    # any port.
     own = 4000 * ((ODD6 if six else ODD4).index(source) + 1) if source not in (A, A6) else 0
     destination = usually(r, B6 if six else B, *(ODD6 if six else ODD4), chance=0.04)
     proto = usually(r, r.choice([TCP, UDP]), ICMP6 if six else ICMP, chance=0.2)
@@ -164,7 +165,8 @@ def write(tap, header, frame):
         return error.errno
 
 
-# What a router says once a neighbour has not answered for seconds, or (of no route) so and so often a second: no matter of the frame before it.
+# What a router says once a neighbour has not answered for seconds, or (of no route) so and so often
+# a second: no matter of the frame before it.
 LATE4, LATE6 = (b"\x03\x01", b"\x03\0"), b"\x01\x03"
 
 
@@ -284,7 +286,8 @@ def test_of_any_frames_xdp_forwards_those_that_the_kernel_forwards_as_the_kernel
     assert status["by_reason"]["taken_xdp"] >= FRAMES // 4 and SEEN <= status["by_reason"].keys(), status
 
 
-# Connections are tracked and translated, and rules and routes look at what differs from frame to frame of a flow.
+# Connections are tracked and translated, and rules and routes look at what differs from frame to
+# frame of a flow.
 TRACKED = {
     "rules": """
 table ip n { chain post { type nat hook postrouting priority 100; oifname "tb" masquerade; }; }

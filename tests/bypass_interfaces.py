@@ -91,10 +91,12 @@ def test_tagged_frames_cross_a_bridge_of_attached_taps_untouched_and_are_counted
             h.attach(words=("--lease", "10000", "--mode", mode))
             for _ in range(2):
                 assert [across(frame) for frame in frames] == kernel, mode
-            # To another's MAC address, which is what is counted first; and the third kind is no IP behind its first tag.
+            # To another's MAC address, which is what is counted first; and the third kind is no IP
+            # behind its first tag.
             counts = h.status("ta")["by_reason"]
             assert counts == {"up_not_ours": 4, "up_protocol": 2}, counts
-            # To the interface's own, behind which the kernel has no VLAN 5: counted as tagged, and gone.
+            # To the interface's own, behind which the kernel has no VLAN 5: counted as tagged, and
+            # gone.
             h.a.send(tagged(h.to_b(ETH_IP4, plain[14:]), 5))
             counts = h.status("ta")["by_reason"]
             assert counts == {"up_not_ours": 4, "up_protocol": 2, "up_vlan": 1} and h.taken() == 0, counts
@@ -235,7 +237,8 @@ def test_an_xdp_dispatcher_is_recognised_and_left_alone():
     need_program("clang")
     with host() as h:
         source = h.folder / "dispatcher.c"
-        # What libxdp loads is called so; that it calls nothing here makes no difference to who finds it.
+        # What libxdp loads is called so; that it calls nothing here makes no difference to who
+        # finds it.
         source.write_text("int xdp_dispatcher(void *context) __attribute__((section(\"xdp\"), used));\n"
                           "int xdp_dispatcher(void *context) { return 2; }\n"
                           "char licence[] __attribute__((section(\"license\"), used)) = \"GPL\";\n")
@@ -285,7 +288,8 @@ class Monitor:
 
 def test_two_monitors_that_drive_taps_as_firecracker_does_lose_and_gain_nothing():
     with host() as h:
-        # As in docs/bypass.md: made and addressed beforehand, /30 each, the monitor opens them by name.
+        # As in docs/bypass.md: made and addressed beforehand, /30 each, the monitor opens them by
+        # name.
         for name, net in (("fc0", "172.16.0"), ("fc1", "172.16.1")):
             h.space.ip("tuntap", "add", name, "mode", "tap")
             h.space.ip("address", "add", f"{net}.1/30", "dev", name)

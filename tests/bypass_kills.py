@@ -105,7 +105,8 @@ def test_traffic_leaves_the_bypass_with_its_keeper_where_that_is_asked_for_and_s
 
             h.attach("ta", "tb", words=("--lease", "10000", "--mode", mode, "--if-controller-dies", "leave"))
             until("frames to be taken", taken)
-            # At once: however long it has run, frames are taken no longer than three seconds without it.
+            # At once: however long it has run, frames are taken no longer than three seconds
+            # without it.
             os.kill(h.status()["keeper"], signal.SIGKILL)
             begin = time.monotonic()
             # Single ones do so anyway, to ask the kernel again.

@@ -95,7 +95,8 @@ def test_the_keeper_goes_on_while_it_reads_a_large_ruleset():
         for n in range(3):
             h.rules("flush ruleset\n" + judging(20_000 + n))
             begin, gaps = time.monotonic(), []
-            # It is read while the controller tells that it is at work, and commands do not wait for it.
+            # It is read while the controller tells that it is at work, and commands do not wait for
+            # it.
             while h.status()["rules_fault"]:
                 at = time.monotonic()
                 h.attach()

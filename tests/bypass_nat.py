@@ -211,7 +211,8 @@ def test_translation_agrees_with_conntrack_under_churn():
             for port in ports:
                 line = re.search(rf"src={A} dst={NEAR} sport={port} .*?src={B} dst={FAR} sport=53 dport=(\d+)", table)
                 assert line and int(line[1]) == seen[port][1], (turn, port, seen[port], line)
-            # Half of them vanish, and others take their ports at B's side: the next sender must not be told for the old one.
+            # Half of them vanish, and others take their ports at B's side: the next sender must not
+            # be told for the old one.
             for port in list(ports)[::2]:
                 h.space.run("conntrack", "-D", "-p", "udp", "--orig-port-src", str(port), check=False)
             for port in list(ports)[::2]:

@@ -92,7 +92,8 @@ def test_what_a_process_judges_by_nfqueue_it_judges_frame_by_frame():
         for turn in range(1, 6):
             assert h.across(h.udp()) and h.across(h.udp(b"evil" * 5), seconds=0.2) is None
             assert queue.judged == before + 2 * turn and h.taken() == taken, (turn, queue.judged, h.status("ta"))
-        # Said of those that the verdict let go on the CPU that they came in by: on another nobody has a note of them.
+        # Said of those that the verdict let go on the CPU that they came in by: on another nobody
+        # has a note of them.
         until("the reason", lambda: h.across(h.udp()) and h.status("ta")["unlearned"].get("not_at_once"))
         # What no rule queues is taken, also where somebody listens.
         echoes = h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B)))
@@ -106,7 +107,8 @@ def tcx_program(space, interface, hook, verdict, flags=0, name=b"another"):
     if not has_tcx():
         raise Skip("this kernel has no tcx: others are filters here as ours are")
     counts = bpf(MAP_CREATE, struct.pack("<IIII", ARRAY, 4, 8, 1))
-    # if (skb->protocol == htons(ETH_P_IP)) { *(u32 *)(r10 - 4) = 0; r0 = lookup(counts, r10 - 4); if (r0) lock *(u64 *)r0 += 1; } return verdict
+    # if (skb->protocol == htons(ETH_P_IP)) { *(u32 *)(r10 - 4) = 0; r0 = lookup(counts, r10 - 4);
+    # if (r0) lock *(u64 *)r0 += 1; } return verdict
     code = [(0x61, 0x12, 16, 0), (0x55, 2, 9, socket.htons(0x0800)), (0x62, 10, -4, 0), (0xBF, 0xA2, 0, 0), (0x07, 2, 0, -4), (0x18, 0x11, 0, counts), (0, 0, 0, 0), (0x85, 0, 0, 1),
             (0x15, 0, 2, 0), (0xB7, 1, 0, 1), (0xDB, 0x10, 0, 0), (0xB7, 0, 0, verdict), (0x95, 0, 0, 0)]
     text = ctypes.create_string_buffer(b"".join(struct.pack("<BBhi", *instruction) for instruction in code))
@@ -196,7 +198,8 @@ def test_what_libxdp_loaded_stays_until_the_named_command():
             return subprocess.run([*inside(h.space, own_mounts=False), *words], capture_output=True, text=True, timeout=20 * SLOW,
                                   env=dict(os.environ, LIBXDP_BPFFS=str(pins)))
 
-        # Behind libxdp's dispatcher where the kernel replaces programs' functions, else by itself: whatever is there is named.
+        # Behind libxdp's dispatcher where the kernel replaces programs' functions, else by itself:
+        # whatever is there is named.
         made = run(loader, "load", "-m", "native", "-s", "xdp", "ta", str(programs(h)))
         if made.returncode:
             raise Skip(f"xdp-loader cannot attach a program here: {made.stderr.strip()}")
@@ -238,7 +241,8 @@ def test_a_filter_at_the_ingress_sees_every_frame_unless_it_need_not():
         until("a frame to be taken", is_taken)
         h.cli("detach")
         h.space.run("tc", "qdisc", "del", "dev", "ta", "clsact")
-        # One that comes later: the controller sees it, and until it goes again everything goes by it.
+        # One that comes later: the controller sees it, and until it goes again everything goes by
+        # it.
         h.attach(words=("--lease", "10000"))
         h.across(h.udp())
         assert h.across(h.udp()) and h.taken() == 1
@@ -257,7 +261,8 @@ def test_without_tcx_filters_that_were_there_see_every_frame_and_so_do_those_tha
     if has_tcx():
         raise Skip("this kernel has tcx, which is behind no filter (TOMBOLO_BYPASS_AS_OLD=1 does without)")
     with host() as h:
-        # Without its last word such a filter is the last to be asked, and frames that it matches stay on the kernel's path.
+        # Without its last word such a filter is the last to be asked, and frames that it matches
+        # stay on the kernel's path.
         add_filter(h, "ta", "ingress", "continue")
         done = h.attach(words=("--lease", "10000"))
         assert "ta: runs after u32, which was there before" in done.stderr, done
@@ -368,7 +373,8 @@ def test_several_bypasses_are_in_line_and_each_goes_without_the_other():
             assert h.across(h.udp())
             return one.taken() > before
 
-        # A program behind one's own is to see every frame, whatever its name: the first in line steps aside for the last, with its keeper.
+        # A program behind one's own is to see every frame, whatever its name: the first in line
+        # steps aside for the last, with its keeper.
         until("the first one's keeper to notice", lambda: "filters were added" in other.status("ta")["why"])
         until("the last one to take frames", lambda: takes(h))
         before = other.taken()

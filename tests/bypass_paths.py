@@ -24,7 +24,8 @@ from lib.tap import (ACK, ETH_ARP, ETH_IP4, ETH_IP6, GSO_ECN, GSO_TCPV4, GSO_TCP
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 A, B = "10.1.0.2", "10.2.0.2"
 A6, B6 = "fd01::2", "fd02::2"
-# How long a frame may take that arrives. The kernel forwards in its own time where the machine has much else to do.
+# How long a frame may take that arrives. The kernel forwards in its own time where the machine has
+# much else to do.
 ARRIVES_S = 20
 # chooser.rs: fewer whole frames a second do not have `auto` choose XDP.
 FEW_PER_S = 20_000
@@ -35,7 +36,8 @@ def has_tcx():
     """Whether the programs stand at tcx hooks; else they are filters behind a clsact qdisc."""
     if os.environ.get("TOMBOLO_BYPASS_AS_OLD") == "1":
         return False
-    # bpf(2), BPF_PROG_QUERY, of the loopback interface's tcx ingress; older kernels know no such hook.
+    # bpf(2), BPF_PROG_QUERY, of the loopback interface's tcx ingress; older kernels know no such
+    # hook.
     attributes = ctypes.create_string_buffer(struct.pack("<II", 1, 46), 128)
     return ctypes.CDLL(None).syscall(321, 16, attributes, len(attributes)) == 0
 
@@ -45,11 +47,13 @@ class Host:
 
     def __init__(self, folder, space):
         self.folder, self.space = folder, space
-        # How soon errors follow each other decides nothing. Older kernels have the last two for the whole machine: tests/kernels-init sets them there.
+        # How soon errors follow each other decides nothing. Older kernels have the last two for the
+        # whole machine: tests/kernels-init sets them there.
         space.run("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0")
         space.run("sysctl", "-qew", "net.ipv4.icmp_msgs_per_sec=1000000", "net.ipv4.icmp_msgs_burst=1000000")
         space.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1",
-                  # An address that is being checked for duplicates is a change of routes in the middle of a test.
+                  # An address that is being checked for duplicates is a change of routes in the
+                  # middle of a test.
                   "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
         self.a = Tap(space, "ta", "10.1.0.1/24", "fd01::1/64", mac=MAC_A, neighbours=(A, A6))
         self.b = Tap(space, "tb", "10.2.0.1/24", "fd02::1/64", mac=MAC_B, neighbours=(B, B6))
@@ -165,7 +169,8 @@ def frames(h):
     yield "tcp with a partial checksum", partial(34, 16), h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(**tcp, payload=b"part" * 50, partial=True)))
     yield "udp with a partial checksum", partial(34, 6), h.to_b(ETH_IP4, ipv4(A, B, UDP, udp4(b"part" * 50, partial=True)))
     for name, outer in (("without checksum", 0), ("with a checksum", 0x1234)):
-        # A tunnel's packet: what is unfinished is within, and UDP's own field does not tell. From flows of their own.
+        # A tunnel's packet: what is unfinished is within, and UDP's own field does not tell. From
+        # flows of their own.
         inner = ethernet(h.b.mac, h.a.mac, ETH_IP4, ipv4("10.9.0.1", "10.9.0.2", TCP, transport(TCP, "10.9.0.1", "10.9.0.2", 5, 6, b"in" * 40, partial=True)))
         vxlan = struct.pack("!HHHH", 5000 + bool(outer), 2000, 16 + len(inner), outer) + b"\x08" + bytes(7) + inner
         yield f"udp {name} around a partial one", partial(34 + 16 + 34, 16), h.to_b(ETH_IP4, ipv4(A, B, UDP, vxlan))
@@ -235,7 +240,8 @@ def test_taken_frames_are_the_kernels_with_a_firewall_that_tracks():
 def test_frames_that_xdp_takes_are_byte_for_byte_the_kernels_and_partial_and_large_ones_are_left_to_tcx():
     with host() as h:
         counts = compare(h, "xdp")
-        # Six kinds have unfinished checksums, in a packet within or the 60 KB one among them, and one has none.
+        # Six kinds have unfinished checksums, in a packet within or the 60 KB one among them, and
+        # one has none.
         assert counts["handed_partial"] + counts["handed_large"] == counts["taken_tcx"] >= 7, counts
         assert counts["taken_xdp"] >= 17, counts
 
@@ -324,7 +330,8 @@ def test_tunnels_that_carry_whole_and_unfinished_packets_in_turn_lose_no_mark_in
             body = head + ethernet(h.b.mac, h.a.mac, ETH_IP4, ipv4("10.9.0.1", "10.9.0.2", TCP, inner))
             start = 34 + 8 + len(head) + 34
             header = vnet_header(NEEDS_CSUM, start=start, offset=16) if partial else bytes(10)
-            # The outer checksum is right as soon as the inner one is finished (local checksum offload).
+            # The outer checksum is right as soon as the inner one is finished (local checksum
+            # offload).
             done = head + ethernet(h.b.mac, h.a.mac, ETH_IP4, ipv4("10.9.0.1", "10.9.0.2", TCP, transport(TCP, "10.9.0.1", "10.9.0.2", 5, 6, b"in" * 40, seq=seq)))
             outer = transport(UDP, A, B, sport, 4789, done)[:8]
             return header, h.to_b(ETH_IP4, ipv4(A, B, UDP, outer + body))
@@ -385,7 +392,8 @@ def test_auto_moves_a_tap_of_small_frames_to_xdp_and_back_for_segmentation_frame
                 raise Skip(f"this machine sends {sent / seconds:.0f} frames a second, and `auto` chooses XDP from {FEW_PER_S} on")
             raise AssertionError(h.status("ta"))
 
-        # The first second in a mode has frames of the one before, and a few segmentation frames in it are not held against XDP.
+        # The first second in a mode has frames of the one before, and a few segmentation frames in
+        # it are not held against XDP.
         load(120, lambda s: s["mode"] == "xdp" and s["by_reason"].get("taken_xdp") and s["for_ms"] > 3000)
         assert "whole frames" in h.status("ta")["why"]
         big = h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(TCP, A, B, 3000, 80, b"g" * 6000, partial=True)))
@@ -740,8 +748,9 @@ def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
             return h.status("ta")["learned"] == before
 
         until("the first frame of a flow not to be learned from", scan)
-        # The first frame of a flow is noted and the second one learned from. Where the table of notes is full, a coin decides whether a new note
-        # replaces an old one, so a few flows need more frames than three. The CPUs share the notes: each frame comes from another CPU.
+        # The first frame of a flow is noted and the second one learned from. Where the table of
+        # notes is full, a coin decides whether a new note replaces an old one, so a few flows need
+        # more frames than three. The CPUs share the notes: each frame comes from another CPU.
         needed, cpus = [], sorted(os.sched_getaffinity(0))
         for sport in range(900, 916):
             before, sent = h.taken(), 0

@@ -157,7 +157,8 @@ def test_rules_that_judge_each_frame_judge_each_frame():
         raise Skip(f"of {len(CASES)} kinds of rules {len(skipped)} are not known here: {skipped[0]}")
 
 
-# Rules that cannot judge UDP from A's port 1000 to B's port 2000, or that treat all its frames alike.
+# Rules that cannot judge UDP from A's port 1000 to B's port 2000, or that treat all its frames
+# alike.
 HARMLESS = [
     'iifname "tb" limit rate 1/hour drop',
     'oifname != "tb" limit rate 1/hour drop',
@@ -202,7 +203,8 @@ def test_established_connections_do_not_come_to_rules_behind_their_acceptance():
         seen = source(forward(h, UDP, 4000, 5300)[1])
         for _ in range(4):
             assert forward(h, UDP, 4000, 5300)
-        # As long as nobody has answered it is new, and `iifname "ta" accept` is what lets it pass, before the rule that judges.
+        # As long as nobody has answered it is new, and `iifname "ta" accept` is what lets it pass,
+        # before the rule that judges.
         assert h.taken() == 4, h.status("ta")
         assert answer(h, UDP, 53, seen)
         for _ in range(3):
@@ -321,7 +323,8 @@ def test_more_rules_than_there_are_filters_judge_all_the_same():
         h.rules(FORWARD % many)
         said = h.attach(words=LONG).stderr
         assert "40 more such rules" in said, said
-        # The filters cover more than the rules, so UDP is not taken at all, and what comes by no rule is.
+        # The filters cover more than the rules, so UDP is not taken at all, and what comes by no
+        # rule is.
         assert all(h.across(udp(h, b"good")) for _ in range(4)) and h.taken() == 0
         assert len(h.status()["judging_rules"]) == h.status()["judging_rules_total"] == 60
 

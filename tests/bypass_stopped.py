@@ -92,7 +92,8 @@ def test_no_flow_outlives_its_lease_while_the_keeper_is_stopped():
                 assert got
                 frames += 1
                 if got[1][:6] == mac_bytes(MAC_B):
-                    # Half a second for a machine that has much else to do between the clock and the frame.
+                    # Half a second for a machine that has much else to do between the clock and the
+                    # frame.
                     assert sent - begin < 3.5, f"{mode}: {sent - begin:.1f} s after the change"
                     old += 1
                 time.sleep(0.01)

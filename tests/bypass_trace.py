@@ -79,8 +79,8 @@ def test_a_trace_says_how_many_events_it_lost():
             with (h.folder / "out").open("w+") as out:
                 trace = subprocess.Popen([*command, *words], stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
                 until("the first line", lambda o=out: h.across(h.udp()) and os.fstat(o.fileno()).st_size)
-                # A reader that stands still for a moment, while more comes than the ring of 1 MiB holds. A slow machine needs longer for
-                # that than the reader has asked for events.
+                # A reader that stands still for a moment, while more comes than the ring of 1 MiB
+                # holds. A slow machine needs longer for that than the reader has asked for events.
                 frame, sent, before = bytes(10) + h.udp(), 0, h.status("ta")
                 while sent < 200_000:
                     trace.send_signal(signal.SIGSTOP)

@@ -303,7 +303,8 @@ def guesses_are_harmless(kind, rules, patterns):
             expected = guess(kernel, True)
             assert kernel.lasts() and not all(expected), kernel.entry()
             expected_a = guess(kernel, False)
-            # Of what comes from both sides and is invalid the kernel makes something: it lowers the timeout.
+            # Of what comes from both sides and is invalid the kernel makes something: it lowers the
+            # timeout.
             assert kernel.entry()[0] == "ESTABLISHED" and not all(expected_a), kernel.entry()
             attach(h)
             talk = kind(h, 3001)
@@ -323,7 +324,8 @@ def guesses_are_harmless(kind, rules, patterns):
             assert talk.entry()[0] == "FIN_WAIT", talk.entry()
 
 
-# Together with PSH and the bits of ECN, which conntrack leaves out of account, each of them is as unknown to it.
+# Together with PSH and the bits of ECN, which conntrack leaves out of account, each of them is as
+# unknown to it.
 UNKNOWN_ENDS = (FIN, FIN | URG, SYN | FIN | ACK, SYN | RST | ACK, FIN | RST | ACK, RST | URG, RST | ACK | URG, FIN | PSH)
 
 
@@ -591,7 +593,8 @@ def test_without_the_keeper_connections_go_back_to_the_kernel_and_last():
             pattern(talk)
             assert h.taken() == before and h.status("ta")["unlearned"]["not_kept"] > 0, h.status("ta")
             if pattern in (bulk, both_ways):
-                # More than a window was sent since conntrack saw a frame. It follows again once it is told where the two are.
+                # More than a window was sent since conntrack saw a frame. It follows again once it
+                # is told where the two are.
                 assert talk.entry()[0] == "ESTABLISHED" and talk.entry()[1] > UNACKNOWLEDGED_S - 60, talk.entry()
                 attach(h)
                 until("the entry to last", talk.lasts)

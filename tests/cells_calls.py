@@ -34,7 +34,8 @@ def test_a_peer_of_another_hand_is_served_on_each_machine_and_device():
             for n in range(200):
                 assert peer.call(f"{n} + 1".encode(), left_ns=10**10) == (SERVED, 0, str(n + 1).encode())
             assert peer.call(b"six") == (SERVED, 1, b'expected "A + B", with + - * or /')
-            # Sixty-four at a time, in the order of their deadlines: the last one asked is due first.
+            # Sixty-four at a time, in the order of their deadlines: the last one asked is due
+            # first.
             with_deadline = [peer.ask(b"1 + 1", left_ns=(100 - n) * 10**9) for n in range(64)]
             order = [peer.answer()[0] for _ in with_deadline]
             assert sorted(order) == sorted(with_deadline)

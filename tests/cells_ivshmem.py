@@ -109,7 +109,8 @@ def offloads_are_carried(machine, kind):
             peer.send(syn(peer, mac, port, sum_of), offload=offload)
             return peer.listen(lambda frame: frame[12:14] == b"\x08\x00" and frame[23] == 6 and frame[34:38] == struct.pack("!HH", 7, port), seconds)
 
-        # A sum that is left to do, as in a header's golden bytes; a whole one; a wrong one, which nobody vouches for.
+        # A sum that is left to do, as in a header's golden bytes; a whole one; a wrong one, which
+        # nobody vouches for.
         answer = answered(40001, lambda pseudo, _: ~checksum(pseudo) & 0xffff, left_undone)
         assert answer and answer[47] & 0x12 == 0x12, "no SYN-ACK"
         assert peer.last_header == left_undone, peer.last_header.hex()
@@ -170,7 +171,8 @@ def peer_that_resets_in_the_middle(machine, kind):
         talk(peer)
         mac = peer.resolve(CELL)
         for life in range(5):
-            # Descriptors and an index that are ahead of any frame; requests that nobody will take the answers to.
+            # Descriptors and an index that are ahead of any frame; requests that nobody will take
+            # the answers to.
             for _ in range(life * 7):
                 peer.send(peer.frame(mac, 0x0800, os.urandom(100)))
             region.u32(peer.own + 16 * (peer.sent % peer.ring.num)).value = 0xdeadbeef
@@ -230,7 +232,8 @@ def hostile_words(machine, kind):
                 peer.notify(0)
                 time.sleep(0.01)  # the span in which the cell looks; one that does not mind shows nothing of it
                 assert guest.alive(), guest.tail()
-                # The cell may be down by now, or not have minded; a peer that begins again finds it.
+                # The cell may be down by now, or not have minded; a peer that begins again finds
+                # it.
                 peer.set_state(RESET)
                 until(f"the cell follows after word {number} = {value:#x}", lambda: peer.peer_state < READY, every=0.001)
                 peer.wait_run()
@@ -265,7 +268,8 @@ def test_junk_in_every_word_of_the_header():
                     assert why, f"word {word} = {value:#x}: no reason given\n{guest.tail()}"
                     refused.append(word)
                 else:
-                    # Words that do not matter: vectors of a plain device, the address, the MTU, bytes of the name.
+                    # Words that do not matter: vectors of a plain device, the address, the MTU,
+                    # bytes of the name.
                     assert word in (5, 16, 17) or 18 <= word, f"word {word} = {value:#x} was taken\n{guest.tail()}"
             region.close()
     assert set(range(3)) <= set(refused) and {4, 6, 8, 12, 14} <= set(refused), refused
@@ -312,7 +316,8 @@ def idle(machine, kind):
     """A quiet cell sleeps: with doorbell altogether, without it looks five times a second."""
     with network(machine, kind) as (peer, _region, _server, guest):
         talk(peer)
-        # Left out of the spans that are measured: what the stack says at its start, and the looks until they are seldom.
+        # Left out of the spans that are measured: what the stack says at its start, and the looks
+        # until they are seldom.
         time.sleep(5)
         until_idle("a quiet cell", lambda: nanoseconds(guest) / 1e9, 0.002 if kind == "doorbell" else 0.01, span_s=3)
 
@@ -443,6 +448,7 @@ def test_mesh_finds_the_other_cell_and_is_quiet_then():
     with two_cells_on_a_network("microvm", "doorbell", "mesh", "mesh", words, memory_mib=16, server_words=words) as guests:
         for guest in guests:
             guest.wait_line(lambda line: line.startswith("@mesh all 1 of 1 in "))
-        # The stack's own timers (router solicitations) have all run by the time that a cell is this old, and none is to keep it awake.
+        # The stack's own timers (router solicitations) have all run by the time that a cell is this
+        # old, and none is to keep it awake.
         time.sleep(max(0, OLD_S - (time.monotonic() - guests[0].started)))
         until_idle("two quiet cells", lambda: sum(map(nanoseconds, guests)) / 1e9, 0.03, span_s=3)

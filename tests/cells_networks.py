@@ -156,8 +156,9 @@ def test_answers_to_far_hosts_leave_by_the_router_of_the_network_they_came_from(
             guest.kill()
 
 
-# A router of one interface: answers each solicitation, as RFC 4861 has it, with the options that its arguments give. For each line of its input
-# it sends an advertisement to all nodes: "LIFETIME VALID [MTU]"; without an MTU it has no such option.
+# A router of one interface: answers each solicitation, as RFC 4861 has it, with the options that
+# its arguments give. For each line of its input it sends an advertisement to all nodes: "LIFETIME
+# VALID [MTU]"; without an MTU it has no such option.
 ROUTER = """
 import select, socket, struct, sys
 name, prefix, server = sys.argv[1:4]
@@ -283,7 +284,8 @@ def test_a_cell_sends_no_larger_packets_than_a_router_says():
         until("an echo", lambda: pings6(space, SLAAC), PATIENCE_S)
         assert segments(space, socket.AF_INET6, SLAAC) == (1240, 1300)
         assert segments(space, socket.AF_INET, "10.86.0.10")[0] == 1260
-        # What no link of IPv6 has is ignored, and the device's own is the most. Addresses and routes stay.
+        # What no link of IPv6 has is ignored, and the device's own is the most. Addresses and
+        # routes stay.
         router.send("1800 7200 900\n")
         router.wait_line(lambda line: "advertised 1800 7200 900" in line, PATIENCE_S)
         router.send("1800 7200 1280\n")
@@ -374,6 +376,7 @@ class RawIcmp6:
 @timeout(300)
 def test_a_cell_pings_a_host_by_its_ipv6_address():
     with cell_and_router("ping", "ip=none host=fd86::1 count=5") as (_, _, guest):
-        # The first requests may come before its address is there: of the link alone it answers those too.
+        # The first requests may come before its address is there: of the link alone it answers
+        # those too.
         line = guest.wait_line(lambda line: "ping fd86::1" in line, PATIENCE_S)[1]
         assert int(re.search(r"(\d+) received", line)[1]) >= 1, line

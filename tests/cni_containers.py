@@ -120,7 +120,8 @@ def test_addresses_rates_and_faults_of_the_runtime():
             assert "10.236.1.77" in refused(100, cni, "ADD", "d", path(two), runtimeConfig={"ips": ["10.236.1.77"]})
             assert "eth0" not in two.ip("link")
             refused(100, cni, "ADD", "d", path(two), runtimeConfig={"ips": ["10.99.0.1"]})
-        # Of a flood a container is given its rate and no more: a datagram of 1000 bytes 4000 times is 32 Mbit.
+        # Of a flood a container is given its rate and no more: a datagram of 1000 bytes 4000 times
+        # is 32 Mbit.
         with Namespace() as two:
             target = cni("ADD", "d", path(two))["ips"][0]["address"].split("/")[0]
             text = f"import socket\ns=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\nfor _ in range(4000): s.sendto(bytes(1000),('{target}',9))"
@@ -238,7 +239,8 @@ def test_a_container_cannot_keep_its_fabric_from_starting():
         mac = addresses(one)[1]["address"]
         for again, kind in enumerate(("veth", "tap"), 1):
             f.kill()
-            # One has another device in the place of its own, with its MAC address; one has opened its own.
+            # One has another device in the place of its own, with its MAC address; one has opened
+            # its own.
             one.ip("link", "del", "eth0")
             if kind == "veth":
                 one.ip("link", "add", "eth0", "address", mac, "type", "veth", "peer", "name", "other")
@@ -358,7 +360,8 @@ def await_waiting(pid):
 def test_an_add_whose_runtime_or_namespace_went_while_it_waited_adds_nothing():
     with fabric() as f, Namespace() as one, scratch() as folder:
         cni = Cni(f, "1.1.0")
-        # Whoever would read its answer has gone. DEL waits as well, and does not find what comes after it.
+        # Whoever would read its answer has gone. DEL waits as well, and does not find what comes
+        # after it.
         with other_calls_under_way(f):
             unread = cni.start("ADD", "c1", path(one))
             await_waiting(unread.pid)
@@ -497,7 +500,8 @@ def test_rules_lose_the_name_of_a_container_that_ends_and_what_was_changed_stays
         cni("ADD", "c2", path(two), args="K8S_POD_NAME=db")
         f.cli("rule", "add", "deny", "--from", "web", "--to", "db", "--protocol", "tcp", "--port", "22")
         f.cli("rule", "add", "deny", "--from", "db", "--protocol", "tcp", "--port", "23")
-        # What a rule names is no port for `port del` while its container runs; nothing else keeps a container from ending.
+        # What a rule names is no port for `port del` while its container runs; nothing else keeps a
+        # container from ending.
         cni("DEL", "c1", path(one))
         assert set(cni.ports()) == {"db"}
         changes = json.loads(f.cli("config", "--json").stdout)["changes"]
@@ -518,7 +522,8 @@ def test_rules_lose_the_name_of_a_container_that_ends_and_what_was_changed_stays
         assert "rule" not in changes and "db" not in str(changes), changes
         told = losses(f)
         assert len(told) == 2 and told[1]["kind"] == "recovery" and 'container "db" has ended' in told[1]["text"], told
-        # Neither has the daemon them in memory, where the next container would be checked against them.
+        # Neither has the daemon them in memory, where the next container would be checked against
+        # them.
         cni("ADD", "c3", path(one), args="K8S_POD_NAME=web")
         assert "rule_0" not in f.status()["networks"][0]["counters"], f.status()["networks"][0]["counters"]
         cni("ADD", "c4", path(two), args="K8S_POD_NAME=ids")
@@ -558,7 +563,8 @@ def test_containers_stay_on_the_network_when_their_daemon_is_stopped_or_replaced
             assert f.process.wait(60 * SLOW) == 0, f.process.tail()
 
         def helpers():
-            # Without the shell that runs it, a program of the daemon has the folder among its words.
+            # Without the shell that runs it, a program of the daemon has the folder among its
+            # words.
             own = [entry for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
             return [int(pid) for pid in own if f"{f.folder}/run" in cmdline(pid)]
 
@@ -681,7 +687,8 @@ def test_two_hundred_containers_come_and_go_in_parallel_and_leave_nothing():
             print(f"{count} containers up in {added:.1f} s, {at_once} at a time")
             status = f.status()
             assert len(status["ports"]) == before[0] and not status["networks"][0]["leases"], status["networks"][0]["leases"]
-            # The daemon forgets the processes that called it at a later call: it keeps a pidfd of each for a second.
+            # The daemon forgets the processes that called it at a later call: it keeps a pidfd of
+            # each for a second.
             descriptors = lambda: f.status() and len(os.listdir(f"/proc/{f.process.popen.pid}/fd"))  # noqa: E731
             until("no descriptor is left", lambda: descriptors() <= before[1] + 4, 60, every=2)
             left = {n: found for n in range(count) if (found := links(f"{prefix}{n}")) != fresh}
@@ -776,7 +783,8 @@ def test_podman_runs_containers_on_the_fabric():
         f.kill()
         f.start()
         until("the port leads there after a crash", lambda: http(outside, "http://198.51.100.2:8099/") == "from podman\n", 60)
-        # It may be stopped and replaced, as kubelet does it. The kernel looks for another user of the link-local address each time.
+        # It may be stopped and replaced, as kubelet does it. The kernel looks for another user of
+        # the link-local address each time.
         show = lambda: engine("exec", "web", "ip", "address", "show", "dev", "eth0").stdout.replace(" tentative", "")  # noqa: E731
         shown = show()
         for how in ("SIGTERM", "SIGUSR2", "a handover"):
@@ -816,7 +824,8 @@ def test_podman_without_root_runs_containers_on_a_fabric_of_its_user():
                 said = podman("run", "--rm", "--network", "pods", "localhost/bb:1", "sh", "-c", f"ip address show eth0; ping -c 1 -W 5 one.{name}.internal").stdout
                 assert "inet 10.237." in said and "inet6 fd" in said and "1 packets received" in said, said
                 until("the second one's port is gone", lambda: ports() == {"one": True}, 30)
-                # Its daemon is killed, and the next one has it. `podman unshare` is between this test and the daemon.
+                # Its daemon is killed, and the next one has it. `podman unshare` is between this
+                # test and the daemon.
                 podman.run(podman.words("kill", "-9", json.loads((folder / "run" / name / "owner.json").read_text())["pid"]))
                 until("the daemon has ended", lambda: daemon.popen.poll() is not None, 30)
                 with Process(podman.inside(tombolo, "up", RootlessPodman.HOME / "pods.toml"), name="next") as following:
@@ -930,7 +939,8 @@ def test_a_microvm_whose_tap_has_a_name_of_its_own_is_known_by_the_name_of_its_i
         # GC's list has CNI_IFNAME: the virtual machine that lives stays.
         vms("GC", **{"cni.dev/valid-attachments": [{"containerID": "vm1", "ifname": "eth0"}]})
         assert set(vms.ports()) == {"vm1"}
-        # CHECK and DEL need no argument. A second ADD, as after a kill, replaces the tap though it has another name.
+        # CHECK and DEL need no argument. A second ADD, as after a kill, replaces the tap though it
+        # has another name.
         vms("CHECK", "vm1", path(one), prevResult=result)
         again = vms("ADD", "vm1", path(one), args="TC_REDIRECT_TAP_NAME=tap9")
         assert again["interfaces"][1]["mac"] == result["interfaces"][1]["mac"] and set(vms.ports()) == {"vm1"}
@@ -1037,7 +1047,8 @@ def test_what_a_container_receives_has_its_rate():
         def received():
             return int(one.run("cat", "/sys/class/net/eth0/statistics/rx_bytes").stdout)
 
-        # 40 Mbit in datagrams of 1000 bytes, of which the container gets what its rate lets through, and no less.
+        # 40 Mbit in datagrams of 1000 bytes, of which the container gets what its rate lets
+        # through, and no less.
         flood = f"import socket\ns=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\nfor _ in range(5000): s.sendto(bytes(1000),('{of(limited, 0)}',9))"
         before, began = received(), time.monotonic()
         two.run("python3", "-c", flood)
@@ -1362,7 +1373,8 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
         cni("CHECK", "c1", path(one), prevResult=result, **config)
         more = {"runtimeConfig": {"portMappings": [{"hostPort": 9999, "containerPort": 9}]}}
         assert "9999" in refused(101, cni, "CHECK", "c1", path(one), prevResult=result, **more)
-        # Taken by another container, by a program of the host, and of an address that the host has not.
+        # Taken by another container, by a program of the host, and of an address that the host has
+        # not.
         said = refused(100, cni, "ADD", "c2", path(two), **config)
         assert said.startswith("runtimeConfig.portMappings: ") and "found tcp 0.0.0.0:8080, which leads to c1:80" in said, said
         assert "forward[" not in said, f"{said}: the runtime wrote no forward"
@@ -1454,7 +1466,8 @@ def test_apply_keeps_the_port_mappings_of_containers():
                   " while True: threading.Thread(target=serve, args=s.accept()[:1], daemon=True).start()")
         stack.enter_context(Process(["python3", "-c", server], name="server", netns=one))
         until("the mapping leads to the container", lambda: listens(outside, "198.51.100.2", "8080"), 30)
-        # A connection through the mapping goes on while the file changes under it: one member and one forward more, then fewer.
+        # A connection through the mapping goes on while the file changes under it: one member and
+        # one forward more, then fewer.
         talk = stack.enter_context(Process(["busybox", "nc", "198.51.100.2", "8080"], name="talk", netns=outside, stdin=True))
         talk.wait_line(lambda line: line == "from the container", 30)
         more = f'[tap.extra]\nnetns = "{path(two)}"\nip = "10.236.1.9"\n[[forward]]\nlisten = "0.0.0.0:9000"\nto = "extra:80"\n'

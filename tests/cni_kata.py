@@ -130,7 +130,8 @@ def test_a_virtual_machine_ends_with_its_namespace_though_another_has_the_path_w
         subprocess.run(["ip", "netns", "add", str(pod)], check=True)
         f.start()
         assert set(vms.ports()) == {"vm2"}
-        # The record goes on from daemon to daemon, and a name that is used again is of the new namespace.
+        # The record goes on from daemon to daemon, and a name that is used again is of the new
+        # namespace.
         vms("ADD", "vm1", path(pod))
         f.kill()
         f.start()
@@ -211,7 +212,8 @@ def test_a_virtual_machine_goes_with_its_namespace_and_gc_removes_its_file():
         until("the port goes with the namespace", lambda: set(vms.ports()) == {"stays"}, 60)
         vms("GC", **{"cni.dev/valid-attachments": [{"containerID": "stays", "ifname": "eth0"}]})
         assert [file.name for file in dans.iterdir()] == ["stays.json"]
-        # What is there of another plugin stays, and a second network of the sandbox has its place beside it.
+        # What is there of another plugin stays, and a second network of the sandbox has its place
+        # beside it.
         other = {"name": "net1", "device": {"type": "vfio", "pci_device_id": "0000:85:02.5"}}
         (dans / "s4.json").write_text(json.dumps({"devices": [other]}))
         vms("ADD", "s4", path(stays), "eth1")

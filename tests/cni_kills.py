@@ -88,7 +88,8 @@ def test_a_kill_of_the_plugin_or_the_daemon_leaves_nothing_after_del_or_the_end_
                         assert inside == ["lo"], (what, inside)
                         assert what_is_left(f, outside, dans) == {**before, "namespaces": sorted([*before["namespaces"], str(space)])}, what
                 if not ends_by_del and kind == "vhost-user":
-                    # The daemon forgets the port; the file and the socket are the plugin's to remove, by GC.
+                    # The daemon forgets the port; the file and the socket are the plugin's to
+                    # remove, by GC.
                     until(f"the port goes: {what}", lambda: not cni.ports(), 60)
                     age(dans)
                     cni("GC", **{"cni.dev/valid-attachments": []})

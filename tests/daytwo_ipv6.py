@@ -133,7 +133,8 @@ def test_linux_configures_itself_and_finds_names_and_down_withdraws():
         assert spaces["client"].answers(own)
         [network] = fabric.status()["networks"]
         assert network["counters"]["router_solicitations"] >= 1, network["counters"]
-        # `down` withdraws; a host that stays on the link hears it before the port is gone. Watched in the namespace of a tap.
+        # `down` withdraws; a host that stays on the link hears it before the port is gone. Watched
+        # in the namespace of a tap.
         with Inside(space):
             watch = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86DD))
             watch.bind(("auto", 0))
@@ -285,7 +286,8 @@ def test_an_address_that_was_claimed_before_it_is_listed_for_another_port_is_los
         prefix = ipaddress.IPv6Network(f"{automatic(spaces['rogue'], 'rogue')}/64", strict=False)
         automatic(spaces["auto"], "auto")
         web_mac = "02:54:00:00:66:77"
-        # The rogue neighbour takes an address that nobody has, and the one that a later MAC address would show.
+        # The rogue neighbour takes an address that nobody has, and the one that a later MAC address
+        # would show.
         shown = ipaddress.IPv6Address(prefix.network_address.packed[:8] + ipaddress.IPv6Address(local(web_mac)).packed[8:])
         taken = [prefix[0x7777], shown]
         for address in taken:

@@ -129,7 +129,8 @@ def test_a_vm_reads_and_writes_each_of_its_disks():
                 console.run("echo written in the guest | dd of=/dev/vdb bs=512 seek=4 conv=fsync 2>/dev/null")
                 written = disks[1].read_bytes()[4 * 512:].split(b"\0")[0]
                 assert written == b"written in the guest\n", written
-                # What QEMU has locked is no fault of the fabric whose machine has it, but one of every other's.
+                # What QEMU has locked is no fault of the fabric whose machine has it, but one of
+                # every other's.
                 assert "no faults" in fabric.cli("check", fabric.file).stdout
                 other = fabric.folder / "other.toml"
                 other.write_text(fabric.file.read_text().replace(f'name = "{fabric.name}"', 'name = "other"').replace("[network.lan]", '[network.lan]\nsubnet = "10.213.0.0/24"'))

@@ -185,7 +185,8 @@ def test_prometheus_reads_a_fabric_and_evaluates_every_rule_and_every_panel():
             # Labels of the variables.
             assert api(where, "label/instance/values", **{"match[]": "tombolo_info"}) == ["demo"]
             assert set(api(where, "label/port/values", **{"match[]": 'tombolo_port_up{network=~"lan"}'})) >= {"web", "guest"}
-            # A fabric that is gone is told, and one that comes back is read again, by the same server.
+            # A fabric that is gone is told, and one that comes back is read again, by the same
+            # server.
             fabric.cli("down")
             until("the pending alert", lambda: "TomboloFabricDown" in [alert["labels"]["alertname"] for alert in api(where, "alerts")["alerts"]])
             fabric.start()

@@ -73,7 +73,8 @@ def test_what_happened_overnight_is_told_also_after_a_crash_and_when_the_fabric_
         assert expected <= set(kinds(before, "web")), before
         assert any(event["kind"] == "lease" and "10.236.0.20" in event["text"] for event in before), before
         assert time.time() * 1000 - before[-1]["unix_ms"] < 60_000
-        # The daemon is killed, and the next one goes on with the same numbers. A thread writes them, for which nothing waits.
+        # The daemon is killed, and the next one goes on with the same numbers. A thread writes
+        # them, for which nothing waits.
         last = f'"id":{before[-1]["id"]},'
         until("the last one on the disk", lambda: any(last in file.read_text() for file in fabric.folder.rglob("events.jsonl")))
         fabric.kill()
@@ -111,7 +112,8 @@ def test_logs_are_merged_by_time_and_followed():
         # Its time may differ: the list may have been made before the daemon saw the line.
         text = first[0].split("  ", 1)[1]
         follower.wait_line(lambda line: text in line, 30)
-        # Its new console has times of its own, after those of the other, which has said what it says.
+        # Its new console has times of its own, after those of the other, which has said what it
+        # says.
         seen = [""]
         until("db's console to rest", lambda: seen.append(fabric.cli("logs", "db").stdout) or seen[-1] == seen[-2] != "", every=0.25)
         restarted_ms = time.time() * 1000
@@ -121,7 +123,8 @@ def test_logs_are_merged_by_time_and_followed():
             found := [json.loads(line) for line in fabric.cli("logs", "--json").stdout.splitlines()],
             {line["member"] for line in found} >= {"web", "db"})[1] and found)
         assert lines == sorted(lines, key=lambda line: line["unix_ms"])
-        # Whole seconds would put the daemon's lines before those that a console had said earlier in the same second.
+        # Whole seconds would put the daemon's lines before those that a console had said earlier in
+        # the same second.
         assert any(line["unix_ms"] % 1000 for line in lines if line["member"] == "daemon"), lines
         of_web = [line["unix_ms"] for line in lines if line["member"] == "web"]
         of_db = [line["unix_ms"] for line in lines if line["member"] == "db"]
@@ -214,7 +217,8 @@ def test_a_validator_of_others_accepts_the_answers():
         schema = {"$ref": "#/components/schemas/Fault", "components": document["components"]}
         jsonschema.Draft202012Validator(schema).validate(fault)
         assert status == 404 and "there are: db, web" in fault["error"], fault
-        # A schema that asks for more than there is refuses: the validator looks at what it is given.
+        # A schema that asks for more than there is refuses: the validator looks at what it is
+        # given.
         strict = {"$ref": "#/components/schemas/Status", "required": ["nothing"], "components": document["components"]}
         assert not jsonschema.Draft202012Validator(strict).is_valid(fabric.ask("GET", "/v1/status")[1])
 

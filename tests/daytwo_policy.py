@@ -54,7 +54,8 @@ while True:
             key.fileobj.close()
 """
 
-# One line "open" once connected; then every line that is read goes there and back, or ends it with "lost".
+# One line "open" once connected; then every line that is read goes there and back, or ends it with
+# "lost".
 CLIENT = """
 import socket, sys
 try:
@@ -84,7 +85,8 @@ while True:
         print(socket.inet_ntoa(frame[26:30]), source, socket.inet_ntoa(frame[30:34]), target, flush=True)
 """
 
-# Sends datagrams of 1000 bytes to an address for some seconds, every 0.8 ms (10 Mbit/s), with a DSCP; prints how many.
+# Sends datagrams of 1000 bytes to an address for some seconds, every 0.8 ms (10 Mbit/s), with a
+# DSCP; prints how many.
 SENDER = """
 import socket, sys, time
 out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -192,7 +194,8 @@ def test_rules_that_change_are_in_force_for_connections_that_exist():
             report = json.loads(fabric.cli("apply", "--json").stdout)
             assert [change["section"] for change in report["changes"]] == ["policy"], report
             assert echoes(), "it is allowed as before"
-            # The daemon knows nothing of the connection afterwards; the next frame of its opener makes it known.
+            # The daemon knows nothing of the connection afterwards; the next frame of its opener
+            # makes it known.
             fabric.process.kill()
             fabric.start()
             assert echoes(), "a daemon that was killed costs no connection"
@@ -255,7 +258,8 @@ def test_a_limit_of_a_class_holds_for_frames_that_are_marked_so_and_for_no_other
             counter.kill()
             counter.wait()
         got_urgent, got_normal = map(int, counted.split())
-        # 2 Mbit/s of frames of 1042 bytes, and the burst. A busy machine sends for longer than it says.
+        # 2 Mbit/s of frames of 1042 bytes, and the burst. A busy machine sends for longer than it
+        # says.
         most = (2e6 * (seconds + 3) + 20_000) / 8 / 1042
         assert urgent > 2 * most and 0.5 * most / 2 < got_urgent <= most, (urgent, got_urgent, most)
         assert got_normal > 0.95 * normal, (normal, got_normal)

@@ -63,7 +63,8 @@ def test_the_schema_takes_every_example():
     schema = json.loads(SCHEMA.read_text())
     named = [(path.name, path.read_text()) for path in sorted((ROOT / "examples").glob("*.toml"))]
     assert len(named) >= 6
-    # Of the docs, what has a section of a fabric file; experiments of the lab and Cargo.toml are TOML too.
+    # Of the docs, what has a section of a fabric file; experiments of the lab and Cargo.toml are
+    # TOML too.
     words = set(schema["properties"])
     read = []
     for name, text in [*named, *in_docs()]:

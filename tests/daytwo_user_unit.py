@@ -13,7 +13,8 @@ from lib.fabric import PROGRAM
 from lib.guest import CellGuest
 from lib.systemd import Manager
 
-# A user without any rights that every Debian has (base-passwd); systemd starts services of known users only.
+# A user without any rights that every Debian has (base-passwd); systemd starts services of known
+# users only.
 UID = pwd.getpwnam("games").pw_uid
 TEMPLATE, UNIT = "tombolo@.service", "tombolo@demo.service"
 USER_MANAGER = f"user@{UID}.service"

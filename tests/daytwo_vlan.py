@@ -36,7 +36,8 @@ __attribute__((section("in"), used)) int untag(struct __sk_buff *skb) {
 char _license[] __attribute__((section("license"), used)) = "GPL";
 """
 
-# Answers one connection after the other: takes all that comes, and says how many bytes and what sum they were.
+# Answers one connection after the other: takes all that comes, and says how many bytes and what sum
+# they were.
 SINK = """
 import hashlib, socket
 listener = socket.create_server(("", 5000))
@@ -148,7 +149,8 @@ def test_members_of_one_vlan_exchange_and_others_are_apart():
         reaches(spaces["t"], "a")
         reaches(spaces["b"], "t")
         assert not spaces["t"].pings(ADDRESS["c"], seconds=2)
-        # A stack sends segments of 64 KiB with the checksum left to others, which get a tag here and lose it there.
+        # A stack sends segments of 64 KiB with the checksum left to others, which get a tag here
+        # and lose it there.
         for source, target in (("a", "t"), ("t", "a")):
             sink = Process([sys.executable, "-c", SINK], name=f"sink-{target}", netns=spaces[target])
             try:

@@ -152,7 +152,8 @@ def test_who_has_no_session_gets_nothing():
         check(page.ask("GET", "/api/console?machine=..%2F..%2Fdown", **session)[0] == 404, "a name is no path")
         wrong = page.ask("POST", "/api/capture?id=0123456789&kind=networks&name=lan&filter=nonsense&seconds=1", b"", Origin=own, **session)
         check(wrong[0] == 400 and b"nonsense" in wrong[2], wrong)
-        # Clients that hold their connections and say nothing, as any user of the machine can: the fabric and its other clients go on.
+        # Clients that hold their connections and say nothing, as any user of the machine can: the
+        # fabric and its other clients go on.
         address, port = page.host.split(":")
         held = [socket.create_connection((address, int(port)), 10) for _ in range(80)]
         started = time.monotonic()
@@ -168,7 +169,8 @@ def test_who_has_no_session_gets_nothing():
         for one, _ in streams:
             one.close()
         until("places again", lambda: b" 200 " in _closing(_opened(page, "/api/console?machine=web", session)), 30)
-        # A capture's place comes back with its connection, not when its time is over (10 s for a file that no browser wants).
+        # A capture's place comes back with its connection, not when its time is over (10 s for a
+        # file that no browser wants).
         for attempt in range(5):
             captures = [_capturing(page, session, own, f"{attempt}{n:07}") for n in range(16)]
             check(all(b" 200 " in head for _, head in captures), [head for _, head in captures])
@@ -358,7 +360,8 @@ def test_the_page_shows_a_fabric_as_it_moves_and_by_keys_alone():
                 found = browser.run(axe.read_text() + "; return axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']}).then((r) => r.violations.map((v) => [v.id, v.nodes.map((n) => n.html + n.failureSummary).slice(0, 4)]))")
                 check(found == [], f"{name} {scheme}: {json.dumps(found, indent=1)}")
         browser.scheme("light")
-        # The daemon goes, and the page says so; a machine of the fabric that is up again is shown again.
+        # The daemon goes, and the page says so; a machine of the fabric that is up again is shown
+        # again.
         fabric.kill()
         browser.wait("a word about it", "return !document.getElementById('fault').hidden")
         fabric.start()

@@ -103,7 +103,8 @@ def test_captures_that_are_not_read_share_a_bounded_memory():
         lost = fabric.port("ear")["counters"]["capture_lost"]
         assert lost > 0
 
-        # A small frame finds room. After ten seconds in which nobody reads, what waits is given up, and no more is taken.
+        # A small frame finds room. After ten seconds in which nobody reads, what waits is given up,
+        # and no more is taken.
         def small_frame_is_taken():
             before = fabric.port("ear")["counters"]
             peer.send(frame[:60])

@@ -59,7 +59,8 @@ def test_vhost_user_is_not_held_up_by_a_file_system_that_never_answers():
         region = struct.pack("<IIQQQQ", 1, 0, 0, 1 << 20, 0x7F00_0000_0000, 0)
         slot = struct.pack("<QQQQQ", 0, 0, 1 << 20, 0x7F00_0000_0000, 0)
         bad, good = folder / "bad.sock", folder / "good.sock"
-        # Where one belongs, where an eventfd belongs, where none belongs, and with a message that means nothing.
+        # Where one belongs, where an eventfd belongs, where none belongs, and with a message that
+        # means nothing.
         attacks = [message(SET_MEM_TABLE, region), message(ADD_MEM_REG, slot), message(SET_VRING_KICK, bytes(8)),
                    message(SET_VRING_CALL, bytes(8)), message(GET_FEATURES), bytes(12)]
 
@@ -73,7 +74,8 @@ def test_vhost_user_is_not_held_up_by_a_file_system_that_never_answers():
                 send_and_see_the_end(bad, message(GET_FEATURES), [fds[0]])
 
         files.attack(attack)
-        # The first ones hold up a thread each or wait for it; what there is no room for was discarded by the kernel.
+        # The first ones hold up a thread each or wait for it; what there is no room for was
+        # discarded by the kernel.
         held = fabric.status()["descriptors"]["held"]
         assert len(attacks) <= held <= 64, f"{held} descriptors wait to be closed"
         assert features(good)

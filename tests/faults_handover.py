@@ -58,7 +58,8 @@ kind = "stream"
 WEB, MEM, PEER = "10.233.0.20", "10.233.0.21", "10.233.0.30"
 PEER_MAC = "02:00:00:00:aa:01"
 PATIENCE_S = 120
-# What a busy machine of two cores may add to a gap: the tests look for lost connections, `./x handover` measures.
+# What a busy machine of two cores may add to a gap: the tests look for lost connections, `./x
+# handover` measures.
 BUSY_S = 3
 
 
@@ -284,7 +285,8 @@ def test_vhost_user_guests_go_on_after_a_crash_without_connecting_again():
         for _ in range(2):
             fabric.kill()
             fabric.start()
-            # QEMU tries once a second; the port is up when the daemon stands, since its connection never ended.
+            # QEMU tries once a second; the port is up when the daemon stands, since its connection
+            # never ended.
             assert fabric.port("web")["up"], fabric.port("web")
             all_well(space)
             assert facts(fabric) == before

@@ -211,7 +211,8 @@ def test_rules_of_a_killed_daemon_go_with_down():
     need_root()
     need_program("nft")
     name = f"rules{os.getpid()}"
-    # The host is on this network as its router; a second tap of it there would be a second route to the guests.
+    # The host is on this network as its router; a second tap of it there would be a second route to
+    # the guests.
     with Namespace() as space, scratch() as folder:
         before = space.run("cat", "/proc/sys/net/ipv4/ip_forward").stdout
         with Fabric(folder, FILE.format(name=name, port=8080, uplink="kernel"), netns=space) as fabric:

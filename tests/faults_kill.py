@@ -305,7 +305,8 @@ def test_shared_memory_outlives_each_party():
         shared_well(space)
         adopted(fabric, before)
 
-        # One machine dies: its seats are free, the other does not notice, and it comes back to them.
+        # One machine dies: its seats are free, the other does not notice, and it comes back to
+        # them.
         for name in ("web", "meter"):
             os.kill(before[name], signal.SIGKILL)
             until("its seats to be free", lambda: sum(len(link["peers"]) for link in fabric.status()["links"]) == 5, PATIENCE_S)
@@ -316,7 +317,8 @@ def test_shared_memory_outlives_each_party():
             assert all(len(link["peers"]) == 2 for link in fabric.status()["links"])
         before = pids(fabric)
 
-        # A machine that dies while there is no daemon is started again; the other is adopted, and its links with it.
+        # A machine that dies while there is no daemon is started again; the other is adopted, and
+        # its links with it.
         fabric.kill()
         os.kill(before["meter"], signal.SIGKILL)
         fabric.start()
@@ -325,7 +327,8 @@ def test_shared_memory_outlives_each_party():
         assert after["web"] == before["web"] and after["meter"] != before["meter"]
         assert all(len(link["peers"]) == 2 for link in fabric.status()["links"])
 
-        # Without daemon and keeper nobody can join what the machines share: they are told so, and started again.
+        # Without daemon and keeper nobody can join what the machines share: they are told so, and
+        # started again.
         fabric.kill()
         os.kill(second, signal.SIGKILL)
         fabric.start()

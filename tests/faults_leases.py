@@ -128,7 +128,8 @@ def test_renewals_cost_no_neighbour_anything_and_survive_a_kill():
                   f"{median(loaded):.2f} ms (p99 {worst(loaded):.2f}) with them; CPU per renewal "
                   f"{(spent[True] - spent[False]) / renewed * 1e6:.0f} us")
             assert acks == renewed, f"{acks} answers to {renewed} renewals"
-            # A table that is copied and written whole per renewal takes more than all of a core: 44 ms instead of 1.5.
+            # A table that is copied and written whole per renewal takes more than all of a core: 44
+            # ms instead of 1.5.
             assert median(loaded) < 4 * median(quiet) + 5, (median(quiet), median(loaded))
 
             # The default lease is longer than what was stored: who renewed is known by its end.
@@ -160,7 +161,8 @@ def test_a_port_that_floods_the_dhcp_server_is_throttled():
             until("the flood is counted", lambda: counter(fabric, "dhcp_throttled") > 1000)
             gateway = next(port for port in fabric.status()["ports"] if port["kind"] == "gateway")
             assert gateway["counters"]["tx_drops"]["dhcp_rate"] == counter(fabric, "dhcp_throttled"), gateway
-            # A client behind another port gets its answer at once. First, what the flood left in its stream is read.
+            # A client behind another port gets its answer at once. First, what the flood left in
+            # its stream is read.
             while crossing.a.listen(lambda _: True, 0.5):
                 pass
             crossing.a.send(renewal(7000))

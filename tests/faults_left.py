@@ -10,7 +10,8 @@ from lib import Fabric, Namespace, Process, need_program, need_root, scratch, ti
 from lib.fabric import PROGRAM
 from lib.process import children
 
-# A guest of one sector that obeys its power button: crates/host/src/qemu/monitor.rs has it with comments.
+# A guest of one sector that obeys its power button: crates/host/src/qemu/monitor.rs has it with
+# comments.
 GUEST = bytes.fromhex("fa ba0206 b80001 ef baf803 b052 ee ba0006 ed f6c401 74fa ba0406 b80020 ef f4")
 
 FORWARD = """
@@ -207,7 +208,8 @@ ip = "10.234.0.9"
                 fill(folder / "run")
                 fill(folder / "state")
                 fabric.start()
-                # The cell comes through the daemon's end, and has its network again, without a byte of disk.
+                # The cell comes through the daemon's end, and has its network again, without a byte
+                # of disk.
                 until("a ping on full disks", lambda: space.pings("10.234.0.20"))
                 status = fabric.status()
                 assert fabric.machine_pids() == pids, round_
@@ -287,7 +289,8 @@ def test_deleted_runtime_files_come_back():
             fabric.process.wait_line(lambda line: "is up after" in line)
             assert fabric.machine_pids() == pids and not is_gone(keeper)
             until("a ping", lambda: space.pings("10.234.0.20"))
-            # A socket whose peer is connected comes back with the peer's end; the machine is started again once.
+            # A socket whose peer is connected comes back with the peer's end; the machine is
+            # started again once.
             [web] = [name for name in before if name.startswith("web") and not name.endswith(".qmp")]
             (run / web).unlink()
             until("a warning", lambda: any("its socket was deleted" in line for line in fabric.status()["warnings"]))
@@ -332,14 +335,16 @@ def test_a_machine_that_is_started_again_after_its_files_were_deleted_has_its_ne
                 for _ in range(3):
                     subprocess.run(["rm", "-rf", folder / "run" / fabric.name], check=False)
                     until("the folder to come back", lambda: (folder / "run" / fabric.name / "api.sock").exists())
-                    # A connection that its port still has is over when the machine has ended, which the port may learn later.
+                    # A connection that its port still has is over when the machine has ended, which
+                    # the port may learn later.
                     if attach != "ivshmem":
                         until("a warning", warned)
                     fabric.cli("cell", "stop", "web", "--fabric", fabric.name)
                     fabric.cli("cell", "run", "web", "--fabric", fabric.name)
                     until(f"a ping over {attach}", lambda: space.pings("10.234.0.20"), 20)
-                # A handover leaves a listener in the fd store. The next daemon made another, since the file had gone; the file of that one, which is
-                # killed, is no sign that the first can be found.
+                # A handover leaves a listener in the fd store. The next daemon made another, since
+                # the file had gone; the file of that one, which is killed, is no sign that the
+                # first can be found.
                 subprocess.run(["rm", "-rf", folder / "run" / fabric.name], check=False)
                 until("the folder to come back", lambda: (folder / "run" / fabric.name / "api.sock").exists())
                 old = fabric.process

@@ -83,7 +83,8 @@ def test_128_waiting_ports_and_a_tap():
 @timeout(300)
 def test_128_ivshmem_links_that_run():
     with scratch() as folder, Fabric(folder, text(["ivshmem"])) as fabric:
-        # The daemon has a thread that serves the links; the keeper, its child, holds their memory and doorbells.
+        # The daemon has a thread that serves the links; the keeper, its child, holds their memory
+        # and doorbells.
         pids = [fabric.process.pid, *children(fabric.process.pid)]
         assert len(pids) == 2, pids
 

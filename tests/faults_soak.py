@@ -3,8 +3,8 @@
 from lib import need_program, need_root, timeout
 from lib.soak import Soak
 
-# In this order each fault also meets what the one before left. A machine's boot bounds recovery here,
-# several times slower on a busy machine; what must not happen is that a fault needs a person.
+# In this order each fault also meets what the one before left. A machine's boot bounds recovery
+# here, several times slower on a busy machine; what must not happen is that a fault needs a person.
 FAULTS = ("kill_passt", "kill_machine", "kill_daemon", "pause_daemon", "kill_store", "kill_daemon", "delete_socket", "restart_machine")
 
 

@@ -69,7 +69,8 @@ def run(taps, storm=True, pings=40):
         def loud_ports():
             return [port["counters"] for port in fabric.status()["ports"] if port["name"].startswith("loud")]
 
-        # On a machine with much else to do the worker itself may be slower than what storm control lets pass: no drop is waited for.
+        # On a machine with much else to do the worker itself may be slower than what storm control
+        # lets pass: no drop is waited for.
         until("the storm to be seen", lambda: min(port["rx_frames"] for port in loud_ports()) > 8)
         busy, busy_status = ping(), statuses()
         # Neighbours find each other by broadcast, too.
@@ -96,7 +97,8 @@ class Flooder:
 @timeout(300)
 def test_a_storm_of_64_members_leaves_their_neighbours_traffic_and_the_control_plane_alone():
     figures = run(64)
-    # Without storm control half a second and more; the bounds are those of a machine with much else to do.
+    # Without storm control half a second and more; the bounds are those of a machine with much else
+    # to do.
     assert len(figures["busy_ms"]) >= figures["sent"] * 9 // 10, figures
     assert statistics.median(figures["busy_ms"]) < 150, figures
     assert statistics.median(figures["busy_status_ms"]) < 1000, figures

@@ -30,7 +30,8 @@ attach = "ivshmem"
 [tap.host]
 ip = "10.232.0.9"
 """
-# What needs most of the system: a tap, nftables, sysctls, eBPF programs, and passt, which makes namespaces for itself.
+# What needs most of the system: a tap, nftables, sysctls, eBPF programs, and passt, which makes
+# namespaces for itself.
 WAYS_OUT = """
 name = "{name}"
 [network.lan]
@@ -52,9 +53,11 @@ accel = "tcg"
 """
 ADDRESSES = (WEB, "10.232.0.21")
 PATIENCE_S = 120
-# What a busy machine of two cores may add to a gap: the tests look for what is lost, `./x handover` measures.
+# What a busy machine of two cores may add to a gap: the tests look for what is lost, `./x handover`
+# measures.
 BUSY_S = 10
-# Half of it is how often the daemon gives a sign of life: a busy machine may keep it from its CPU for seconds.
+# Half of it is how often the daemon gives a sign of life: a busy machine may keep it from its CPU
+# for seconds.
 WATCHDOG_S = 20
 # What systemd is asked for after each step.
 STATES = ("ActiveState", "SubState", "MainPID", "Result", "NRestarts", "ExecMainPID", "ExecMainCode", "ExecMainStatus")
@@ -283,7 +286,8 @@ def test_a_reload_that_fails_ends_no_guest():
         fabric.file.write_text(good.replace('app = "httpd"', 'app = "nothing-of-that-name"'))
         assert fabric.manager.systemctl("reload", UNIT, check=False).returncode != 0
         assert fabric.stands() == main and guests(fabric) == before
-        # What shows only when the old daemon has gone is a failure too; the unit's Restart= tries again, until it works.
+        # What shows only when the old daemon has gone is a failure too; the unit's Restart= tries
+        # again, until it works.
         (fabric.folder / "taken").mkdir()
         fabric.file.write_text(good + f'[port.more]\nkind = "stream"\nsocket = "{fabric.folder}/taken"\n')
         assert fabric.manager.systemctl("reload", UNIT, check=False).returncode != 0

@@ -116,12 +116,14 @@ def test_a_guest_changes_no_route_of_the_host():
                 raw.send(frame)
                 while seen.recv(2000) != frame:
                     pass
-                # The kernel takes frames in order: when it has answered this one, it is done with that.
+                # The kernel takes frames in order: when it has answered this one, it is done with
+                # that.
                 assert guest.answers(ROUTER)
             assert host.ip("-6", "route", "show", "default") == before
             assert "2001:db8:66:" not in host.ip("-6", "address", "show", "dev", "tb-trust-lan")
             assert drops(fabric, "rogue_router") == 0
-            # Nor does the fabric's device in the guest's namespace, when the host is the one to advertise.
+            # Nor does the fabric's device in the guest's namespace, when the host is the one to
+            # advertise.
             for space, device in ((host, "tb-trust-lan"), (guest, "net0")):
                 for key in ("ipv6/conf/{}/accept_ra", "ipv6/conf/{}/accept_redirects", "ipv4/conf/{}/accept_redirects"):
                     assert read(space, "/proc/sys/net/" + key.format(device)) == "0", (device, key)
@@ -148,7 +150,8 @@ def test_a_kernel_uplink_makes_the_host_no_router_between_its_networks():
             guest.ip("route", "add", "default", "via", ROUTER)
             assert read(host, FORWARD) == "1"
             assert guest.answers("192.0.2.9") and guest.answers("198.51.100.9"), "guests go out"
-            # What should not pass is tried once for an instant, after the same way was seen to work for guests.
+            # What should not pass is tried once for an instant, after the same way was seen to work
+            # for guests.
             assert not left.pings("198.51.100.9") and not right.pings("192.0.2.9"), "the host routes for strangers"
             assert not left.pings(GUEST) and not right.pings(GUEST), "guests are reached without a forward"
             assert left.answers("192.0.2.1"), "the host itself answers"

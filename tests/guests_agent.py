@@ -64,7 +64,8 @@ def test_a_stock_guest_is_woken_by_interrupts_through_vfio():
         assert "wake-ups by interrupt" in said, said
         assert linux.run("grep -c vfio-msix /proc/interrupts").text.strip() == "2"
         carries(fabric, linux)
-        # An idle link wakes nobody: the interrupts of a second without traffic are those of stray frames at most.
+        # An idle link wakes nobody: the interrupts of a second without traffic are those of stray
+        # frames at most.
         count = "cat /proc/interrupts | grep vfio-msix | awk '{ n += $2 } END { print n }'"
         before = int(linux.run(count).text)
         linux.run("sleep 2")  # the span that is measured, not a wait for anything
@@ -79,7 +80,8 @@ def test_a_guest_without_an_iommu_polls_and_says_why():
         carries(fabric, linux)
         listed = linux.run("tombolo-agent --list").text
         assert "ivshmem-doorbell" in listed and "protocol 0x1" in listed and "wake-ups: none: this guest has no IOMMU" in listed, listed
-        # Demanding what is not there fails with the way out, and takes nothing from the agent that runs.
+        # Demanding what is not there fails with the way out, and takes nothing from the agent that
+        # runs.
         refused = linux.run("tombolo-agent --wakeups vfio --tap other", check=False)
         assert refused.code == 1 and "--wakeups poll" in refused.text, refused
         assert linux.run("ip link show other", check=False).code != 0

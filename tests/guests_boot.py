@@ -76,7 +76,8 @@ def test_ipxe_loads_what_its_network_and_its_own_section_say():
         says(fabric, "all", f"over http: http://{SERVER}/start.ipxe of {SERVER}", 60)
         says(fabric, "own", f"over tftp: own.ipxe of {SERVER}", 60)
         assert count(fabric) >= 4, "two messages of each"
-        # Another file while the fabric runs: no machine is started again, and the next one that boots loads it.
+        # Another file while the fabric runs: no machine is started again, and the next one that
+        # boots loads it.
         pid = fabric.machine("all")["pid"]
         fabric.file.write_text(fabric.file.read_text().replace("start.ipxe", "later.ipxe"))
         assert "start.ipxe" in fabric.cli("apply", fabric.file).stdout

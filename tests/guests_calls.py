@@ -157,7 +157,8 @@ def test_a_process_calls_a_cell_and_a_cell_calls_a_service_of_this_machine():
         assert "late" not in call(fabric, "adds", "1 / 4", "--repeat", "100", "--deadline", IN_TIME, "--json")
         stats = json.loads(fabric.cli("service", "stats", "adds", "--json").stdout)
         assert stats["answers"]["served"] >= 102, stats
-        # The reverse: the other cell's requests go to the service, which is served by the first cell.
+        # The reverse: the other cell's requests go to the service, which is served by the first
+        # cell.
         with bridge(fabric, "back", "--no-service", "--to", "adds"):
             said = report(fabric, "asker")
             assert (said["replied"], said["late"], said["wrong"]) == (200, 0, 0), said
@@ -220,7 +221,8 @@ def test_deadlines_cross_and_a_cell_that_dies_ends_its_calls_at_once():
 def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back_is_so_in_the_cell():
     with scratch() as folder, Fabric(folder, BY_NAME.format(name=f"n{os.getpid()}")) as fabric:
         assert call(fabric, "named", "6 * 7", "--wait", "60s") == "42"
-        # The other cell's calls go to the service that the first one is. In its first run it may have asked before the name was there.
+        # The other cell's calls go to the service that the first one is. In its first run it may
+        # have asked before the name was there.
         report(fabric, "asker")
         fabric.cli("cell", "stop", "asker", "--fabric", fabric.name, check=False)
         fabric.console_path("asker").unlink()
@@ -231,7 +233,8 @@ def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back
         before = answers()
         command, env = [str(PROGRAM), "call", "named"], dict(os.environ, **fabric.env)
         start = lambda *words: subprocess.Popen([*command, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: E731
-        # The cell serves one at a time: the others wait in the cell, and end there, before the first is done.
+        # The cell serves one at a time: the others wait in the cell, and end there, before the
+        # first is done.
         there = stats(fabric, "named")["clients"]
         calls = [start("1 + 1")]
         until("the first to be there", lambda: stats(fabric, "named")["clients"] > there)
@@ -240,9 +243,11 @@ def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back
         assert said[0][0].strip() == "2" or said[1][0].strip() == "4" or said[2][0].strip() == "6", said
         until("the ends of all", lambda: sum(answers().values()) - sum(before.values()) >= 3)
         ended = {name: count - before[name] for name, count in answers().items() if count != before[name]}
-        # Of the two that would not wait for the first one was taken back (or its caller had gone by then), and one expired.
+        # Of the two that would not wait for the first one was taken back (or its caller had gone by
+        # then), and one expired.
         assert ended.get("cancelled", 0) + ended.get("expired", 0) >= 1, (ended, said)
-        # After a crash the cell is started again, since its driver was not on the network, and the bridge goes on.
+        # After a crash the cell is started again, since its driver was not on the network, and the
+        # bridge goes on.
         fabric.kill()
         fabric.start()
         registered(fabric, "named")

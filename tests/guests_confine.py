@@ -51,14 +51,16 @@ def test_the_daemon_and_what_it_starts_are_confined():
             status = status_of(pid)
             assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2"), (pid, status["Name"], status["NoNewPrivs"], status["Seccomp"])
             assert SYS_MODULE not in capabilities(status), (pid, status["Name"])
-        # What the daemon makes taps with, it has still; a machine keeps the right to open files alone.
+        # What the daemon makes taps with, it has still; a machine keeps the right to open files
+        # alone.
         assert NET_ADMIN in capabilities(status_of(daemon))
         for machine in ("web", "mem"):
             assert capabilities(status_of(machines[machine])) == {1, 2}, machine
             assert int(status_of(machines[machine])["CapBnd"], 16) == 6, machine
         # Nobody knows what arguments of the user's own need.
         assert SYS_ADMIN in capabilities(status_of(machines["own"]))
-        # What a program would inherit that is started now: nothing of a guest's memory, and nothing else.
+        # What a program would inherit that is started now: nothing of a guest's memory, and nothing
+        # else.
         is_kept = lambda fd: flags_of(daemon, fd) & os.O_CLOEXEC  # noqa: E731
         inherited = {fd: target for fd, target in descriptors(daemon).items() if fd > 2 and not is_kept(fd)}
         assert not inherited, inherited

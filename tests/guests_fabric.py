@@ -202,7 +202,8 @@ def test_a_guest_that_takes_anothers_ipv4_address_is_not_heard():
         assert LINUX in fabric.port("linux")["guard"], fabric.port("linux")
         assert linux.ping(WEB, count=2) == 1.0
         assert "guard" not in fabric.port("linux")["counters"]["rx_drops"]
-        # Its own Ethernet address, and an IPv4 address that is not its own: it neither draws traffic by ARP nor sends under it.
+        # Its own Ethernet address, and an IPv4 address that is not its own: it neither draws
+        # traffic by ARP nor sends under it.
         linux.run("ip addr add 10.234.0.99/24 dev eth0")
         text = linux.run(f"ping -q -c 3 -W 1 -I 10.234.0.99 {WEB}", check=False).text
         assert " 100% packet loss" in text, text

@@ -129,7 +129,8 @@ def test_ipxe_is_as_fast_over_vhost_user_as_over_a_stream():
 
 @timeout(600)
 def test_a_linux_guest_with_a_dozen_buffers():
-    # Without mergeable buffers each of them is of 64 KiB, in 19 descriptors of the smallest ring that QEMU makes; the host sends single segments.
+    # Without mergeable buffers each of them is of 64 KiB, in 19 descriptors of the smallest ring
+    # that QEMU makes; the host sends single segments.
     few = "mrg_rxbuf=off,indirect_desc=off,rx_queue_size=256"
     with scratch() as folder, Namespace() as space, Fabric(folder, FILE, netns=space) as fabric:
         net = Net.vhost_user(folder / "run" / "few" / "pxe.sock").with_device(few)

@@ -123,7 +123,8 @@ def test_shared_memory_beside_every_other_kind():
             assert lookup(space, f"{name}.{fabric.name}.internal") == address, name
         for port in (8080, 8081):
             until(f"the page through the forward {port}", lambda port=port: page(space, "127.0.0.1", port), PATIENCE_S)
-        # Cells take the offloads that a network link offers, and one that wants none is as well off.
+        # Cells take the offloads that a network link offers, and one that wants none is as well
+        # off.
         carried = {name: fabric.port(name)["details"]["offloads"] for name in ("bell", "plain", "big")}
         assert carried == {"bell": "carried", "plain": "carried", "big": "none"}, carried
         # What status says of the links.
@@ -220,12 +221,13 @@ def test_a_vmm_of_ones_own_and_clients_that_break_the_rules():
         for machine in ("q35", "microvm"):
             extra = ["-chardev", f"socket,id=c0,path={sockets / 'own.sock'}", "-device", "ivshmem-doorbell,chardev=c0,vectors=2"]
             with CellGuest("httpd", machine=machine, extra=extra, pcie=True, acpi=True) as cell:
-                # It takes the MAC of its region's header, and DHCP gives the address that goes with it. With its IPv6 address
-                # it forgets its neighbours, and loses one reply.
+                # It takes the MAC of its region's header, and DHCP gives the address that goes with
+                # it. With its IPv6 address it forgets its neighbours, and loses one reply.
                 until("its IPv6 address", lambda: "by router advertisement" in cell.text, PATIENCE_S)
                 until("a ping to the cell", lambda: space.pings("10.236.0.66"), PATIENCE_S)
                 assert len(page(space, "10.236.0.66", path="/bytes/500000").body) == 500_000
-                # The seat is taken: any other that comes is refused, and the one that sits there does not notice.
+                # The seat is taken: any other that comes is refused, and the one that sits there
+                # does not notice.
                 assert first_bytes(sockets / "own.sock", 8) == b""
                 assert space.answers("10.236.0.66")
                 until("the count of it", lambda: link(fabric, "own", "network")["refused"] >= 1)
@@ -234,7 +236,8 @@ def test_a_vmm_of_ones_own_and_clients_that_break_the_rules():
         assert first_bytes(sockets / "own.sock", 8, say=b"x") == struct.pack("<q", 0)
         until("the count of it", lambda: link(fabric, "own", "network")["cut_talking"] == 1, PATIENCE_S)
         assert any("own" in warning for warning in fabric.status()["warnings"])
-        # The other protocol: INIT of peer 1 of 2, one vector, the network protocol, the output sections of Jailhouse's network link.
+        # The other protocol: INIT of peer 1 of 2, one vector, the network protocol, the output
+        # sections of Jailhouse's network link.
         init = first_bytes(sockets / "second.sock", 40)
         assert struct.unpack("<IIIIIIIIQ", init) == (0, 40, 2, 2, 1, 2, 1, 1, 0x7F000), init
         until("its seat to be free", lambda: len(link(fabric, "second", "network")["peers"]) == 1, PATIENCE_S)

@@ -37,7 +37,8 @@ while time.monotonic() < end:
 """
 # Expedited forwarding, as an octet of IP's header.
 EF = ("-Q", 46 << 2)
-# A mark of the kernel, which the sender's stack puts into each frame's tag as its priority; IP's header has no mark then.
+# A mark of the kernel, which the sender's stack puts into each frame's tag as its priority; IP's
+# header has no mark then.
 VLAN, PCP = 10, ("-m", 6)
 TRUNK = {"key": f"trunk = [{VLAN}]", "slow": f"vlan = {VLAN}"}
 
@@ -81,7 +82,8 @@ def shown(mark, prepare=lambda space, folder: None, **keys):
             fabric.file.write_text(text('class = "marked"'))
             fabric.cli("apply", str(fabric.file))
             assert fabric.port("prio0")["details"]["class"] == "marked"
-            # A guest that gets no CPU for 50 ms loses frames of any class, so a busy machine has more tries.
+            # A guest that gets no CPU for 50 ms loses frames of any class, so a busy machine has
+            # more tries.
             for _ in range(TRIES):
                 marked, plain = answered(space, burst, mark)
                 print(f"class = marked: {marked} of {PINGS} marked pings were answered, {plain} of the others")

@@ -354,7 +354,8 @@ def test_the_hosts_own_router_outlives_forwarding_and_a_kill_leaves_nothing():
     name = f"kills{os.getpid()}"
     with world(name, more=forwards()) as (fabric, _, (auto, _, home, far), before):
         fabric.down()
-        # The host learns its default route from a router outside, as many do; forwarding alone would drop it (accept_ra).
+        # The host learns its default route from a router outside, as many do; forwarding alone
+        # would drop it (accept_ra).
         home.ip("route", "del", "default", "via", WORLD)
         far_mac = far.run("cat", "/sys/class/net/eth0/address").stdout.strip()
         advert = bytes([134, 0, 0, 0, 64, 0, 7, 8]) + bytes(8) + b"\x01\x01" + mac_bytes(far_mac)
@@ -426,7 +427,8 @@ def test_any_other_fabric_undoes_the_forwarding_that_a_killed_one_left():
         fabric.kill()
         fabric.cli("down", "--fabric", plain)
         assert forwarding() == off and tables() == []
-        # One that was left to the next daemon goes the same way, and is not called one that was killed.
+        # One that was left to the next daemon goes the same way, and is not called one that was
+        # killed.
         fabric.start()
         fabric.process.signal(signal.SIGUSR2)
         assert fabric.process.wait() == 0 and forwarding() == on

@@ -140,7 +140,8 @@ def answered_as_mapped(space, via):
     neighbours = space.ip("neighbour", "show", "dev", "auto")
     router_mac = next(line.split("lladdr ")[1].split()[0] for line in neighbours.splitlines() if line.startswith(via) and "lladdr" in line)
     source, target = socket.inet_pton(socket.AF_INET6, own), socket.inet_pton(socket.AF_INET6, "::ffff:127.0.0.1")
-    # Port 40000 at the router's IPv4 table first, as an attacker would, so that an answer by IPv4 would find its way.
+    # Port 40000 at the router's IPv4 table first, as an attacker would, so that an answer by IPv4
+    # would find its way.
     with Inside(space):
         decoy = socket.socket()
         raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -183,8 +184,9 @@ def test_members_reach_the_world_through_passt_by_both_families():
                 assert out(space, proto, "192.0.2.2") == "192.0.2.1"
             assert out(space, "tcp", FAR) == HOME
             assert space.answers(FAR) and space.answers("192.0.2.2")
-        # What the host serves to itself alone stays its own: by the names that it has for members, and by IPv4 in IPv6's form, which
-        # passt's socket would take for 127.0.0.1. The member's own kernel sends no such packet.
+        # What the host serves to itself alone stays its own: by the names that it has for members,
+        # and by IPv4 in IPv6's form, which passt's socket would take for 127.0.0.1. The member's
+        # own kernel sends no such packet.
         for address in (HOST6, HOST4):
             assert refused(auto, "tcp", address) and refused(auto, "udp", address)
         assert not answered_as_mapped(auto, router(fabric))

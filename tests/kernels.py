@@ -38,7 +38,8 @@ META_PACKAGE = "linux-image-amd64"
 # What a guest needs to reach its root; all other modules are loaded from there.
 WANTED = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
 MEMORY_MIB = 2048
-# Of a guest from start to end. Emulated on two cores without other work, all tests take more than half an hour.
+# Of a guest from start to end. Emulated on two cores without other work, all tests take more than
+# half an hour.
 SECONDS = 10800
 LEFT_OUT = ("bypass_bench", "bypass_old")
 END = "@end "

@@ -288,8 +288,8 @@ def test_a_running_service_is_upgraded_by_its_packages_scripts_and_purged():
             assert bare.run("stat", "-c", "%a %U", "/run/tombolo").stdout == "755 root\n", f"while it {action}"
             bare.run("systemctl", "stop", "tombolo-span@alone")
         bare.run("rm", "/etc/tombolo/alone.span.toml")
-        # README's commands, but for the installation. Its uplink and forward do not work here: passt wants a user namespace, which the
-        # kernel refuses in a chroot.
+        # README's commands, but for the installation. Its uplink and forward do not work here:
+        # passt wants a user namespace, which the kernel refuses in a chroot.
         block = next(text for text in (ROOT / "README.md").read_text().split("```console") if "systemctl enable" in text)
         copy, enable = [line.removeprefix("$ sudo ") for line in block.split("```")[0].strip().splitlines()[1:]]
         assert enable == "systemctl enable --now tombolo@demo", enable
@@ -317,7 +317,8 @@ def test_a_running_service_is_upgraded_by_its_packages_scripts_and_purged():
             assert upgraded not in (None, daemon), service.log()
             assert program_of(bare, upgraded).endswith("/usr/bin/tombolo"), program_of(bare, upgraded)
             assert service.cell() == cell, "the cell runs on"
-            # A version that cannot take over leaves the daemon of before at its work, and the package is installed all the same.
+            # A version that cannot take over leaves the daemon of before at its work, and the
+            # package is installed all the same.
             bare.install(next_version(main, Path(folder), "zbroken", "#!/bin/sh\nexit 1\n"))
             fetching.again()
             assert service.main_pid() == upgraded and program_of(bare, upgraded).endswith("(deleted)")

@@ -67,7 +67,8 @@ def test_rpms_install_into_an_empty_system():
         assert output("rpm", *words[:4], "-qa").split() and (Path(folder) / "usr/bin/tombolo").is_file()
         # Every file is as the package says: sizes, sums, modes.
         assert output("rpm", *words[:4], "-Va", "--nodeps", "--nouser", "--nogroup") == ""
-        # The module is found by an interpreter that reads its own folder alone, as Fedora's and SUSE's do.
+        # The module is found by an interpreter that reads its own folder alone, as Fedora's and
+        # SUSE's do.
         found = "import site, sys; site.addsitedir(sys.argv[1]); import tombolo, importlib.metadata; print(importlib.metadata.version('tombolo'), tombolo.__file__)"
         sites = Path(folder) / f"usr/lib/python3.{sys.version_info.minor}/site-packages"
         said = output(sys.executable, "-B", "-I", "-S", "-c", found, sites).split()
@@ -77,7 +78,8 @@ def test_rpms_install_into_an_empty_system():
         assert left == [], left
 
 
-# Folders that every system with RPM has of its own (its package "filesystem" or systemd), and the bare one has not.
+# Folders that every system with RPM has of its own (its package "filesystem" or systemd), and the
+# bare one has not.
 OF_SYSTEM = {"usr/lib/systemd/user", "usr/lib64/pkgconfig", "usr/share/man/man1", "usr/share/man/man5", "usr/share/man/man8"}
 
 
@@ -117,7 +119,8 @@ def test_rpms_scripts_upgrade_a_running_service_and_leave_nothing_of_it():
             fetching.again()
             assert {line.rsplit("-", 1)[1].split(".")[0] for line in bare.rpm("-qa").split()} == {"2"}
             upgraded = service.main_pid()
-            # %post has systemd reload the service, with the new program; the scripts of the old packages, which run last, end nothing.
+            # %post has systemd reload the service, with the new program; the scripts of the old
+            # packages, which run last, end nothing.
             assert upgraded not in (None, daemon), service.log()
             assert program_of(bare, upgraded).endswith("/usr/bin/tombolo"), program_of(bare, upgraded)
             assert service.cell() == cell, "the cell runs on"
@@ -128,7 +131,8 @@ def test_rpms_scripts_upgrade_a_running_service_and_leave_nothing_of_it():
         bare.rpm("-e", *names(second))
         until("the end of the services' processes", lambda: not any("tombolo" in line or "qemu" in line for line in bare.processes()), 20)
         left = {name for name in set(bare.files()) - set(before) if "tombolo" in name}
-        # Fabric files are the administrator's, and rpm has no purge that would remove leases and logs.
+        # Fabric files are the administrator's, and rpm has no purge that would remove leases and
+        # logs.
         state = {name for name in left if f"{name}/".startswith("var/lib/tombolo/")}
         assert state and left - state == {"etc/tombolo", "etc/tombolo/demo.toml", "etc/tombolo/alone.span.toml"}, left
         assert not [name for name in bare.runtime_files() if "tombolo" in name], bare.runtime_files()

@@ -32,7 +32,8 @@ sys.path.insert(0, str(HERE))
 from lib.machine import BUILD, SLOW, Skip  # noqa: E402
 from lib.process import children  # noqa: E402
 
-# What bounds a test that hangs; none comes near it on a machine that is three times slower than those it was written on.
+# What bounds a test that hangs; none comes near it on a machine that is three times slower than
+# those it was written on.
 DEFAULT_TIMEOUT_S = 300
 # How long what a test has told to end may take for it.
 ENDING_S = 3 * SLOW
@@ -121,7 +122,8 @@ def run(name, test):
             reap_left()
             sys.exit(f"stopped in {name}; what it had started is killed")
         if late:
-            # SIGTERM would run no cleanup of ours either; children die with their parent by PDEATHSIG.
+            # SIGTERM would run no cleanup of ours either; children die with their parent by
+            # PDEATHSIG.
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)

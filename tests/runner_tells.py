@@ -164,7 +164,8 @@ def test_a_test_that_needs_the_machine_has_no_other_stage_beside_it():
         notes = (folder / "notes").read_text().split()
         begun = notes.index("alone-begins")
         assert notes[begun + 1] == "alone-ends", notes
-        # The two of one stage ran at the same time, so that the file can tell what runs side by side.
+        # The two of one stage ran at the same time, so that the file can tell what runs side by
+        # side.
         assert {word for word in notes if "alone" not in word} == {"beside1-begins", "beside2-begins", "beside1-ends", "beside2-ends"}, notes
 
 
@@ -190,7 +191,8 @@ def test_stages_run_side_by_side_each_after_those_it_uses():
         }
         done = subprocess.run(stages(folder, recipes, "--lanes", "2", "fmt", "paths", "bypass", "doc", "build"), capture_output=True, text=True)
         assert done.returncode == 1, done
-        # In one piece, in order of their start: the bypass waited for its build, and doc did not wait for it.
+        # In one piece, in order of their start: the bypass waited for its build, and doc did not
+        # wait for it.
         pieces = "=== fmt\nfmt begins\nfmt ends\n\n=== paths\npaths begins\npaths ends\n\n=== doc\n\n=== build\n\n=== bypass\nafter its build\n"
         assert done.stdout.startswith("\n" + pieces), done.stdout
         assert "4 stages passed, 1 failed" in done.stdout and re.search(r"^doc +FAILED ", done.stdout, re.M), done.stdout
@@ -245,7 +247,8 @@ def test_a_test_of_cargo_that_was_skipped_is_counted_as_that_and_not_as_passed()
     with scratch() as folder:
         (folder / "tests").mkdir()
         shutil.copy(RUNNER.parent / "stages.py", folder / "tests")
-        # As crates/testing writes it: a line of its own, or behind the name where tests run one by one.
+        # As crates/testing writes it: a line of its own, or behind the name where tests run one by
+        # one.
         lines = ("test good ... ok", "skipped: tests::a: it takes root", "test tests::a ... ok", "test tests::b ... skipped: tests::b: no nft",
                  "ok", "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured")
         (folder / "x").write_text("".join(f"echo '{line}'\n" for line in lines))

@@ -17,7 +17,8 @@ from lib.netns import Bridge
 
 PATIENCE_S = 60 * SLOW
 PORT = 7000
-# A machine that vanishes is noticed within so much (DEAD_AFTER in crates/remote); then what a busy machine may add.
+# A machine that vanishes is noticed within so much (DEAD_AFTER in crates/remote); then what a busy
+# machine may add.
 DEAD_AFTER_S = 4
 LATE_S = 6 * SLOW
 # Calls whose own time is no matter here.
@@ -287,7 +288,8 @@ def test_what_changes_around_an_export_or_import_is_told_or_followed():
         taken.kill()
         b.reaches()
         until("no reason any more", lambda: not warned(), PATIENCE_S)
-        # The export's own process is in the way of no address of its port, nor is one that a killed daemon has left.
+        # The export's own process is in the way of no address of its port, nor is one that a killed
+        # daemon has left.
         everywhere, at_one = f'"0.0.0.0:{PORT}"', f'"{a.address}:{PORT}"'
         text, before = one.file.read_text(), bridge(one)
         one.file.write_text(text.replace(everywhere, at_one))

@@ -158,7 +158,8 @@ def test_a_machine_under_anothers_name_and_one_of_another_authority_are_not_beli
         two.start("--keys", keys)
         one.knows(two)
         before = one.remotes()["node-2"]
-        # Its certificate is its own, the name is that of another: node-2 lives, and must not lose its members.
+        # Its certificate is its own, the name is that of another: node-2 lives, and must not lose
+        # its members.
         false_keys = three.folder / "false"
         shutil.copytree(keys, false_keys)
         for end in ("pem", "key"):
@@ -220,7 +221,8 @@ def test_whatever_ends_what_is_known_stays_and_a_dead_machine_is_forgotten():
         assert one.pings(two)
         # A member is announced again once it sends.
         three.knows(one, two)
-        # A machine loses its network: the others, who hear each other, forget it; it keeps what it knew.
+        # A machine loses its network: the others, who hear each other, forget it; it keeps what it
+        # knew.
         three.cable("down")
         until("node-3 to be forgotten", lambda: "node-3" not in one.remotes() and "node-3" not in two.remotes(), PATIENCE_S, every=0.5)
         assert one.mac() in three.remotes()["node-1"] and two.mac() in three.remotes()["node-2"]

@@ -91,7 +91,8 @@ def test_a_member_moves_to_another_machine_by_the_same_file_and_keeps_its_addres
         until("a reaches c", lambda: pings(members, "a", "c"))
         mac = members["c"].run("cat", "/sys/class/net/of-c/address").stdout
         content = text(members, {"a": "a", "b": "b", "c": "b"})
-        # The machine that has it gives it up first: the device's name is taken as long as it is there.
+        # The machine that has it gives it up first: the device's name is taken as long as it is
+        # there.
         for name in "cba":
             fabrics[name].file.write_text(content)
             report = fabrics[name].cli("apply", "--machine", name).stdout

@@ -33,7 +33,8 @@ local = "{OURS}"
 remotes = ["{THEIRS}", "{THIRD}"]
 learning = false
 """
-# Asks the server ARGV[1] for the name ARGV[2] and the type ARGV[3], and prints the code and the data of the answers.
+# Asks the server ARGV[1] for the name ARGV[2] and the type ARGV[3], and prints the code and the
+# data of the answers.
 RESOLVE = """
 import socket, struct, sys
 name = b"".join(bytes([len(label)]) + label.encode() for label in sys.argv[2].split("."))
@@ -216,7 +217,8 @@ def test_leases_avoid_far_members_and_a_lost_one_ends_at_once():
             assert any(text.startswith("10.87.0.12 was lost to another machine: the lease of") for text in events(fabric)), events(fabric)
             assert any(f"{HOST} of host is in use on another machine as well" in text for text in fabric.status()["warnings"])
             until("the other's entry to be used", lambda: detail(fabric, "answered_addresses") == 1)
-            # Guards know IPv4 addresses from the file alone, so what the client sends until it renews its lease passes.
+            # Guards know IPv4 addresses from the file alone, so what the client sends until it
+            # renews its lease passes.
             before = fabric.port("client")["counters"]
             client.run("ping", "-c", "1", "-W", "1", HOST, check=False)
             after = fabric.port("client")["counters"]

@@ -72,7 +72,8 @@ def wireguard(a, b, folder):
     ours, theirs, prefix, _ = UNDERLAYS[4]
     outer = {a: "198.51.100.1", b: "198.51.100.2"}
     inner = {a: ours, b: theirs}
-    # The sockets by which `wg` sets them up are named for the interfaces, in a folder of the whole machine.
+    # The sockets by which `wg` sets them up are named for the interfaces, in a folder of the whole
+    # machine.
     names = {a: f"wga{os.getpid()}", b: f"wgb{os.getpid()}"}
     keys = {}
     with contextlib.ExitStack() as stack:

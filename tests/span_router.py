@@ -18,7 +18,8 @@ from span_control import LEASE_S, PATIENCE_S, SPAN, Machine
 PYTHON = ROOT / "build/zenoh/bin/python"
 HUB, PORT = "10.233.2.100", 7447
 ROUTER = f"hub={HUB}:{PORT}"
-# A machine that vanishes is noticed within so much (SILENCE in crates/span/src/stream.rs); then what a busy machine may add.
+# A machine that vanishes is noticed within so much (SILENCE in crates/span/src/stream.rs); then
+# what a busy machine may add.
 SILENCE_S = 4
 LATE_S = 6 * SLOW
 # Calls whose own time is no matter here.
@@ -202,7 +203,8 @@ def test_a_machine_under_anothers_name_is_not_believed_through_a_router():
             shutil.copy(keys / f"node-3.{end}", false_keys / f"node-2.{end}")
         two.span.stop()
         until("node-2 to be gone", lambda: one.states().get("node-2") == "gone", PATIENCE_S)
-        # The certificate is node-3's, which the router sees, and so does node-1 within the calls' own TLS.
+        # The certificate is node-3's, which the router sees, and so does node-1 within the calls'
+        # own TLS.
         three.others = [1]
         three.start("--keys", false_keys, "--import", "calc=node-1", name="node-2")
         three.span.wait_line(lambda line: "the router is reached" in line)

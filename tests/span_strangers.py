@@ -18,7 +18,8 @@ from span_router import HUB, LONG, PYTHON, RoutedMachine, machines, needed
 
 # How long an attack lasts.
 ATTACK_S = 8 * SLOW
-# What a flood may add to a program: 64 connections with a window of 256 KiB each, threads, and what zenoh holds.
+# What a flood may add to a program: 64 connections with a window of 256 KiB each, threads, and what
+# zenoh holds.
 MOST_MORE_BYTES = 128 << 20
 # Lines that a program may say about it: one a second, and a few.
 MOST_MORE_LINES = 10 + 2 * ATTACK_S

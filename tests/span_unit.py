@@ -109,7 +109,8 @@ class Service:
             assert installed in unit, f"{installed} is not in the unit"
             unit = unit.replace(installed, str(here))
         assert "\nWatchdogSec=30\n" in unit and "\nRestartSec=2\n" in unit
-        # The test or the checkout may be in /tmp and /home, and the systemd of a test can mount no devices.
+        # The test or the checkout may be in /tmp and /home, and the systemd of a test can mount no
+        # devices.
         places = "PrivateTmp=no\nProtectHome=read-only\nPrivateDevices=no\n"
         places += "".join(f"Environment={name}={value}\n" for name, value in machine.fabric.env.items())
         places += f"StandardOutput=append:{self.log}\nStandardError=inherit\nWatchdogSec={WATCHDOG_S}\n"
@@ -165,7 +166,8 @@ def test_the_unit_waits_for_the_fabric_and_lives_through_kills_hangs_and_wrong_s
             assert capabilities == ["0" * 16] * 2, capabilities
             os.kill(pid, signal.SIGKILL)
             before = service.reaches("the next after a kill", ActiveState="active", NRestarts="1", StatusText=status)
-            # One that lives is left alone for longer than the watchdog waits, and one that hangs is not.
+            # One that lives is left alone for longer than the watchdog waits, and one that hangs is
+            # not.
             begin = one.report()["uptime_s"]
             one.waits(WATCHDOG_S + 2)
             assert one.report()["uptime_s"] > begin and service.states()["MainPID"] == before["MainPID"], service.told()

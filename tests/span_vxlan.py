@@ -32,7 +32,8 @@ import socket, sys
 with socket.create_connection((sys.argv[1], 9000), timeout=60) as peer:
     peer.sendall(bytes(range(250)) * (int(sys.argv[2]) // 250))
 """
-# Numbered datagrams: some one by one, some by UDP_SEGMENT (103). The receiver is an ordinary one, which gets each by itself.
+# Numbered datagrams: some one by one, some by UDP_SEGMENT (103). The receiver is an ordinary one,
+# which gets each by itself.
 DATAGRAMS = 2000
 COUNTER = """
 import socket, sys, time

@@ -105,7 +105,8 @@ def answered(caller, provider, wire):
     with bad_wire(wire):
         report = calls(300, f"{int(PATIENCE_S)}s")
         assert report["outcomes"] == {"served": 300} and report["times"]["min_ns"] >= ROUND_TRIP_US * 1000, report
-        # Less time than the way there and back takes: the caller ends each by itself, and the next one is not disturbed.
+        # Less time than the way there and back takes: the caller ends each by itself, and the next
+        # one is not disturbed.
         report = calls(50, "8ms")
         assert sum(report["outcomes"].values()) == 50 and "served" not in report["outcomes"], report
         report = calls(50, f"{int(PATIENCE_S)}s")

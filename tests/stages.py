@@ -40,7 +40,8 @@ LAST_LINES = 40
 NEEDED_GB = {ROOT: 10, Path(tempfile.gettempdir()): 2}
 TEST = re.compile(r"^(ok  |FAIL|skip) (\S+)  ([\d.]+) s")
 COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, (\d+) passed on a second run)?$")
-# A test of cargo's that could not run, or not wholly; the harness counts it among those that passed (crates/testing).
+# A test of cargo's that could not run, or not wholly; the harness counts it among those that passed
+# (crates/testing).
 CARGO_SKIPPED = re.compile(r"^(?:test .* \.\.\. )?skipped: ")
 # Lines of Python's unittest.
 RAN = re.compile(r"^Ran (\d+) tests? in ")
@@ -49,14 +50,16 @@ CARGO_COUNTS = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+
 
 
 class Stage(NamedTuple):
-    # Bounds a stage that hangs; none comes near it, also not on a machine that is three times slower.
+    # Bounds a stage that hangs; none comes near it, also not on a machine that is three times
+    # slower.
     minutes: int
     # The stages whose results it uses.
     after: tuple = ()
 
 
 PROGRAMS = ("build", "cells")
-# In this order the cheap verdicts come first; of the others, those that compile and those that wait take turns.
+# In this order the cheap verdicts come first; of the others, those that compile and those that wait
+# take turns.
 STAGES = {
     "fmt": Stage(5),
     "paths": Stage(3),

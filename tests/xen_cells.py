@@ -45,9 +45,11 @@ def test_a_domain_lives_and_ends_in_each_way():
         text = xen.wait_console("calm", "net up")
         assert re.search(r"clock \d+ kHz from Xen", text), text
         assert "FIFO event channels" in text, text
-        # It may have been given the processor a moment ago; one that ticks never has a span without.
+        # It may have been given the processor a moment ago; one that ticks never has a span
+        # without.
         until("a cell without work uses no processor time", lambda: rests(xen, "calm"), 120)
-        # Into the terminal that `xl console` opens; itself it reads only what a person types. More than the ring's 1024 bytes.
+        # Into the terminal that `xl console` opens; itself it reads only what a person types. More
+        # than the ring's 1024 bytes.
         tty = xen.run("xenstore-read /local/domain/$(xl domid calm)/console/tty").text.strip()
         xen.run(f"(yes 0123456789abcde | head -n 200; echo the end) >{tty}", 60)
         xen.wait_console("calm", "the end")
@@ -140,7 +142,8 @@ def test_several_queues_several_vifs_and_multicast_control():
         queues = xen.run(f"ls -d /sys/class/net/vif{number}.*/queues/tx-* | wc -l").text.strip()
         assert queues == "8", queues
 
-        # netback drops multicast of other guests that the cell has not asked for, as what one with `slaac` asks all routers.
+        # netback drops multicast of other guests that the cell has not asked for, as what one with
+        # `slaac` asks all routers.
         before = dropped(xen, f"vif{number}.0")
         xen.create("calc", "calc", "ip=none ip6=fd09::4/64 slaac tcp=7000", mac="00:16:3e:00:00:12")
         xen.wait_console("calc", "net up")
@@ -151,8 +154,9 @@ def test_several_queues_several_vifs_and_multicast_control():
         xen.wait_gone("client", 120)
         xen.run("xl destroy calc")
 
-        # The backend comes back with one queue, in the middle of a download. The paused cell sees none of its states but
-        # the last, Connected, which netback writes although it has refused four queues.
+        # The backend comes back with one queue, in the middle of a download. The paused cell sees
+        # none of its states but the last, Connected, which netback writes although it has refused
+        # four queues.
         xen.run("echo 1 >/sys/module/xen_netback/parameters/max_queues")
 
         def restart_unseen():
@@ -184,7 +188,8 @@ def test_connections_survive_save_and_restore():
 
         fetch(xen, 40_000_001, meanwhile=save_and_restore)
         xen.wait_console("web", "restored")
-        # The second vif came back too, and neighbour discovery with the multicast addresses that it needs.
+        # The second vif came back too, and neighbour discovery with the multicast addresses that it
+        # needs.
         assert xen.ping("10.9.0.3", 2, seconds=40) == 1.0
         assert xen.run("ping -6 -c 1 -W 20 fd09::2").code == 0
         until("a restored cell without work uses no processor time", lambda: rests(xen, "web"), 120)

@@ -25,8 +25,8 @@ mac = "{CELL_MAC}"
 ip = "{CELL}"
 """
 
-# Process 1 runs what is typed, each line in its turn, and says its exit code. Its own lines begin with '@', so that the echo of
-# what is typed is none.
+# Process 1 runs what is typed, each line in its turn, and says its exit code. Its own lines begin
+# with '@', so that the echo of what is typed is none.
 INIT = linux_init(
     """mount -t xenfs xen /proc/xen
 export HOME=/tmp

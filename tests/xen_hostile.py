@@ -13,13 +13,13 @@ from lib import timeout
 from lib.process import until
 from xen_backend import CELL, VIF, Switch, fetch, files, host, neighbour, no_nodes_left
 
-# What the backend does about an attack:
-# closes with a fault, refuses to connect, counts a loss from the attacker or on the way to a port, goes on, or either of these.
+# What the backend does about an attack: closes with a fault, refuses to connect, counts a loss from
+# the attacker or on the way to a port, goes on, or either of these.
 CLOSES, REFUSES, LOSES, UNDELIVERED, GOES_ON, EITHER = range(6)
 
-# Name in cells/src/bin/hostile/attacks.rs -> what the backend has to do. Attacks that leave a sound connection come first:
-# they share one.
-# Three frames go on where one is sent before the attack, one by it, and one after it.
+# Name in cells/src/bin/hostile/attacks.rs -> what the backend has to do. Attacks that leave a sound
+# connection come first: they share one. Three frames go on where one is sent before the attack, one
+# by it, and one after it.
 ATTACKS = {
     "chain-of-18": (GOES_ON, 3),
     "headers-in-18-pieces": (GOES_ON, 3),
@@ -120,7 +120,8 @@ DESTROYED = ("published", "connected", "traffic", "refused", "closing")
 
 FOE, FOE_MAC = "10.9.0.3", "00:16:3e:00:00:03"
 
-# Has the hostile cell make attacks one after the other. After each the switch says what it has counted.
+# Has the hostile cell make attacks one after the other. After each the switch says what it has
+# counted.
 ATTACK = """#!/bin/sh
 data=/local/domain/$(xl domid foe)/data
 n=0
@@ -221,7 +222,8 @@ def beside_a_neighbour():
         yield xen, switch, before
         sent, answered = xen.finish_pings()
         print(f"{answered} of {sent} pings to the neighbour were answered")
-        # On a busy machine 2 of 2582 and 6 of 3181 were not, and it is not known where they were lost: the switch had dropped none.
+        # On a busy machine 2 of 2582 and 6 of 3181 were not, and it is not known where they were
+        # lost: the switch had dropped none.
         assert answered >= 0.99 * sent
         web = Account(switch.say(), "web")
         assert web.faults == 0 and {reason for _, reason in web.drops} <= {"too_long", "unsubscribed"}, web.drops
@@ -273,7 +275,8 @@ def test_deaths_in_each_state_of_the_handshake_leave_nothing():
                 else:
                     xen.wait_console("foe", f"hostile: {'crashes' if word == 'crash' else 'stays'} {state}")
             except TimeoutError:
-                # Two of 230 such cells slept for good on a busy machine (docs/xen.md, "Open"). What the backend has to do is the same.
+                # Two of 230 such cells slept for good on a busy machine (docs/xen.md, "Open"). What
+                # the backend has to do is the same.
                 asleep.append(state)
             end(xen, f"a domain with {word}={state}")
             switch.wait_resources(before)

@@ -62,7 +62,8 @@ ip = "{TAGGED_LINUX}"
 trunk = [10, 20]
 """
 
-# What process 1 of the Linux guest does. A cell that is destroyed closes no connection, so each fetch has a limit.
+# What process 1 of the Linux guest does. A cell that is destroyed closes no connection, so each
+# fetch has a limit.
 INIT = linux_init(f"""device() {{
     until found=$(grep -l $1 /sys/class/net/eth*/address); do usleep 10000; done
     found=${{found%/address}}
@@ -292,8 +293,8 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
 
         reached(xen, "content both ways")
 
-        # Linux has tagged frames by its second device, and takes them only with their checksums and in segments. dom0's kernel
-        # gives them without either.
+        # Linux has tagged frames by its second device, and takes them only with their checksums and
+        # in segments. dom0's kernel gives them without either.
         fetch(xen, TAGGED_LINUX, "data", sha256(DATA))
         assert port(xen, "trunk")["counters"]["software_segments"] > 1000, port(xen, "trunk")["counters"]
         reached(xen, "tagged frames both ways")
@@ -314,7 +315,8 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
         is_guarded(xen, "trunk", "tags", TAGGED_LINUX, f"ether src {FORGED_MAC}")
         reached(xen, "captured and guarded")
 
-        # The guests keep their links and connections when the daemon is killed, and when another takes over.
+        # The guests keep their links and connections when the daemon is killed, and when another
+        # takes over.
         fetch(xen, CELL, "bytes/20000009", sha256(pattern(20_000_009)), meanwhile=lambda: killed(xen))
         # Much of it came through the daemon that followed.
         assert port(xen, "web")["counters"]["rx_bytes"] > 1_000_000
@@ -338,7 +340,8 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
 
         reached(xen, "detached and attached")
 
-        # A domain dies under traffic; the other one notices nothing, and the next of that name is served.
+        # A domain dies under traffic; the other one notices nothing, and the next of that name is
+        # served.
         xen.start_pings(LINUX)
         handle = xen.start(f"timeout 20 wget -q -O /dev/null http://{CELL}/bytes/400000000")
         until("the download runs", lambda: port(xen, "web")["counters"]["rx_bytes"] > 3_000_000)

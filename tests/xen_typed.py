@@ -55,8 +55,8 @@ def test_the_ten_commands_lead_to_a_network_of_cells():
     files |= {name: path.read_bytes() for name, path in program_files("ip")}
     [load, unload, doctor, write, up, until_it_answers, status] = in_dom0
     with host(files=files) as xen:
-        # As on Debian: the folder is there, login shells have /usr/local/bin in their PATH, and modules are where modprobe looks. This
-        # kernel's are loaded from the first.
+        # As on Debian: the folder is there, login shells have /usr/local/bin in their PATH, and
+        # modules are where modprobe looks. This kernel's are loaded from the first.
         xen.run("mkdir -p /etc/modprobe.d /lib/modules/$(uname -r); mv /lib/modules/*.ko /lib/modules/$(uname -r)/; depmod")
         xen.run("rmmod tun")
 

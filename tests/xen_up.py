@@ -189,7 +189,8 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         assert domains(xen) == before, domains(xen)
         assert all(m["adopted"] and m["state"] == "running" for m in status(xen)["machines"])
         assert "web: kept" in "\n".join(status(xen)["takeover"]), status(xen)["takeover"]
-        # The cell asked the backend before for the multicast frames of neighbour discovery. dom0 has not looked for it before.
+        # The cell asked the backend before for the multicast frames of neighbour discovery. dom0
+        # has not looked for it before.
         ping = f"ping -6 -I host -c 1 -W 2 {link_local(xen, before['xen.web'])}"
         until("the cell answers by IPv6", lambda: xen.run(ping, check=False).code == 0, 60)
         fetch(xen, LINUX, "data", sha256(DATA), meanwhile=lambda: up(xen, more="--replace"))
@@ -313,7 +314,8 @@ def test_a_saved_machine_of_a_fabric_goes_on_where_it_was():
         is_watched(xen, second)
         reached(xen, "restored, and kept by another daemon")
 
-        # An `xl` that fails once is no reason to end a healthy domain. The end of another one has the watcher ask it.
+        # An `xl` that fails once is no reason to end a healthy domain. The end of another one has
+        # the watcher ask it.
         watcher = machine(xen, "web")["pid"]
         xen.run("xl create -p -q /other.cfg", 60)
         xl = xen.run("which xl").text.strip()
@@ -329,7 +331,8 @@ def test_a_saved_machine_of_a_fabric_goes_on_where_it_was():
         answers(xen)
         reached(xen, "an xl that failed")
 
-        # Saved and restored while no daemon runs, as far as a vif can be without its backend: the next one finds it.
+        # Saved and restored while no daemon runs, as far as a vif can be without its backend: the
+        # next one finds it.
         xen.run(f"rm {IMAGE}; xl save xen.web {IMAGE} >/dev/null 2>&1", 120)
         waits(xen, "web", "stopped")
         handle = xen.start(f"xl restore {IMAGE} >/dev/null 2>&1")

@@ -40,7 +40,8 @@ network = "lan"
 netns = "/run/netns/{three}"
 ip = "10.238.0.13"
 """
-# What each apply changes, in turn: a member comes, changes and goes, rules, the network's own settings, another network.
+# What each apply changes, in turn: a member comes, changes and goes, rules, the network's own
+# settings, another network.
 STEPS = (
     ("", ""),
     ("", OTHER),

@@ -27,7 +27,8 @@ from install import VERSION  # noqa: E402
 TAG = f"tombolo:{VERSION}"
 # What packages are made of, by the variable that names it, and where tools/release.sh puts it.
 BUILT = {"TOMBOLO_BUILT": "target/release", "TOMBOLO_CELLS": "cells/x86_64-unknown-linux-gnu/release", "TOMBOLO_SPAN": "span/release/tombolo-span"}
-# What the bare system has besides the essential packages: what tombolo and its tests need and dpkg would refuse to miss.
+# What the bare system has besides the essential packages: what tombolo and its tests need and dpkg
+# would refuse to miss.
 BARE = ("iproute2", "nftables", "passt", "python3", "qemu-system-x86")
 # And a system in which it is a service.
 WITH_SYSTEMD = (*BARE, "systemd")
@@ -178,7 +179,8 @@ def oci():
     with tempfile.TemporaryDirectory(dir=OUT, prefix="oci.") as folder:
         layout, layer = Path(folder) / "layout", Path(folder) / "layer"
         layer.mkdir()
-        # What dpkg would note of them, for `dpkg -l` and for scanners: files of their own, as in images without dpkg.
+        # What dpkg would note of them, for `dpkg -l` and for scanners: files of their own, as in
+        # images without dpkg.
         notes = layer / "var/lib/dpkg/status.d"
         notes.mkdir(parents=True)
         for name in ("tombolo", "tombolo-span"):

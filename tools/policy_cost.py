@@ -48,7 +48,8 @@ socket = "{folder}/v{number}"
 mac = "{mac}"
 {keys}
 """
-# What no rule is about is denied, and these frames are allowed by the last of five rules. They are in a VLAN, and marks give their class.
+# What no rule is about is denied, and these frames are allowed by the last of five rules. They are
+# in a VLAN, and marks give their class.
 RULES = "".join(f'[[rule]]\naction = "deny"\nfrom = "{name}"\n' for name in ("web", "db", "app", "ids"))
 RULES += '[[rule]]\naction = "allow"\nfrom = ["p0", "p1"]\nprotocol = "udp"\n'
 KEYS = 'vlan = 10\nclass = "marked"\n'
@@ -97,7 +98,8 @@ class Circle:
     def slice(self, name):
         """With the settings `name`: nanoseconds of the daemon's CPU time for each frame that went through, and millions of frames in a
         second."""
-        # No frames circulate meanwhile: one port would be in the VLAN before the other. The start empties the generator's rings.
+        # No frames circulate meanwhile: one port would be in the VLAN before the other. The start
+        # empties the generator's rings.
         self.fabric.file.write_text(text(self.folder, name))
         self.fabric.cli("apply", self.fabric.file)
         self.load.command(f"start tx_first {BURSTS}")

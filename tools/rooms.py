@@ -52,7 +52,8 @@ def faults_of_heads():
             continue
         text = library.read_text()
         head = "\n".join(line for line in text.splitlines() if line.startswith("//!"))
-        # In brackets as a link, or in backquotes: `[`frame`]`, `[`drop`](mod@drop)`, `[`mod@drop`]`.
+        # In brackets as a link, or in backquotes: `[`frame`]`, `[`drop`](mod@drop)`,
+        # `[`mod@drop`]`.
         named = set(re.findall(r"`(?:mod@)?([a-z_0-9]+)`", head))
         public = re.findall(r"^pub mod ([a-z_0-9]+)", re.sub(r"#\[cfg\([^\]]*test[^\]]*\)\]\n(?:#\[.*\]\n)*pub mod .*", "", text), re.M)
         missing = [module for module in public if module not in named]

@@ -30,7 +30,8 @@ NOTES = {
     "CDLA-Permissive-2.0": "data, used unchanged: root certificates that Mozilla trusts",
 }
 
-# What is in the program and no crate: scripts of its page (crates/host/src/web/assets/xterm/README.md).
+# What is in the program and no crate: scripts of its page
+# (crates/host/src/web/assets/xterm/README.md).
 VENDORED = {
     "tombolo-cli": [
         {"name": "@xterm/xterm", "version": "6.0.0", "license": "MIT", "authors": ["The xterm.js authors"], "purl": "pkg:npm/%40xterm/xterm@6.0.0"},

@@ -1,4 +1,5 @@
-//! HTTP/1.1, as much as a small file server needs: request heads, response heads, the bytes of `/bytes/N` (RFC 9112).
+//! HTTP/1.1, as much as a small file server needs: request heads, response heads, the bytes of
+//! `/bytes/N` (RFC 9112).
 
 use alloc::format;
 use alloc::string::String;
@@ -70,8 +71,8 @@ pub struct Request {
 pub enum Parsed {
     /// The head is not complete.
     Partial,
-    /// A head of so many bytes, with a request, or with the status that refuses it. In a refusal, `keep_alive` says
-    /// whether the next request can be told from this one.
+    /// A head of so many bytes, with a request, or with the status that refuses it. In a refusal,
+    /// `keep_alive` says whether the next request can be told from this one.
     Head {
         /// Length of the request head up to and including its empty line.
         bytes: usize,

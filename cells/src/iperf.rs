@@ -1,4 +1,5 @@
-//! What iperf 2 speaks on the wire, as stock iperf 2.1.8 was seen to speak it, and its arithmetic of loss and jitter.
+//! What iperf 2 speaks on the wire, as stock iperf 2.1.8 was seen to speak it, and its arithmetic
+//! of loss and jitter.
 //!
 //! All words are big-endian and 32 bits wide.
 //!
@@ -11,9 +12,9 @@
 //! (in a datagram) 40 out of order   44 datagrams   48 jitter seconds   52 jitter microseconds
 //! ```
 //!
-//! A TCP client begins its stream with a client header. A UDP client puts one into each datagram, and ends with datagrams
-//! whose id is negative, until the server has answered one with its report. The amount is in bytes, or, negative, in
-//! hundredths of a second.
+//! A TCP client begins its stream with a client header. A UDP client puts one into each datagram,
+//! and ends with datagrams whose id is negative, until the server has answered one with its report.
+//! The amount is in bytes, or, negative, in hundredths of a second.
 
 use alloc::format;
 use alloc::string::String;
@@ -81,13 +82,14 @@ pub struct ClientHeader {
     pub amount: Amount,
     /// Bits per second at which it is to send; 0: as fast as it goes.
     pub rate: u64,
-    /// Bytes of each datagram that it is to send: those that the client was told (`-l`), no more than fit a frame.
+    /// Bytes of each datagram that it is to send: those that the client was told (`-l`), no more
+    /// than fit a frame.
     pub datagram_bytes: usize,
 }
 
 impl ClientHeader {
-    /// Reads a header; bytes that are no header (old clients send data at once) are a client that wants nothing. `None`: there are
-    /// too few bytes to tell.
+    /// Reads a header; bytes that are no header (old clients send data at once) are a client that
+    /// wants nothing. `None`: there are too few bytes to tell.
     pub fn parse(bytes: &[u8]) -> Option<ClientHeader> {
         let flags = word(bytes, 0)?;
         let nothing = ClientHeader {
@@ -150,7 +152,8 @@ impl Datagram {
         Some(Datagram { id, sent_us })
     }
 
-    /// Writes the head, and a client header that wants nothing and says that the number has 64 bits.
+    /// Writes the head, and a client header that wants nothing and says that the number has 64
+    /// bits.
     ///
     /// # Panics
     /// `bytes` must have room for both, 40 bytes.
@@ -303,7 +306,8 @@ pub fn udp_line(what: &str, report: &Report) -> String {
     format!("{head}, jitter {ms}.{rest:03} ms, lost {lost} of {datagrams}, out of order {out_of_order}")
 }
 
-/// A number of bits or bytes with a suffix as iperf takes it: `k`, `m`, `g` are powers of 1000, `K`, `M`, `G` of 1024.
+/// A number of bits or bytes with a suffix as iperf takes it: `k`, `m`, `g` are powers of 1000,
+/// `K`, `M`, `G` of 1024.
 pub fn quantity(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = match &text[digits.len()..] {

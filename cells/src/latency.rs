@@ -7,7 +7,8 @@ use core::fmt;
 #[derive(Clone, Debug, Default)]
 pub struct Latencies(Vec<u64>);
 
-/// What is told of the samples, in nanoseconds. Percentiles are by nearest rank: the smallest sample that so many are not above.
+/// What is told of the samples, in nanoseconds. Percentiles are by nearest rank: the smallest
+/// sample that so many are not above.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
     /// The smallest.

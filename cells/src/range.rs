@@ -1,11 +1,13 @@
-//! A range of IPv4 addresses on the command line: `10.88.0.10-10.88.0.73`, both ends of it included, or one address.
+//! A range of IPv4 addresses on the command line: `10.88.0.10-10.88.0.73`, both ends of it
+//! included, or one address.
 
 use core::net::Ipv4Addr;
 
 /// Most addresses of a range.
 pub const MOST: u32 = 4096;
 
-/// The addresses that `text` names; `None` where it names none, more than [`MOST`], or has its ends the wrong way round.
+/// The addresses that `text` names; `None` where it names none, more than [`MOST`], or has its ends
+/// the wrong way round.
 pub fn range(text: &str) -> Option<impl Iterator<Item = Ipv4Addr>> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let (first, last): (Ipv4Addr, Ipv4Addr) = (first.parse().ok()?, last.parse().ok()?);

@@ -1,5 +1,6 @@
-//! Compiles the eBPF programs with clang, twice: for kernels that give programs typed pointers (Linux 6.2), and for older ones. Each
-//! object is the same for every such kernel: places of kernel fields are found when it is loaded.
+//! Compiles the eBPF programs with clang, twice: for kernels that give programs typed pointers
+//! (Linux 6.2), and for older ones. Each object is the same for every such kernel: places of kernel
+//! fields are found when it is loaded.
 
 use std::env;
 use std::path::PathBuf;

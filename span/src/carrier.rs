@@ -2,31 +2,31 @@
 //!
 //! # Keys
 //! Machine `M` of site `S` publishes its changes at `tombolo/S/M/change`, answers questions at
-//! `tombolo/S/M/state`, and shows by the liveliness token `tombolo/S/M/here` that it is there. So one
-//! rule for each machine, "writes only below `tombolo/S/M`", keeps machines from speaking for others.
-//! With TLS, zenoh's access control enforces it by the common name of the certificate of a
+//! `tombolo/S/M/state`, and shows by the liveliness token `tombolo/S/M/here` that it is there. So
+//! one rule for each machine, "writes only below `tombolo/S/M`", keeps machines from speaking for
+//! others. With TLS, zenoh's access control enforces it by the common name of the certificate of a
 //! connection; machines that are not peers may do nothing at all.
 //!
-//! What one machine says to another in calls goes to that one only: a third one that subscribed it, and
-//! did not read, would hold it up. And no machine passes on what another one says: zenoh's peers do so
-//! for its clients, and with one thread ([`RUNTIMES`]) such a message may wait for room that only that
-//! thread makes.
+//! What one machine says to another in calls goes to that one only: a third one that subscribed it,
+//! and did not read, would hold it up. And no machine passes on what another one says: zenoh's
+//! peers do so for its clients, and with one thread ([`RUNTIMES`]) such a message may wait for room
+//! that only that thread makes.
 //!
 //! # Threads
 //! zenoh has runtimes of its own, and cannot be used from a single-threaded one. So the session is
 //! on a thread that takes [`Order`]s. What comes is put into a bounded channel by zenoh's threads;
-//! if that is full, it is dropped. A lost change is repaired by the next question. Answers are sent by
-//! a second thread, since zenoh lets the one that asks decide whether they wait for room.
+//! if that is full, it is dropped. A lost change is repaired by the next question. Answers are sent
+//! by a second thread, since zenoh lets the one that asks decide whether they wait for room.
 //!
 //! zenoh-link-tls 1.10.2 keeps the state of a TLS connection in a cell that one task reads with and
-//! another one writes with, each behind a lock of its own. On two threads that is a data race, which
-//! cost connections under load. So all of zenoh's reading and writing is on one thread
+//! another one writes with, each behind a lock of its own. On two threads that is a data race,
+//! which cost connections under load. So all of zenoh's reading and writing is on one thread
 //! ([`RUNTIMES`]).
 //!
 //! # Routers
 //! With a router of zenoh the session is its client: everything goes through it, and this machine
-//! listens nowhere. Then the router has the rules that keep machines from speaking for others, since
-//! it is the only one that sees their certificates.
+//! listens nowhere. Then the router has the rules that keep machines from speaking for others,
+//! since it is the only one that sees their certificates.
 //!
 //! # Loss
 //! Changes are sent with `CongestionControl::Drop`, so that a machine that takes nothing does not
@@ -60,8 +60,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// A connection over which nothing came for so long has ended, in milliseconds. zenoh sends
 /// something four times in that time.
 const LEASE_MS: u32 = 4000;
-/// A link that takes nothing for so long is closed, in microseconds. Less than what ends streams and links, since zenoh's only
-/// thread may wait for it, and with it all others.
+/// A link that takes nothing for so long is closed, in microseconds. Less than what ends streams
+/// and links, since zenoh's only thread may wait for it, and with it all others.
 const BLOCKED_US: u32 = 2_000_000;
 /// Questions that were not answered yet.
 const QUESTIONS: usize = 256;
@@ -70,7 +70,8 @@ const ORDERS: usize = 1024;
 
 /// The variable in which zenoh expects how its threads are shared.
 pub const RUNTIMES_VARIABLE: &str = "ZENOH_RUNTIME";
-/// What is read is read by the only thread that writes. span/.cargo/config.toml has the same for tests.
+/// What is read is read by the only thread that writes. span/.cargo/config.toml has the same for
+/// tests.
 pub const RUNTIMES: &str = "(tx: (worker_threads: 1), rx: (handover: tx))";
 /// Messages by which a machine asks others, as zenoh's access control calls them.
 const ASKS: [&str; 4] = ["query", "declare_subscriber", "declare_liveliness_subscriber", "liveliness_query"];
@@ -107,7 +108,8 @@ pub struct Carriage<'a> {
     pub listen: Option<SocketAddr>,
     /// The other machines.
     pub peers: &'a [Peer],
-    /// Routers of zenoh, of which one that is there is used. Without, all machines connect to each other.
+    /// Routers of zenoh, of which one that is there is used. Without, all machines connect to each
+    /// other.
     pub routers: &'a [Peer],
     /// A folder with `ca.pem`, `NAME.pem` and `NAME.key`; without, nothing is encrypted, and no
     /// machine proves who it is.
@@ -208,8 +210,8 @@ fn failed(what: impl Into<String>) -> impl FnOnce(zenoh::Error) -> CarrierError 
 /// A question's end: with its answer, or without.
 type End = (Box<Query>, Option<Vec<u8>>);
 
-/// A question of another machine. zenoh sends something at its end, answered or not, and waits where that machine does not
-/// read. So a thread of its own ends all of them.
+/// A question of another machine. zenoh sends something at its end, answered or not, and waits
+/// where that machine does not read. So a thread of its own ends all of them.
 pub struct Question {
     query: Option<Box<Query>>,
     ends: orders::Sender<End>,
@@ -253,7 +255,8 @@ const PRIVATE: &str = "PRIVATE KEY";
 /// Permissions that a private key must not give: anything to other users, and writing to a group.
 const TOO_OPEN: u32 = 0o027;
 
-/// The path of a key file, which can be read and has a block of that kind in it. zenoh says less of one that has not.
+/// The path of a key file, which can be read and has a block of that kind in it. zenoh says less of
+/// one that has not.
 fn key_file(path: std::path::PathBuf, kind: &'static str) -> Result<String, CarrierError> {
     let read = || -> std::io::Result<(u32, String)> {
         let mut file = std::fs::File::open(&path)?;
@@ -306,7 +309,8 @@ impl Carriage<'_> {
             others.iter().filter_map(|peer| peer.address).map(|address| self.endpoint(address)).collect();
         set("connect/endpoints", endpoints.into())?;
         if is_client {
-            // Each router once; then this program tries again. A connection that breaks later is zenoh's to make again.
+            // Each router once; then this program tries again. A connection that breaks later is
+            // zenoh's to make again.
             set("connect/timeout_ms", 0.into())?;
             set("connect/exit_on_failure", true.into())?;
         }
@@ -358,8 +362,9 @@ impl Carriage<'_> {
         serde_json::json!({ "id": id, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": keys })
     }
 
-    /// Rules where these machines connect to `own`, which is a machine, or "*" for a router. A machine speaks only for itself,
-    /// and passes nothing on for others: neither may they have it do so.
+    /// Rules where these machines connect to `own`, which is a machine, or "*" for a router. A
+    /// machine speaks only for itself, and passes nothing on for others: neither may they have it
+    /// do so.
     fn rules_for<'b>(&self, own: &str, machines: impl Iterator<Item = &'b str>) -> serde_json::Value {
         let says = |a: &str, b: &str| {
             [format!("{a}/change"), format!("{a}/state"), format!("{a}/here"), format!("{a}/calls/{b}")]
@@ -382,7 +387,8 @@ impl Carriage<'_> {
         })
     }
 
-    /// The settings of the first router, for zenohd: it keeps all machines of the site from speaking for others.
+    /// The settings of the first router, for zenohd: it keeps all machines of the site from
+    /// speaking for others.
     pub fn router(&self) -> Option<serde_json::Value> {
         let Peer { name, address } = self.routers.first()?;
         let endpoint = self.endpoint((*address)?);
@@ -421,8 +427,8 @@ fn bytes_of(payload: &zenoh::bytes::ZBytes, most: usize) -> Option<Vec<u8>> {
 }
 
 impl Carrier {
-    /// Connects, and goes on connecting to machines that are not there. Returns when this machine listens; with a router at once.
-    /// `streams` gets the session.
+    /// Connects, and goes on connecting to machines that are not there. Returns when this machine
+    /// listens; with a router at once. `streams` gets the session.
     ///
     /// # Errors
     /// [`CarrierError`]: bad keys, or an address that cannot be had.
@@ -437,8 +443,8 @@ impl Carrier {
         let (ends, ended) = orders::channel::<End>();
         let asked = Arc::new(AtomicUsize::new(0));
         let open = asked.clone();
-        // It ends with the last sender, or when zenoh has given up the last answer. A machine that asks and does not read can
-        // hold up its answers, and those of others, but nothing else.
+        // It ends with the last sender, or when zenoh has given up the last answer. A machine that
+        // asks and does not read can hold up its answers, and those of others, but nothing else.
         std::thread::Builder::new()
             .name("answers".into())
             .spawn(move || {
@@ -527,7 +533,8 @@ impl World {
         let _ = session.close().wait();
     }
 
-    /// Tries to reach a router until it is there, or the program ends. Orders have no addressee meanwhile.
+    /// Tries to reach a router until it is there, or the program ends. Orders have no addressee
+    /// meanwhile.
     fn reach(&self, taken: &orders::Receiver<Order>) -> Option<zenoh::Session> {
         let mut is_said = false;
         loop {
@@ -561,7 +568,8 @@ impl World {
             Order::Tell(bytes) => {
                 let change = format!("{base}/{machine}/change");
                 let put = session.put(change, bytes).congestion_control(CongestionControl::Drop);
-                // zenoh sends what is urgent first, without end. Calls that fill a link would keep machines from being heard.
+                // zenoh sends what is urgent first, without end. Calls that fill a link would keep
+                // machines from being heard.
                 put.priority(Priority::RealTime).wait()
             }
             Order::Ask { machine, bytes } => {

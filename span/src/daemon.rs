@@ -173,7 +173,8 @@ struct Fault {
     error: String,
 }
 
-/// The daemon. Each request has a connection of its own, so that a replaced daemon is no special case.
+/// The daemon. Each request has a connection of its own, so that a replaced daemon is no special
+/// case.
 #[derive(Clone, Debug)]
 pub struct Daemon {
     /// Its socket.

@@ -1,7 +1,7 @@
 //! The settings file of `--config`: TOML, whose keys are the flags.
 //!
-//! Reading is strict. All faults are listed with their line and column, what was expected and what was
-//! found; nothing starts with a file that has one. What keys mean together is looked at in
+//! Reading is strict. All faults are listed with their line and column, what was expected and what
+//! was found; nothing starts with a file that has one. What keys mean together is looked at in
 //! [`crate::options`], since flags win over the file.
 
 use std::net::SocketAddr;

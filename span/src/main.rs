@@ -1,12 +1,13 @@
-//! `tombolo-span`: the control plane of networks across machines. One runs beside the daemon of each
-//! machine. They tell each other over zenoh which member is where, and each tells its daemon.
+//! `tombolo-span`: the control plane of networks across machines. One runs beside the daemon of
+//! each machine. They tell each other over zenoh which member is where, and each tells its daemon.
 //!
 //! What is decided, and why, is in the crate `tombolo-span`; here is what touches the world:
-//! [`options`] and [`file`] (what it is told), [`carrier`] (zenoh), [`daemon`] (the daemon's API), [`members`]
-//! (what is announced), [`teller`] (what the daemon is told), [`notify`] (what a service manager is told), and
-//! the loop in [`run`]. Besides, it passes on calls between machines: [`streams`] is the engine, and the rest is
-//! in the crate `tombolo-remote`. The daemon does not depend on this program: if it ends, the daemon keeps what it was
-//! told, and frames for members that it does not know go to all machines.
+//! [`options`] and [`file`] (what it is told), [`carrier`] (zenoh), [`daemon`] (the daemon's API),
+//! [`members`] (what is announced), [`teller`] (what the daemon is told), [`notify`] (what a
+//! service manager is told), and the loop in [`run`]. Besides, it passes on calls between machines:
+//! [`streams`] is the engine, and the rest is in the crate `tombolo-remote`. The daemon does not
+//! depend on this program: if it ends, the daemon keeps what it was told, and frames for members
+//! that it does not know go to all machines.
 
 mod carrier;
 mod daemon;
@@ -41,7 +42,8 @@ use run::Run;
 use services::Services;
 use streams::Streams;
 
-/// What it ends with where it was called wrongly, or its settings are wrong: trying again does not help. As clap has it.
+/// What it ends with where it was called wrongly, or its settings are wrong: trying again does not
+/// help. As clap has it.
 const MISUSED: u8 = 2;
 
 /// Where the daemon's socket is: as docs/install.md has it for all of the project's programs.
@@ -71,7 +73,8 @@ async fn ended() {
     }
 }
 
-/// Allows as many descriptors as the system lets this program have: strangers hold some until zenoh gives them up.
+/// Allows as many descriptors as the system lets this program have: strangers hold some until zenoh
+/// gives them up.
 fn allow_descriptors() {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let most = rustix::process::Rlimit { current: limit.maximum, ..limit };
@@ -144,7 +147,8 @@ fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "tombolo-span: {text}");
 }
 
-/// Begins again with what zenoh reads from the environment, where that is not as it must be. Returns only if that fails.
+/// Begins again with what zenoh reads from the environment, where that is not as it must be.
+/// Returns only if that fails.
 fn with_runtimes() -> Result<(), String> {
     if std::env::var(RUNTIMES_VARIABLE).is_ok_and(|value| value == RUNTIMES) {
         return Ok(());

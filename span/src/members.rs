@@ -1,9 +1,9 @@
 //! Which members this machine has, from the tables of its daemon.
 //!
-//! A member is here if its MAC address is behind a port that is up and is no tunnel. One that is not,
-//! and has a lease here, is announced too, so that no other machine gives its address away: it may be
-//! silent, or have moved. What is behind a tunnel is announced by the machine that has it. Members in VLANs are not announced: the tunnel
-//! carries one network.
+//! A member is here if its MAC address is behind a port that is up and is no tunnel. One that is
+//! not, and has a lease here, is announced too, so that no other machine gives its address away: it
+//! may be silent, or have moved. What is behind a tunnel is announced by the machine that has it.
+//! Members in VLANs are not announced: the tunnel carries one network.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

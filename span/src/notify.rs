@@ -1,9 +1,11 @@
-//! What a service manager is told, by sd_notify(3): that this machine listens, that the loop turns, and how it stands.
+//! What a service manager is told, by sd_notify(3): that this machine listens, that the loop turns,
+//! and how it stands.
 //!
-//! `READY=1` goes out as soon as this machine listens. It does not wait for the fabric: that may start later, or be
-//! replaced at any time, and a unit that waited would fail at boot for want of it. `STATUS=` says which of the two
-//! it is. Where the manager asks for it (`WatchdogSec=`), the main loop says four times per period that it turns.
-//! Without `NOTIFY_SOCKET` nothing happens. Nothing here waits for the manager.
+//! `READY=1` goes out as soon as this machine listens. It does not wait for the fabric: that may
+//! start later, or be replaced at any time, and a unit that waited would fail at boot for want of
+//! it. `STATUS=` says which of the two it is. Where the manager asks for it (`WatchdogSec=`), the
+//! main loop says four times per period that it turns. Without `NOTIFY_SOCKET` nothing happens.
+//! Nothing here waits for the manager.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;

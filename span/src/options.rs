@@ -1,4 +1,5 @@
-//! What the program is told: its flags, the settings file, and what both mean together. A flag wins over the file.
+//! What the program is told: its flags, the settings file, and what both mean together. A flag wins
+//! over the file.
 
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -72,7 +73,8 @@ pub enum Callers {
 #[derive(Debug, Parser)]
 #[command(name = "tombolo-span", version, after_help = AFTER)]
 pub struct Args {
-    /// TOML file with the other settings: fabric, machine, listen, peer, keys, no_tls, site, lease, router, export, import, callers; flags win over it
+    /// TOML file with the other settings: fabric, machine, listen, peer, keys, no_tls, site, lease,
+    /// router, export, import, callers; flags win over it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Only read and check the settings and the keys; start nothing
@@ -90,16 +92,20 @@ pub struct Args {
     /// Address and port at which the other machines reach this one; not with --router
     #[arg(long, value_name = "ADDRESS:PORT", required_unless_present_any = ["config", "routers"])]
     listen: Option<SocketAddr>,
-    /// Another machine, and where its tombolo-span listens (with --router only its name); once for each, instead of those of the file
+    /// Another machine, and where its tombolo-span listens (with --router only its name); once for
+    /// each, instead of those of the file
     #[arg(long = "peer", value_name = "MACHINE=ADDRESS:PORT", required_unless_present = "config", value_parser = peer)]
     peers: Vec<Peer>,
-    /// Router of zenoh that all machines connect to, since they do not reach each other; more than one is used in turn
+    /// Router of zenoh that all machines connect to, since they do not reach each other; more than
+    /// one is used in turn
     #[arg(long = "router", value_name = "MACHINE=ADDRESS:PORT", value_parser = router)]
     routers: Vec<Peer>,
-    /// Service of this machine that all other machines may call, or those that are named; once for each
+    /// Service of this machine that all other machines may call, or those that are named; once for
+    /// each
     #[arg(long = "export", value_name = "SERVICE[=MACHINE,…]", value_parser = export)]
     exports: Vec<Shared>,
-    /// Service of other machines that can be called here, and the machines that have it; once for each
+    /// Service of other machines that can be called here, and the machines that have it; once for
+    /// each
     #[arg(long = "import", value_name = "SERVICE=MACHINE,…", value_parser = import)]
     imports: Vec<Shared>,
     /// Who may call what is imported [default: owner]

@@ -1,4 +1,5 @@
-//! How many lines of one kind are written, where other machines decide how often there is something to say.
+//! How many lines of one kind are written, where other machines decide how often there is something
+//! to say.
 
 use std::time::{Duration, Instant};
 

@@ -3,7 +3,8 @@
 //!
 //! The daemon is asked for its members every [`LOOK`], and as soon as it tells of an event. Tables
 //! that it could not take, or lost by starting again, are sent again. While it does not answer, the
-//! last that it said stays announced for [`ABSENCE`], so that a daemon that is replaced changes nothing.
+//! last that it said stays announced for [`ABSENCE`], so that a daemon that is replaced changes
+//! nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant, SystemTime};

@@ -1,8 +1,8 @@
 //! Services that cross machines over zenoh: the exports and imports of the settings.
 //!
 //! They are those of `tombolo service export` and `import` ([`tombolo_remote::machine`]), with the
-//! engine of [`crate::streams`] in place of TCP. So TLS, deadlines, order, admission, cancellation and
-//! the choice between machines are the same. They do not depend on the daemon.
+//! engine of [`crate::streams`] in place of TCP. So TLS, deadlines, order, admission, cancellation
+//! and the choice between machines are the same. They do not depend on the daemon.
 
 use std::sync::Arc;
 
@@ -33,8 +33,9 @@ pub struct Crossing {
     streams: Arc<Streams>,
 }
 
-/// The machines that may call an exported service. All are the other machines, and not everything that has a certificate of the same
-/// authority: a router has one too. Without keys nothing tells machines apart.
+/// The machines that may call an exported service. All are the other machines, and not everything
+/// that has a certificate of the same authority: a router has one too. Without keys nothing tells
+/// machines apart.
 fn allowed(export: &Shared, options: &Options, has_keys: bool) -> Vec<String> {
     match export.machines.is_empty() && has_keys {
         true => options.peers.iter().map(|peer| peer.name.clone()).collect(),

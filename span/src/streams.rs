@@ -1,19 +1,20 @@
 //! Connections between machines over zenoh: the second engine of calls, beside TCP ([`Engine`]).
 //!
 //! What a connection may do is decided in [`tombolo_span::stream`]. This module has its messages
-//! published, and its bytes passed on to a pair of sockets, whose other end is the [`Socket`] of the
-//! calls. TLS between the two machines is within these bytes, so neither zenoh nor a router on the way
-//! can read or change calls.
+//! published, and its bytes passed on to a pair of sockets, whose other end is the [`Socket`] of
+//! the calls. TLS between the two machines is within these bytes, so neither zenoh nor a router on
+//! the way can read or change calls.
 //!
 //! # Keys
 //! Machine `M` publishes what it says to machine `N` at `tombolo/S/M/calls/N`.
 //!
 //! # Threads
-//! zenoh's thread that delivers messages never waits: what the socket does not take at once is queued, at
-//! most a window of each stream. Each stream has two threads. One reads the socket and publishes; it
-//! waits while the other machine has no room, which holds up no other stream, or while zenoh's queue
-//! of that link is full, which holds up all streams on the link. The other one passes on what was
-//! queued, and says what is due. One thread more answers messages that belong to no stream.
+//! zenoh's thread that delivers messages never waits: what the socket does not take at once is
+//! queued, at most a window of each stream. Each stream has two threads. One reads the socket and
+//! publishes; it waits while the other machine has no room, which holds up no other stream, or
+//! while zenoh's queue of that link is full, which holds up all streams on the link. The other one
+//! passes on what was queued, and says what is due. One thread more answers messages that belong to
+//! no stream.
 //!
 //! # Limits
 //! [`ACCEPTED`] streams that one machine has opened. More are refused by name.
@@ -39,7 +40,8 @@ use zenoh::{Session, Wait};
 
 /// Streams that one machine may have opened at a time.
 pub const ACCEPTED: usize = 64;
-/// Answers to messages without a stream that were not sent yet. Those beyond are dropped: the other side then ends by its silence.
+/// Answers to messages without a stream that were not sent yet. Those beyond are dropped: the other
+/// side then ends by its silence.
 const ANSWERS: usize = 64;
 /// How long zenoh may take to say whether a machine is there.
 const LOOK: Duration = Duration::from_secs(2);
@@ -137,7 +139,8 @@ impl Streams {
         let weak = Arc::downgrade(&streams);
         std::thread::Builder::new().name("stream-answers".into()).spawn(move || {
             while let (Ok((to, message)), Some(streams)) = (waiting.recv(), weak.upgrade()) {
-                // A machine that does not read must not hold up a router's other work for an answer that it can do without.
+                // A machine that does not read must not hold up a router's other work for an answer
+                // that it can do without.
                 streams.put(&to, message, CongestionControl::Drop);
             }
         })?;
@@ -170,7 +173,8 @@ impl Streams {
 
     fn say(&self, key: &StreamKey, content: Content<'_>) -> bool {
         let message = StreamMessage { number: key.number, from: key.own, content }.encode();
-        // Never dropped for want of room: zenoh waits, and after 2 s it closes the link, which both sides notice.
+        // Never dropped for want of room: zenoh waits, and after 2 s it closes the link, which both
+        // sides notice.
         self.put(&key.machine, message, CongestionControl::Block)
     }
 

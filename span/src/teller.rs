@@ -92,7 +92,8 @@ impl Due {
 }
 
 impl Teller {
-    /// Starts the task, in a local set, with nothing to tell yet; it ends with the sender. `lease` is how long machines have to be heard.
+    /// Starts the task, in a local set, with nothing to tell yet; it ends with the sender. `lease`
+    /// is how long machines have to be heard.
     pub fn start(daemon: Daemon, peers: impl Iterator<Item = String>, lease: Duration) -> mpsc::UnboundedSender<Tell> {
         let (tells, taken) = mpsc::unbounded_channel();
         let teller = Teller {

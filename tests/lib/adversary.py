@@ -88,8 +88,8 @@ ELSEWHERE = ("02:00:00:00:dd:05", f"{SUBNET}.35")
 # --- bounds of the verdict; generous, since the machine is shared with emulated guests and other work ---
 
 LOSS, P99_MS = 0.05, 500.0
-# Of the questions of a member on another machine. What a flood leaves of the receive buffer of the tunnel's socket, which all machines
-# share, is the kernel's matter.
+# Of the questions of a member on another machine. What a flood leaves of the receive buffer of the
+# tunnel's socket, which all machines share, is the kernel's matter.
 ELSEWHERE_LOSS, ANSWER_S = 0.25, 0.25
 STATUS_S = 2.0
 SERVED_S = 20

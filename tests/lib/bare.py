@@ -37,7 +37,8 @@ ip link set lo up
 """
 # Process 1 has to reap, so it is a shell that waits.
 SHELL = START + "exec chroot . sh -c 'while :; do sleep 3600 & wait $!; done'"
-# Or a systemd, which changes nothing of the machine: what says that it is in a container also says that it need not set up one.
+# Or a systemd, which changes nothing of the machine: what says that it is in a container also says
+# that it need not set up one.
 SYSTEMD = START + """
 mount -t cgroup2 cgroup2 sys/fs/cgroup
 mount --bind proc/sys proc/sys

@@ -12,8 +12,9 @@ from .machine import BUILD, Skip, need_program, need_root
 
 PEERS = BUILD / "cloud-init"
 PACKAGES = ("cloud-init", "ifupdown")
-# $1 the unpacked packages, $2 a folder, $3 the seed, $4 what is run after the boot. The upper layer is in memory. Where /usr is merged, lib and
-# sbin of a package are below it. A kernel without the file system of the seed gets a helper of mount(8) that reads it with mtools.
+# $1 the unpacked packages, $2 a folder, $3 the seed, $4 what is run after the boot. The upper layer
+# is in memory. Where /usr is merged, lib and sbin of a package are below it. A kernel without the
+# file system of the seed gets a helper of mount(8) that reads it with mtools.
 SCRIPT = r"""set -e
 mount --make-rprivate /
 mount -t tmpfs none "$2"

@@ -14,7 +14,8 @@ import time
 
 from .http import http_get, socket_in
 
-# A check that takes longer has failed; the next one starts afresh, so this bounds the resolution too.
+# A check that takes longer has failed; the next one starts afresh, so this bounds the resolution
+# too.
 CHECK_S = 2.0
 PAUSE_S = 0.15
 # Byte `i` of a cell's `/bytes/N` is `i` modulo this (cells/src/http.rs).
@@ -140,7 +141,8 @@ class StreamFlow(Flow):
             except OSError:
                 connection.close()
                 raise
-            # Longer than any recovery that TCP itself survives; a peer that is gone answers with a reset.
+            # Longer than any recovery that TCP itself survives; a peer that is gone answers with a
+            # reset.
             connection.settimeout(20)
             self.connection = connection
         try:

@@ -35,7 +35,8 @@ def qemu_version(program):
 def tsc_khz():
     """The rate of this machine's time-stamp counter, which an emulated guest reads as it is."""
     text = Path("/proc/cpuinfo").read_text()
-    # arch/x86: bogomips is loops_per_jiffy * HZ / 500000, and loops_per_jiffy is the TSC's rate per tick.
+    # arch/x86: bogomips is loops_per_jiffy * HZ / 500000, and loops_per_jiffy is the TSC's rate per
+    # tick.
     return round(float(re.search(r"^bogomips\s*: ([\d.]+)", text, re.M)[1]) * 500)
 
 
@@ -104,7 +105,8 @@ class Guest(Process):
         argv = [program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
         argv += ["-m", str(memory_mib), "-smp", "1"]
         if machine == "microvm":
-            # Debian's QEMU 10 takes SeaBIOS here if not told, which starts later and hands no ACPI tables on.
+            # Debian's QEMU 10 takes SeaBIOS here if not told, which starts later and hands no ACPI
+            # tables on.
             argv += ["-bios", "qboot.rom"]
         if accel == "kvm":
             argv += ["-cpu", "host"]
@@ -155,7 +157,8 @@ def sequence_numbers(text):
 class Commands:
     """Commands in a Linux guest over its console, by the line protocol of tools/guest/init; for a Process that holds one."""
 
-    # True where this process joined a console that may have been running before: "@control" may be long past.
+    # True where this process joined a console that may have been running before: "@control" may be
+    # long past.
     attached = True
 
     def wait_control(self, seconds=120, since=0):
@@ -231,7 +234,8 @@ class Commands:
 def linux_cmdline(hostname, serve="", *more):
     """What the stock Linux guest is started with: its name, and the servers that it runs ("http", "iperf", both by a comma)."""
     khz = tsc_khz()
-    # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's kernel is 250.
+    # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's
+    # kernel is 250.
     words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "reboot=t", f"tsc_early_khz={khz}", f"lpj={khz * 4}"]
     return " ".join(filter(None, [*words, f"hostname={hostname}", serve and f"serve={serve}", *more]))
 

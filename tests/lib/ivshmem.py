@@ -26,7 +26,8 @@ NETWORK, CHANNEL = 0x0001, 0x4001
 RESET, INIT, READY, RUN = range(4)
 # In a header's offers, and in the state words of a guest that takes them.
 OFFERS_OFFLOADS, TAKES_OFFLOADS = 1, 0x100
-# A virtio-net header without num_buffers: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset.
+# A virtio-net header without num_buffers: flags, gso_type, hdr_len, gso_size, csum_start,
+# csum_offset.
 OFFLOAD_HEADER = struct.Struct("<BBHHHH")
 PLAIN = OFFLOAD_HEADER.pack(0, 0, 0, 0, 0, 0)
 
@@ -165,8 +166,8 @@ class Server:
             client.close()
             return
         with self._lock:
-            # The seat keeps its eventfds, and nobody is told: QEMU 7.2 frees a peer's doorbells when it hears that it is gone,
-            # and writes to them when the number comes again.
+            # The seat keeps its eventfds, and nobody is told: QEMU 7.2 frees a peer's doorbells
+            # when it hears that it is gone, and writes to them when the number comes again.
             del self._sockets[ident]
             # Nobody else writes the word of a peer that is gone, and rings for it.
             self.region.state(ident).value = RESET
@@ -227,7 +228,8 @@ class NetPeer(Station):
         self.last_header = PLAIN
         self._clear()
 
-    # States ---------------------------------------------------------------------------------------------------------
+    # States
+    # ---------------------------------------------------------------------------------------------------------
     @property
     def state(self):
         return self.region.state(self.ident).value
@@ -290,7 +292,8 @@ class NetPeer(Station):
         else:
             time.sleep(min(seconds, 0.0005))
 
-    # Frames ---------------------------------------------------------------------------------------------------------
+    # Frames
+    # ---------------------------------------------------------------------------------------------------------
     def send(self, frame, ring_always=False, offload=PLAIN):
         """Puts one frame on the ring, behind `offload` where headers were agreed on; false where there is no room."""
         self._reap()
@@ -430,7 +433,8 @@ class Client:
         self.ident, _ = self._message()
         mark, self.memory_fd = self._message()
         assert mark == -1, mark
-        # Own doorbells come last, as many as the header says; where the header was overwritten, what comes in a moment.
+        # Own doorbells come last, as many as the header says; where the header was overwritten,
+        # what comes in a moment.
         page = os.pread(self.memory_fd, PAGE, 0)
         expected = struct.unpack_from("<I", page, 20)[0] if page.startswith(MAGIC) else 0
         self.socket.settimeout(0.3)

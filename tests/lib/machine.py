@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build"
-# By what the time limits of tests are multiplied: an emulated guest (tests/kernels.py) is slower than any machine.
+# By what the time limits of tests are multiplied: an emulated guest (tests/kernels.py) is slower
+# than any machine.
 SLOW = float(os.environ.get("TOMBOLO_SLOW", "1"))
 # Daemons and network tools live here, which a user's PATH often lacks.
 os.environ["PATH"] = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"

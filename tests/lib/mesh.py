@@ -5,8 +5,8 @@ import time
 from .process import core_share, rss_bytes, until
 
 QUIET_S = 10
-# What the traffic set going, and what the cells' stacks say of themselves in their first 12 seconds, runs out before the quiet is measured;
-# nothing tells of its end.
+# What the traffic set going, and what the cells' stacks say of themselves in their first 12
+# seconds, runs out before the quiet is measured; nothing tells of its end.
 SETTLING_S = 15
 
 

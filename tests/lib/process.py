@@ -15,7 +15,8 @@ from .machine import SLOW
 from .netns import inside
 
 PR_SET_PDEATHSIG = 1
-# How long a wait lasts unless it says otherwise: a machine that has much else to do may let a process stand for tens of seconds.
+# How long a wait lasts unless it says otherwise: a machine that has much else to do may let a
+# process stand for tens of seconds.
 PATIENCE_S = 60 * SLOW
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -24,7 +25,8 @@ def _prepare(parent, nice, moment):
     """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed; its niceness; and into the
     pipe `moment` the time of the exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # A shell starts what runs in its background with this one ignored, which is inherited: then no child of a test could be interrupted.
+    # A shell starts what runs in its background with this one ignored, which is inherited: then no
+    # child of a test could be interrupted.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if nice is not None:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
@@ -155,7 +157,8 @@ class Process:
                 )
             finally:
                 os.close(told)
-            # The exec, not the fork: copying an interpreter takes milliseconds that are not the child's.
+            # The exec, not the fork: copying an interpreter takes milliseconds that are not the
+            # child's.
             (self.started,) = struct.unpack("d", moment.read(8))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

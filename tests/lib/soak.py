@@ -30,7 +30,8 @@ from .process import Process, rss_bytes, scratch
 
 # --- limits ---
 
-# A flow that has not come back after this long needs a person; the harness then starts the fabric again.
+# A flow that has not come back after this long needs a person; the harness then starts the fabric
+# again.
 GIVE_UP_S = 120
 # The whole fabric has to work this soon after its first start.
 START_S = 180
@@ -98,7 +99,8 @@ class Outcome:
 
     kind: str
     fault: str
-    # Seconds from the end of the fault until every flow had worked again; None where that needed a person.
+    # Seconds from the end of the fault until every flow had worked again; None where that needed a
+    # person.
     recovery_s: float | None
     slowest: str
     broken_streams: int

@@ -52,7 +52,8 @@ cmdline = "{cmdline}"
 AGENT = """attach = "ivshmem"
 iommu = true
 """
-# An iperf run of one second on a machine that does much else besides; a stalled network never ends it.
+# An iperf run of one second on a machine that does much else besides; a stalled network never ends
+# it.
 RUN_PATIENCE_S = 30
 START_PATIENCE_S = 120
 
@@ -61,11 +62,12 @@ class Outcome(NamedTuple):
     """What one guest did under the load."""
 
     runs: int
-    # Runs that ended without a rate: cut off by either end. They load nothing. One that is refused, since the guest's
-    # server is being started again, is no run.
+    # Runs that ended without a rate: cut off by either end. They load nothing. One that is refused,
+    # since the guest's server is being started again, is no run.
     failed: int
     seconds: float
-    # The words of the iperf run that did not end, with no answer to ping after it; `None` where all ended.
+    # The words of the iperf run that did not end, with no answer to ping after it; `None` where all
+    # ended.
     stalled: str | None
     late_wakeups: int
     late_signals: int

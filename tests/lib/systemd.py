@@ -17,7 +17,8 @@ from .process import PATIENCE_S, Process, children, until
 PROGRAMS = ("/lib/systemd/systemd", "/usr/lib/systemd/systemd")
 # Default dependencies of every service; here they wait for nothing.
 TARGETS = ("sysinit.target", "basic.target", "shutdown.target")
-# What these read is in the environment, so that a search for a test's folder among command lines does not find them.
+# What these read is in the environment, so that a search for a test's folder among command lines
+# does not find them.
 ENTER = """
 set -e
 echo $$ >"$CGROUP/cgroup.procs"
@@ -103,7 +104,8 @@ class Manager:
 
     def __exit__(self, *_):
         if self.process:
-            # The kernel kills the others of a PID namespace with its process 1, and that with this one (--kill-child).
+            # The kernel kills the others of a PID namespace with its process 1, and that with this
+            # one (--kill-child).
             self.process.kill()
         remove_cgroup(self.cgroup)
 

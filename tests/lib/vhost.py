@@ -70,7 +70,8 @@ class VhostPeer(Station):
         for fd in [self.fd, *self.kick, *self.call]:
             os.close(fd)
 
-    # Messages -------------------------------------------------------------------------------------------------------
+    # Messages
+    # -------------------------------------------------------------------------------------------------------
     def say(self, request, payload=b"", fds=(), flags=VERSION, size=None):
         """One message, of whatever size it claims to have."""
         message = struct.pack("<III", request, flags, len(payload) if size is None else size) + payload
@@ -116,7 +117,8 @@ class VhostPeer(Station):
             return False
         return True
 
-    # Set-up ---------------------------------------------------------------------------------------------------------
+    # Set-up
+    # ---------------------------------------------------------------------------------------------------------
     def features(self, wanted=F_VERSION_1 | F_PROTOCOL, protocol=P_REPLY_ACK):
         self.ask(GET_FEATURES)
         self.say(SET_OWNER)
@@ -165,7 +167,8 @@ class VhostPeer(Station):
         """Waits until the backend has handled every message so far."""
         self.ask(GET_FEATURES)
 
-    # Rings ----------------------------------------------------------------------------------------------------------
+    # Rings
+    # ----------------------------------------------------------------------------------------------------------
     def u16(self, offset):
         return ctypes.c_uint16.from_buffer(self.memory, offset)
 

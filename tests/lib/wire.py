@@ -28,7 +28,8 @@ class Wire(Namespace):
         self.loss, self.delay_s = loss, delay_s
         self.passed = self.lost = self.overtaken = 0
         self.dice = random.Random(SEED)
-        # Of each machine: the descriptor of its cable, whose other end is its eth0; whether it is plugged in; who has which address.
+        # Of each machine: the descriptor of its cable, whose other end is its eth0; whether it is
+        # plugged in; who has which address.
         self.cables, self.is_up, self.places, self.gone = {}, {}, {}, set()
         self.late, self.numbers, self.newest = [], itertools.count(), {}
         self.wake, self.woken = os.pipe()

@@ -27,7 +27,8 @@ CELL = "10.9.0.2"
 PATTERN = bytes(range(251))
 MEMORY_MIB = 640
 DOM0_MIB = 320
-# QEMU without KVM has SVM only; Xen's PVH domains need nested paging. XSAVE, SMAP and AVX do not survive emulation here.
+# QEMU without KVM has SVM only; Xen's PVH domains need nested paging. XSAVE, SMAP and AVX do not
+# survive emulation here.
 CPU = "qemu64,+svm,+npt,+rdrand"
 XEN_LINE = f"console=com1 com1=115200,8n1 loglvl=warning guest_loglvl=all dom0_mem={DOM0_MIB}M,max:{DOM0_MIB}M dom0_max_vcpus=1 spec-ctrl=no"
 DOM0_LINE = (
@@ -38,7 +39,8 @@ DOM0_LINE = (
 # The kernel command line of a Linux domain, whose process 1 is its /init.
 LINUX_LINE = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr"
 
-# A command that fits into what Xen buffers, and the part of a longer one that does so with what is around it.
+# A command that fits into what Xen buffers, and the part of a longer one that does so with what is
+# around it.
 LINE_BYTES = 110
 PIECE_BYTES = 60
 _scripts = itertools.count(1)
@@ -179,7 +181,8 @@ def xl_config(name, mac, memory_mib, kernel="/domu/kernel", ramdisk=None, line="
             f"kernel='{kernel}'",
             *rest,
             f"memory={memory_mib}",
-            # The default traps each reading of the time-stamp counter on a machine whose counter Xen does not trust, as an emulated one.
+            # The default traps each reading of the time-stamp counter on a machine whose counter
+            # Xen does not trust, as an emulated one.
             "tsc_mode='native'",
             "on_poweroff='destroy'",
             "on_reboot='preserve'",

@@ -32,11 +32,13 @@ ROOT = HERE.parent.parent
 META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-virtual")
 # What virtio-net and disks need on PCI and on MMIO. A name the kernel has built in is passed over.
 WANTED = ("virtio_pci", "virtio_mmio", "virtio_net", "virtio_rng", "virtio_blk")
-# What the agent needs more: a tap, and vfio for its interrupts. Loaded only where the guest runs it.
+# What the agent needs more: a tap, and vfio for its interrupts. Loaded only where the guest runs
+# it.
 AGENT_WANTED = ("tun", "vfio_pci", "vfio_iommu_type1")
 # Dynamic programs that come along with their libraries, when this machine has them.
 PROGRAMS = ("iperf", "ethtool")
-# The QEMU guest agent; and those of its libraries that this machine may lack. Their names differ between releases.
+# The QEMU guest agent; and those of its libraries that this machine may lack. Their names differ
+# between releases.
 QGA_PACKAGE = "qemu-guest-agent"
 QGA_LIBRARY = re.compile(r"lib(glib2|uring|udev|pcre2)\S*")
 
@@ -89,7 +91,8 @@ def extract_elf(image):
     setup = (data[0x1F1] or 4) + 1
     offset, length = struct.unpack_from("<II", data, 0x248)
     payload = data[setup * 512 + offset : setup * 512 + offset + length]
-    # The last four bytes of the payload are the size of the unpacked kernel, except for gzip, whose own end it is.
+    # The last four bytes of the payload are the size of the unpacked kernel, except for gzip, whose
+    # own end it is.
     if payload.startswith(b"\x1f\x8b"):
         elf = zlib.decompressobj(31).decompress(payload)
     elif payload.startswith(b"\xfd7zXZ"):

@@ -142,7 +142,8 @@ class Stats(Sized):
 
 
 HANDLER = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(RequestInfo), c_void_p)
-# A handle is a struct of one u64, which crosses as that does on every machine that this library runs on.
+# A handle is a struct of one u64, which crosses as that does on every machine that this library
+# runs on.
 _HANDLE, _OUT = c_uint64, POINTER(c_uint64)
 _CALL, _SIZE, _POINTER = POINTER(CallOptions), POINTER(c_size_t), POINTER(c_void_p)
 

@@ -19,7 +19,8 @@ LATE = {"refuse": 0, "best-effort": 1}
 ORDER = {"edf": 0, "fifo": 1, "deadline-monotonic": 2}
 
 
-# Services that run. They end before Python does: a handler must not be called in what is left of it.
+# Services that run. They end before Python does: a handler must not be called in what is left of
+# it.
 _running = weakref.WeakSet()
 
 

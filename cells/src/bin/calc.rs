@@ -1,8 +1,10 @@
-//! A calculator that serves calls with a deadline, and makes them: over an ivshmem link, without IP, or over TCP.
+//! A calculator that serves calls with a deadline, and makes them: over an ivshmem link, without
+//! IP, or over TCP.
 //!
-//! It serves the peer at the other end ("6 * 7" is answered by "42"): a Linux process ([`tombolo_remote`] or `tombolo
-//! call` over a bridge), or another cell. With `role=client` it also calls the other end and checks each reply. At the
-//! end it prints, as one line of JSON, how the calls ended and how long they took, and leaves with an exit code.
+//! It serves the peer at the other end ("6 * 7" is answered by "42"): a Linux process
+//! ([`tombolo_remote`] or `tombolo call` over a bridge), or another cell. With `role=client` it
+//! also calls the other end and checks each reply. At the end it prints, as one line of JSON, how
+//! the calls ended and how long they took, and leaves with an exit code.
 //!
 //! [`tombolo_remote`]: https://github.com/tombolo-fabric/tombolo
 //!

@@ -1,10 +1,10 @@
-//! A control loop over an ivshmem link, without IP: a controller sends a command each period, and a plant answers with
-//! its measurement.
+//! A control loop over an ivshmem link, without IP: a controller sends a command each period, and a
+//! plant answers with its measurement.
 //!
-//! Two cells run this app on one link, with no switch between them: one with `role=controller`, one with `role=plant`.
-//! The plant is a first-order lag. The controller is a PI controller that brings it to a set point. At the end the
-//! controller prints one line of JSON: how long the replies took, and how many periods passed without one. Both leave
-//! with an exit code.
+//! Two cells run this app on one link, with no switch between them: one with `role=controller`, one
+//! with `role=plant`. The plant is a first-order lag. The controller is a PI controller that brings
+//! it to a set point. At the end the controller prints one line of JSON: how long the replies took,
+//! and how many periods passed without one. Both leave with an exit code.
 //!
 //! | word | meaning | default |
 //! | --- | --- | --- |
@@ -164,7 +164,8 @@ async fn wait_until(net: &Net, link: &Link, wait: Wait, at_ns: u64) {
     }
 }
 
-/// Sends; the queue is longer than what is ever under way, so a full one is a peer that does not take what it gets.
+/// Sends; the queue is longer than what is ever under way, so a full one is a peer that does not
+/// take what it gets.
 fn send(channel: &mut Channel, number: u64, value: i64) -> Result<(), ChannelError> {
     match channel.send(&encode(number, value)) {
         Ok(true) => Ok(()),
@@ -173,7 +174,8 @@ fn send(channel: &mut Channel, number: u64, value: i64) -> Result<(), ChannelErr
     }
 }
 
-/// One period: a command, and the reply to it until `until_ns`. What the plant measured, and how long that took.
+/// One period: a command, and the reply to it until `until_ns`. What the plant measured, and how
+/// long that took.
 async fn period(
     net: &Net,
     channel: &mut Channel,
@@ -215,7 +217,8 @@ async fn controller(net: &Net, channel: &mut Channel, settings: &Settings) {
             Ok(Some((value, ns))) => {
                 measured = value;
                 trips.push(ns);
-                // Read, but later than it was wanted: part of the distribution, and a period without a reply in time.
+                // Read, but later than it was wanted: part of the distribution, and a period
+                // without a reply in time.
                 missed += u64::from(net.now_ns() > until_ns);
             }
             Ok(None) => missed += 1,
@@ -226,7 +229,8 @@ async fn controller(net: &Net, channel: &mut Channel, settings: &Settings) {
             Err(error) => fail(format_args!("{error}")),
         }
     }
-    // The plant ends with it, and is given its time: one that finds the link down before it has read this would wait for the next controller.
+    // The plant ends with it, and is given its time: one that finds the link down before it has
+    // read this would wait for the next controller.
     let _ = period(net, channel, Wait::Tasks, STOP, 0, net.now_ns() + settings.patience_ns).await;
     let is_reached = (SET_POINT - measured).abs() <= TOLERANCE;
     let is_in_time = missed <= settings.max_missed;
@@ -267,13 +271,15 @@ async fn plant(net: &Net, channel: &mut Channel, settings: &Settings) {
     }
 }
 
-/// The bare doorbell: a number in the own section, a ring; the other one writes the same number into its own, and rings.
+/// The bare doorbell: a number in the own section, a ring; the other one writes the same number
+/// into its own, and rings.
 async fn doorbell(net: &Net, link: &Link, settings: &Settings, is_controller: bool) {
     let peer = 1 - link.own_id().min(1);
     let (own, Some(other)) = (link.own_output(), link.output(peer)) else {
         fail(format_args!("link {:?} has no peer {peer}", link.name()))
     };
-    // Release and acquire: a later version may have data beside the number. Cannot fail: a section is pages.
+    // Release and acquire: a later version may have data beside the number. Cannot fail: a section
+    // is pages.
     let write = |word: u32| _ = own.store_u32(0, word, Ordering::Release);
     let read = || other.load_u32(0, Ordering::Acquire).unwrap_or(0);
     write(0);

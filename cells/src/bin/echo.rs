@@ -1,4 +1,5 @@
-//! Echoes what it is sent, over TCP and UDP, on port 7 (RFC 862), and what is typed at its console, where that has an input.
+//! Echoes what it is sent, over TCP and UDP, on port 7 (RFC 862), and what is typed at its console,
+//! where that has an input.
 #![no_std]
 #![no_main]
 

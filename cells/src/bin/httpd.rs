@@ -1,10 +1,12 @@
-//! A web server: `/` is a page with the cell's counters, `/bytes/N` any number of bytes up to 1 GiB.
+//! A web server: `/` is a page with the cell's counters, `/bytes/N` any number of bytes up to 1
+//! GiB.
 //!
-//! Byte `i` of `/bytes/N` is `i` modulo 251, so a client can check what it gets: the first 100,000,000 bytes have the
-//! SHA-256 that `python3 -c 'import sys; sys.stdout.buffer.write((bytes(range(251))*398407)[:100000000])' | sha256sum`
-//! prints.
+//! Byte `i` of `/bytes/N` is `i` modulo 251, so a client can check what it gets: the first
+//! 100,000,000 bytes have the SHA-256 that `python3 -c 'import sys;
+//! sys.stdout.buffer.write((bytes(range(251))*398407)[:100000000])' | sha256sum` prints.
 //!
-//! A connection may stay open. One that sends nothing for 30 s, or takes nothing for 30 s, is closed.
+//! A connection may stay open. One that sends nothing for 30 s, or takes nothing for 30 s, is
+//! closed.
 #![no_std]
 #![no_main]
 
@@ -27,7 +29,8 @@ const PORT: u16 = 80;
 const RECEIVE_BYTES: usize = 8 << 10;
 /// What a connection may have written and not yet acknowledged: less where there is little memory.
 const SEND_BYTES: core::ops::RangeInclusive<usize> = 8 << 10..=128 << 10;
-/// Half of the memory is for connections: so many at least, as long as each gets the smallest buffers, and so many at most.
+/// Half of the memory is for connections: so many at least, as long as each gets the smallest
+/// buffers, and so many at most.
 const CONNECTIONS: core::ops::RangeInclusive<usize> = 256..=1024;
 const TIMEOUT_NS: u64 = 30_000_000_000;
 

@@ -1,5 +1,5 @@
-//! iperf 2: a server for stock clients, TCP and UDP, with `-r` and `-d` both, with `-R` and `--full-duplex` over TCP; and a
-//! client.
+//! iperf 2: a server for stock clients, TCP and UDP, with `-r` and `-d` both, with `-R` and
+//! `--full-duplex` over TCP; and a client.
 //!
 //! | word of the command line | meaning | default |
 //! | --- | --- | --- |
@@ -245,7 +245,8 @@ async fn stream_back(net: Net, back: IpEndpoint, header: ClientHeader) {
     }
 }
 
-/// Both directions on one connection: what has arrived is taken whenever there is room to send, and the rest at the end.
+/// Both directions on one connection: what has arrived is taken whenever there is room to send, and
+/// the rest at the end.
 async fn full_duplex(net: &Net, stream: &mut TcpStream, header: ClientHeader) -> Result<(), TcpError> {
     let peer = stream.peer();
     let start = net.now_ns();

@@ -1,13 +1,13 @@
-//! Finds out whether all cells of a network reach each other. It pings each address of a range until that address has
-//! answered once, and answers pings itself. Then it prints nothing any more.
+//! Finds out whether all cells of a network reach each other. It pings each address of a range
+//! until that address has answered once, and answers pings itself. Then it prints nothing any more.
 //!
 //! | word of the command line | meaning | default |
 //! | --- | --- | --- |
 //! | `peers=FIRST-LAST` | the addresses, both ends included; the cell's own is passed over | |
 //! | `at_once=N` | how many are asked at a time | 8 |
 //!
-//! Lines for programs: `@mesh 12 of 63` every three seconds, `@mesh all 63 of 63 in 812 ms` at the end (milliseconds since the
-//! cell has its address).
+//! Lines for programs: `@mesh 12 of 63` every three seconds, `@mesh all 63 of 63 in 812 ms` at the
+//! end (milliseconds since the cell has its address).
 #![no_std]
 #![no_main]
 
@@ -76,7 +76,8 @@ async fn ask(net: Net, state: Rc<State>) {
                 done(&net, &state);
             }
         } else {
-            // At once where nothing could be sent; no one is asked more often than once in this time.
+            // At once where nothing could be sent; no one is asked more often than once in this
+            // time.
             net.sleep_until(next_ns).await;
             state.waiting.borrow_mut().push_back(peer);
         }

@@ -52,7 +52,8 @@ pub(crate) enum Registers {
 }
 
 impl Registers {
-    /// The device's own id on its link. 0 is the first peer of a link, or a plain device, which has none.
+    /// The device's own id on its link. 0 is the first peer of a link, or a plain device, which has
+    /// none.
     pub(crate) fn position(&self) -> u32 {
         match self {
             Registers::Mapped(page, offset) => {
@@ -78,8 +79,8 @@ impl Registers {
 /// Opens a device the way that `wakeups` says, for up to `vectors` interrupts.
 ///
 /// # Errors
-/// [`AgentError::NoWakeups`] where interrupts are demanded and cannot be had; [`AgentError::Sysfs`] and
-/// [`AgentError::Map`] where the device cannot be reached at all.
+/// [`AgentError::NoWakeups`] where interrupts are demanded and cannot be had; [`AgentError::Sysfs`]
+/// and [`AgentError::Map`] where the device cannot be reached at all.
 pub(crate) fn open(device: &Device, wakeups: Wakeups, vectors: usize) -> Result<Access, AgentError> {
     let polled_because = match wakeups {
         Wakeups::Poll => "--wakeups poll".into(),

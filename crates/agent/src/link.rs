@@ -1,6 +1,7 @@
 //! Which device is a network link, and what its header says.
 //!
-//! The header page lies in memory that the host can write at any moment, so it is copied once and judged by the copy.
+//! The header page lies in memory that the host can write at any moment, so it is copied once and
+//! judged by the copy.
 
 use crate::access::{self, Access, Wakeups};
 use crate::error::AgentError;
@@ -36,8 +37,8 @@ pub(crate) fn header(device: &Device) -> Result<Header, AgentError> {
 /// The device to use: the one that is asked for, or the only one that is a network link.
 ///
 /// # Errors
-/// [`AgentError::NoDevice`], [`AgentError::NoSuchDevice`], [`AgentError::NoNetwork`], [`AgentError::Several`]; what a header
-/// has wrong only where its device was asked for.
+/// [`AgentError::NoDevice`], [`AgentError::NoSuchDevice`], [`AgentError::NoNetwork`],
+/// [`AgentError::Several`]; what a header has wrong only where its device was asked for.
 pub(crate) fn choose(devices: &[Device], asked: Option<&str>) -> Result<Device, AgentError> {
     if devices.is_empty() {
         return Err(AgentError::NoDevice);

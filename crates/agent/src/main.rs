@@ -23,8 +23,9 @@ use std::process::ExitCode;
 
 /// Joins this Linux guest to its network through an ivshmem device.
 ///
-/// The guest gets a tap device with the address that the fabric gave it; a DHCP client on it does the rest. Runs until it gets
-/// SIGTERM or SIGINT. Exit codes: 0 ended by a signal, 1 it failed, 2 used wrongly.
+/// The guest gets a tap device with the address that the fabric gave it; a DHCP client on it does
+/// the rest. Runs until it gets SIGTERM or SIGINT. Exit codes: 0 ended by a signal, 1 it failed, 2
+/// used wrongly.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {

@@ -1,7 +1,7 @@
 //! ivshmem devices of this guest, as sysfs shows them.
 //!
-//! Only what the kernel itself says is read here: identity and sizes. What is in a device's memory is the other
-//! side's word, and is read by `link.rs`.
+//! Only what the kernel itself says is read here: identity and sizes. What is in a device's memory
+//! is the other side's word, and is read by `link.rs`.
 
 use crate::error::AgentError;
 use std::fmt;
@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// Where sysfs lists the devices.
 pub(crate) const DEVICES: &str = "/sys/bus/pci/devices";
-/// Vendor and device number of QEMU's ivshmem, version 1 (QEMU docs/specs/ivshmem-spec, "PCI Device Information").
+/// Vendor and device number of QEMU's ivshmem, version 1 (QEMU docs/specs/ivshmem-spec, "PCI Device
+/// Information").
 const VENDOR_DEVICE: (u32, u32) = (0x1af4, 0x1110);
 /// `IORESOURCE_MEM` of Linux's include/linux/ioport.h: a BAR that is memory.
 const RESOURCE_MEMORY: u64 = 0x200;
@@ -57,7 +58,8 @@ impl fmt::Display for Device {
 /// Every ivshmem device below `root`, in the order of their addresses.
 ///
 /// # Errors
-/// [`AgentError::Sysfs`] where the folder cannot be read. Devices that vanish meanwhile are passed over.
+/// [`AgentError::Sysfs`] where the folder cannot be read. Devices that vanish meanwhile are passed
+/// over.
 pub(crate) fn find(root: &Path) -> Result<Vec<Device>, AgentError> {
     let unreadable = |source| AgentError::Sysfs { what: "reading", path: root.into(), source };
     let mut found = Vec::new();
@@ -87,8 +89,8 @@ fn device(folder: &Path) -> Option<Device> {
     })
 }
 
-/// Address and size of the first three BARs from sysfs's `resource`: a line `START END FLAGS` in hexadecimal for each. A BAR
-/// that is not there, or is no memory, has 0 bytes.
+/// Address and size of the first three BARs from sysfs's `resource`: a line `START END FLAGS` in
+/// hexadecimal for each. A BAR that is not there, or is no memory, has 0 bytes.
 fn bars(resource: &str) -> [(u64, u64); 3] {
     let mut bars = [(0, 0); 3];
     for (bar, line) in bars.iter_mut().zip(resource.lines()) {

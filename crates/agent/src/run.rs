@@ -22,7 +22,8 @@ impl PeerDoorbells for Registers {
     }
 }
 
-/// Joins the link and a new tap until a signal ends it; then the tap is gone and the other side sees the link reset.
+/// Joins the link and a new tap until a signal ends it; then the tap is gone and the other side
+/// sees the link reset.
 ///
 /// # Errors
 /// What of the tap or the link could not be had; nothing stays behind then.
@@ -54,8 +55,8 @@ pub(crate) fn until_signal(link: NetworkLink, tap: &str) -> Result<(), AgentErro
         mtu: u32::from(header.mtu()),
         offloads: if header.offloads && own_id == 1 { Offloads::Taken } else { Offloads::None },
     };
-    // The fabric at the other end limits what the guest may send and flood. Here both sides may do everything: the
-    // fabric's side is the guest's router and DHCP server.
+    // The fabric at the other end limits what the guest may send and flood. Here both sides may do
+    // everything: the fabric's side is the guest's router and DHCP server.
     let guard = Guard::default().with_roles(Roles::ALL);
     let settings = PortSettings { guard, storm: Storm::OFF, ..PortSettings::default() };
     let reserved = handle.reserve()?;

@@ -1,12 +1,12 @@
 //! A device through vfio: the way to its interrupts.
 //!
-//! vfio-pci takes a device only where an IOMMU keeps its DMA in check; a guest has one if its VMM gives it one
-//! (QEMU: `-device intel-iommu,intremap=on`), or if its kernel allows vfio without (CONFIG_VFIO_NOIOMMU, which Debian's
-//! kernels leave out, and which taints the kernel; it is not used here). An ivshmem device does no DMA, so the IOMMU costs nothing
-//! once the device is open.
+//! vfio-pci takes a device only where an IOMMU keeps its DMA in check; a guest has one if its VMM
+//! gives it one (QEMU: `-device intel-iommu,intremap=on`), or if its kernel allows vfio without
+//! (CONFIG_VFIO_NOIOMMU, which Debian's kernels leave out, and which taints the kernel; it is not
+//! used here). An ivshmem device does no DMA, so the IOMMU costs nothing once the device is open.
 //!
-//! The device stays with vfio-pci afterwards, where the next agent finds it, however this one ended: nothing else wants it, and
-//! taking it away would wait for the last mapping to go.
+//! The device stays with vfio-pci afterwards, where the next agent finds it, however this one
+//! ended: nothing else wants it, and taking it away would wait for the last mapping to go.
 
 use crate::error::AgentError;
 use crate::pci::Device;
@@ -22,11 +22,12 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 const DRIVER: &str = "/sys/bus/pci/drivers/vfio-pci";
 const PROBE: &str = "/sys/bus/pci/drivers_probe";
-/// `PCI_COMMAND` and its bits for memory and bus mastering (PCI Local Bus 3.0, section 6.2.2): without the second no
-/// MSI-X message leaves the device.
+/// `PCI_COMMAND` and its bits for memory and bus mastering (PCI Local Bus 3.0, section 6.2.2):
+/// without the second no MSI-X message leaves the device.
 const COMMAND: u64 = 4;
 const MEMORY_AND_MASTER: u16 = 0b110;
-/// `VFIO_PCI_CONFIG_REGION_INDEX` of Linux's include/uapi/linux/vfio.h; BARs have their own numbers.
+/// `VFIO_PCI_CONFIG_REGION_INDEX` of Linux's include/uapi/linux/vfio.h; BARs have their own
+/// numbers.
 const CONFIG: u32 = 7;
 /// `VFIO_PCI_MSIX_IRQ_INDEX` of the same file.
 const MSIX: u32 = 2;
@@ -48,7 +49,8 @@ impl Opened {
     }
 }
 
-/// Why vfio cannot be had for a device, if that can be known before it is tried; the text says what to do.
+/// Why vfio cannot be had for a device, if that can be known before it is tried; the text says what
+/// to do.
 pub(crate) fn obstacle(device: &Device) -> Option<String> {
     if !device.has_doorbells() {
         return Some("the device is ivshmem-plain, which has no interrupts".into());
@@ -72,7 +74,8 @@ pub(crate) fn obstacle(device: &Device) -> Option<String> {
 /// Opens a device, with up to `vectors` interrupts.
 ///
 /// # Errors
-/// [`AgentError::NoWakeups`] with what vfio said; the device may have been given to vfio-pci by then.
+/// [`AgentError::NoWakeups`] with what vfio said; the device may have been given to vfio-pci by
+/// then.
 pub(crate) fn open(device: &Device, vectors: usize) -> Result<(Opened, Mapping, Vec<Doorbell>), AgentError> {
     let refused = |reason: String| AgentError::NoWakeups { address: device.address.clone(), reason };
     if let Some(reason) = obstacle(device) {
@@ -120,7 +123,8 @@ pub(crate) fn open(device: &Device, vectors: usize) -> Result<(Opened, Mapping, 
     Ok((Opened(open), memory, doorbells))
 }
 
-/// A descriptor of this process by its number, once more: the way from a library's raw number to an owned one.
+/// A descriptor of this process by its number, once more: the way from a library's raw number to an
+/// owned one.
 fn duplicate(number: i32) -> Result<OwnedFd, std::io::Error> {
     let me = pidfd_open(Pid::from_raw(std::process::id() as i32).ok_or(rustix::io::Errno::SRCH)?, PidfdFlags::empty())?;
     Ok(pidfd_getfd(me, number, PidfdGetfdFlags::empty())?)

@@ -115,14 +115,16 @@ pub enum AttachError {
 pub struct Options {
     /// Which program takes frames: tcx, XDP, or the better one.
     pub wanted: Wanted,
-    /// How long a flow holds before one frame goes the kernel's way again; `None`: as it is, or `LEASE`.
+    /// How long a flow holds before one frame goes the kernel's way again; `None`: as it is, or
+    /// `LEASE`.
     pub lease: Option<Duration>,
     /// Attach although older filters at the ingress will not see what is taken.
     pub past_filters: bool,
-    /// Whether traffic goes the kernel's way again when the controller has been killed; `None`: as it is, or not.
+    /// Whether traffic goes the kernel's way again when the controller has been killed; `None`: as
+    /// it is, or not.
     pub needs_keeper: Option<bool>,
-    /// Whether flows are taken although rules that judge each frame will then judge one per lease; `None`: as it is, or
-    /// not.
+    /// Whether flows are taken although rules that judge each frame will then judge one per lease;
+    /// `None`: as it is, or not.
     pub skips_judging_rules: Option<bool>,
     /// How the user named the namespace.
     pub netns: String,
@@ -160,7 +162,8 @@ impl Detached {
     }
 }
 
-/// The kernel's numbers of our programs. Their names anybody's may have: another bypass's have them.
+/// The kernel's numbers of our programs. Their names anybody's may have: another bypass's have
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ours {
     ingress: u32,
@@ -185,7 +188,8 @@ pub(crate) struct Others {
     overlooked: bool,
     /// Programs before ours at the ingress, which XDP would pass by.
     preceding: bool,
-    /// Filters or programs that see what goes out, which neither XDP nor the straight way into a veth's other end passes.
+    /// Filters or programs that see what goes out, which neither XDP nor the straight way into a
+    /// veth's other end passes.
     at_egress: bool,
     /// An XDP program on a veth's other end, which what goes there straight would pass.
     at_peer: bool,
@@ -216,9 +220,11 @@ impl Others {
     }
 }
 
-/// Whether our programs are at work at an interface. Neither its number nor the namespace's says so: the kernel gives both out again, and a
-/// pin outlives what its link was attached to. So the pinned link is to be of our program, and the interface's hook is to have that program;
-/// the hook is asked, since aya does not give a link's interface, which would be 0 of a dead one. A filter is at the hook or nowhere.
+/// Whether our programs are at work at an interface. Neither its number nor the namespace's says
+/// so: the kernel gives both out again, and a pin outlives what its link was attached to. So the
+/// pinned link is to be of our program, and the interface's hook is to have that program; the hook
+/// is asked, since aya does not give a link's interface, which would be 0 of a dead one. A filter
+/// is at the hook or nowhere.
 pub(crate) fn is_alive(place: &Place, link: &Link, ours: Ours) -> bool {
     let hooks = [(TCX_IN, TcAttachType::Ingress, ours.ingress), (TCX_OUT, TcAttachType::Egress, ours.egress)];
     hooks.into_iter().all(|(name, hook, id)| {
@@ -233,7 +239,8 @@ pub(crate) fn is_alive(place: &Place, link: &Link, ours: Ours) -> bool {
     })
 }
 
-/// Whether the place is a namespace's that is no more, whose number another one has now: nothing of it is at work, and no controller runs.
+/// Whether the place is a namespace's that is no more, whose number another one has now: nothing of
+/// it is at work, and no controller runs.
 fn is_leftover(place: &Place) -> Result<bool, AttachError> {
     if place.controller().is_some() {
         return Ok(false);
@@ -254,7 +261,8 @@ pub(crate) fn capabilities(link: &Link, others: Others) -> u32 {
     // discipline must be able to act.
     let straight = link.qdisc == "noqueue" && link.master.is_none() && !others.at_peer;
     let peer = link.kind == "veth" && link.peer_elsewhere.is_some() && straight;
-    // Into a veth XDP would lose what its other end has no NAPI for; and where there is no veth's other end, tcx is faster anyway.
+    // Into a veth XDP would lose what its other end has no NAPI for; and where there is no veth's
+    // other end, tcx is faster anyway.
     let xdp = is_suited(link) && PLAIN_QUEUES.contains(&link.qdisc.as_str());
     take | if peer { PORT_PEER } else { 0 } | if xdp { PORT_XDP_OUT } else { 0 }
 }
@@ -305,15 +313,17 @@ pub(crate) fn detach_xdp(place: &Place, index: u32) {
     wait_until_off(&[(index, unpin(place, index, &[XDP_IN]))]);
 }
 
-/// Removes pinned links of an interface; gives their programs' numbers. One that is not there is detached already.
+/// Removes pinned links of an interface; gives their programs' numbers. One that is not there is
+/// detached already.
 fn unpin(place: &Place, index: u32, names: &[&str]) -> Vec<u32> {
     let pinned = names.iter().filter_map(|name| PinnedLink::from_pin(place.pin(&format!("link_{name}_{index}"))).ok());
     pinned.filter_map(|link| Some(link.unpin().ok()?.info().ok()?.program_id())).collect()
 }
 
-/// Waits until none of these programs is at the hooks of its interface (the number before it). The kernel takes a program off with the last
-/// reference to its link. That of a pin it drops a grace period after the pin is removed (before Linux 6.18), or when a kernel thread gets to
-/// it, if nothing else holds the link.
+/// Waits until none of these programs is at the hooks of its interface (the number before it). The
+/// kernel takes a program off with the last reference to its link. That of a pin it drops a grace
+/// period after the pin is removed (before Linux 6.18), or when a kernel thread gets to it, if
+/// nothing else holds the link.
 fn wait_until_off(gone: &[(u32, Vec<u32>)]) {
     let is_on = |link: &Link, programs: &[u32]| {
         let at_tc = [TcAttachType::Ingress, TcAttachType::Egress].map(|hook| hook::query_tcx(&link.name, hook));
@@ -346,8 +356,8 @@ fn detach_all(place: &Place, interfaces: impl IntoIterator<Item = u32>) {
     wait_until_off(&interfaces.into_iter().map(take_off).collect::<Vec<_>>());
 }
 
-/// Takes off all programs of this place, for a caller that is about to remove its pins: filters would outlive them, and links that go with
-/// them are off only some time later.
+/// Takes off all programs of this place, for a caller that is about to remove its pins: filters
+/// would outlive them, and links that go with them are off only some time later.
 fn strip(place: &Place) {
     detach_all(place, place.linked());
     if has_tcx() || Ours::of(place).is_err() {
@@ -394,7 +404,8 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     result
 }
 
-/// Has interfaces that were attached before taken from as the record says: an `attach` that failed has changed their modes.
+/// Has interfaces that were attached before taken from as the record says: an `attach` that failed
+/// has changed their modes.
 fn restore_modes(place: &Place, maps: &mut Maps, record: &Record, changed: &[u32]) -> Result<(), AttachError> {
     let (routes, ours) = (Routes::open()?, Ours::of(place)?);
     for link in routes.links()?.iter().filter(|link| changed.contains(&link.index)) {
@@ -405,7 +416,8 @@ fn restore_modes(place: &Place, maps: &mut Maps, record: &Record, changed: &[u32
     Ok(())
 }
 
-/// `done` are the interfaces whose programs it attached, `changed` those that were attached before and whose modes it changed.
+/// `done` are the interfaces whose programs it attached, `changed` those that were attached before
+/// and whose modes it changed.
 fn attach_locked(
     place: &Place,
     names: &[String],
@@ -483,7 +495,8 @@ fn attach_locked(
     let until_ns = monotonic_ns() + KEPT.as_nanos() as u64;
     maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
     record.skips_judging_rules = options.skips_judging_rules.unwrap_or(record.skips_judging_rules);
-    // What cannot be read now is read by the controller; nothing is learned until then, and the report says so.
+    // What cannot be read now is read by the controller; nothing is learned until then, and the
+    // report says so.
     let _ = rules::refresh(place, &mut maps, record.skips_judging_rules);
     maps.set_lease(lease.as_nanos() as u64, tick_ns())?;
     maps.forget_flows()?;
@@ -538,8 +551,8 @@ fn open_port(
     Ok(())
 }
 
-/// Whose program is in the way. libxdp's dispatcher chains programs that libxdp itself loaded; ours is none, and to take its place
-/// would end those behind it.
+/// Whose program is in the way. libxdp's dispatcher chains programs that libxdp itself loaded; ours
+/// is none, and to take its place would end those behind it.
 fn xdp_taken(interface: &str, mode: u8, program: u32) -> AttachError {
     let name = loaded_programs().find_map(|p| p.ok().filter(|p| p.id() == program));
     let name = name.and_then(|p| p.name_as_str().map(str::to_owned)).unwrap_or_default();
@@ -607,7 +620,8 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
     failed.map_or(Ok(record), Err)
 }
 
-/// Removes everything where the namespace was deleted and only the calling controller holds it; says whether. The caller holds the lock.
+/// Removes everything where the namespace was deleted and only the calling controller holds it;
+/// says whether. The caller holds the lock.
 pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
     let abandoned = place.is_abandoned(std::process::id());
     if abandoned {
@@ -618,7 +632,8 @@ pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
     Ok(abandoned)
 }
 
-/// Takes interfaces that are gone out of the record and the maps, with what is pinned for them: for a while they are awaited under their names.
+/// Takes interfaces that are gone out of the record and the maps, with what is pinned for them: for
+/// a while they are awaited under their names.
 fn prune(place: &Place, record: &mut Record, maps: &mut Maps, links: &[Link], ours: Ours) -> Result<(), AttachError> {
     let is_here = |i: &Interface| links.iter().any(|l| l.index == i.index && is_alive(place, l, ours));
     let (here, gone): (_, Vec<_>) = std::mem::take(&mut record.interfaces).into_iter().partition(is_here);
@@ -638,7 +653,8 @@ fn prune(place: &Place, record: &mut Record, maps: &mut Maps, links: &[Link], ou
     Ok(())
 }
 
-/// Detaches from these interfaces, or from all where none is named; With the last one everything goes.
+/// Detaches from these interfaces, or from all where none is named; With the last one everything
+/// goes.
 pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> {
     let lock = place.lock_if_there()?;
     if lock.is_none() || !place.exists() {
@@ -665,9 +681,10 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> 
     take_off(place, record, going, staying)
 }
 
-/// Detaches from all interfaces of the place's namespace, wherever that is, and moves the calling thread there. From a
-/// namespace that nothing leads to any more, or with a record of another version, all programs, pins and the controller
-/// are removed as they are; conntrack may go on checking no windows there.
+/// Detaches from all interfaces of the place's namespace, wherever that is, and moves the calling
+/// thread there. From a namespace that nothing leads to any more, or with a record of another
+/// version, all programs, pins and the controller are removed as they are; conntrack may go on
+/// checking no windows there.
 pub fn detach_there(place: &Place) -> Result<Detached, AttachError> {
     let namespace = place.namespace();
     if let Some(path) = &namespace {
@@ -736,9 +753,9 @@ fn take_off(
     Ok(Detached { interfaces: going.into_iter().map(|i| i.name).collect(), unchecked })
 }
 
-/// Settles connections whose flows end, and has their windows checked again; gives how many stay unchecked. The kernel is out of step with
-/// those that had much traffic, and would never see that what is on its way now is acknowledged. `ours` are the interfaces where our
-/// programs are.
+/// Settles connections whose flows end, and has their windows checked again; gives how many stay
+/// unchecked. The kernel is out of step with those that had much traffic, and would never see that
+/// what is on its way now is acknowledged. `ours` are the interfaces where our programs are.
 fn settle_for_good(
     place: &Place,
     maps: &mut Maps,
@@ -786,7 +803,8 @@ fn start_lenient(place: &Place) -> Result<(), AttachError> {
     retrack::set_lenient(true).map_err(AttachError::Lenient)
 }
 
-/// Has conntrack check windows again where a `detach` stopped that, perhaps one that was killed. The caller holds the lock.
+/// Has conntrack check windows again where a `detach` stopped that, perhaps one that was killed.
+/// The caller holds the lock.
 fn restore_checks(place: &Place) -> Result<(), AttachError> {
     let Ok(mut record) = place.record() else { return Ok(()) };
     if record.is_lenient {
@@ -806,7 +824,8 @@ pub fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Length of the kernel's tick (1/CONFIG_HZ), which is the resolution of its coarse clocks (clock_getres(2)).
+/// Length of the kernel's tick (1/CONFIG_HZ), which is the resolution of its coarse clocks
+/// (clock_getres(2)).
 fn tick_ns() -> u64 {
     rustix::time::clock_getres(rustix::time::ClockId::MonotonicCoarse).tv_nsec as u64
 }

@@ -29,7 +29,8 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Most bytes that are kept of a frame: what the kernel writes into a perf buffer at once is shorter than 64 KiB.
+/// Most bytes that are kept of a frame: what the kernel writes into a perf buffer at once is
+/// shorter than 64 KiB.
 pub const MOST_KEPT: u32 = 65_000;
 /// Bytes of buffers of all CPUs together, and the least of each CPU.
 const BUFFERS_BYTES: usize = 16 << 20;
@@ -53,7 +54,8 @@ pub struct End {
     pub port: Option<u16>,
 }
 
-/// Which frames are captured. Those of a flow go from either end to the other one, in both directions.
+/// Which frames are captured. Those of a flow go from either end to the other one, in both
+/// directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// Number of the interface where they come in or go out.
@@ -222,8 +224,8 @@ impl Drop for Renewer {
     }
 }
 
-/// Hands frames to `each` until it breaks or fails. It is called without a frame ten times a second, so that it can see that time is
-/// up.
+/// Hands frames to `each` until it breaks or fails. It is called without a frame ten times a
+/// second, so that it can see that time is up.
 ///
 /// # Errors
 /// If nothing is attached, or the kernel gives no buffers.
@@ -238,7 +240,8 @@ pub fn capture<E: From<AttachError>>(
     maps::set_wanted(place, wanted.to_bytes()).map_err(AttachError::from)?;
     let before = counted(&maps)?;
     let mut waiting = Waiting::default();
-    // Reads what the buffers have. Returns the time from which on frames may be missing, since a buffer has more of them.
+    // Reads what the buffers have. Returns the time from which on frames may be missing, since a
+    // buffer has more of them.
     let mut read = |waiting: &mut Waiting| {
         let mut complete_ns = u64::MAX;
         for (cpu, buffer) in buffers.iter_mut().enumerate() {

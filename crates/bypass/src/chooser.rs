@@ -1,15 +1,17 @@
 //! Which program takes an interface's frames: pure, by counts per window of time.
 //!
 //! # What is known of the two
-//! tcx is never slower than the kernel's forwarding, and keeps segmentation and checksum state. XDP, in the driver, is about twice as fast
-//! for small whole frames between taps; but it costs segmentation frames a third, has no view of a checksum that is not finished, and takes
-//! segmentation from a veth's peer for as long as it is attached. So `auto` starts with tcx, moves an interface only where its frames
-//! are many, whole, and go out where XDP can send, and goes back as soon as they are not.
+//! tcx is never slower than the kernel's forwarding, and keeps segmentation and checksum state.
+//! XDP, in the driver, is about twice as fast for small whole frames between taps; but it costs
+//! segmentation frames a third, has no view of a checksum that is not finished, and takes
+//! segmentation from a veth's peer for as long as it is attached. So `auto` starts with tcx, moves
+//! an interface only where its frames are many, whole, and go out where XDP can send, and goes back
+//! as soon as they are not.
 //!
 //! # Hysteresis
-//! To XDP: `CALM_WINDOWS` windows in a row that all speak for it. Back: one window that speaks against it. After going back XDP is
-//! not tried again for `FIRST_PAUSE`, and twice as long each time, up to `LONGEST_PAUSE`; a stay of that length
-//! in XDP forgives.
+//! To XDP: `CALM_WINDOWS` windows in a row that all speak for it. Back: one window that speaks
+//! against it. After going back XDP is not tried again for `FIRST_PAUSE`, and twice as long each
+//! time, up to `LONGEST_PAUSE`; a stay of that length in XDP forgives.
 
 use crate::layout::Mode;
 use crate::place::Wanted;
@@ -24,7 +26,8 @@ const IDLE_PER_S: u64 = 1_000;
 /// Frames a second from which on it matters what they cost.
 const FLEETING_PER_S: u64 = 1_000;
 const IDLE_WINDOWS: u32 = 10;
-/// A frame that a tap's queue is just taking while XDP comes has an sk_buff already, as else a large one has: so many queues a tap may have.
+/// A frame that a tap's queue is just taking while XDP comes has an sk_buff already, as else a
+/// large one has: so many queues a tap may have.
 const ON_THEIR_WAY: u64 = 256;
 const FIRST_PAUSE: Duration = Duration::from_secs(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
@@ -119,8 +122,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// Whether most frames here are of flows that do not come again: then learning one costs more than it ever gives. Few frames
-    /// leave it as it was.
+    /// Whether most frames here are of flows that do not come again: then learning one costs more
+    /// than it ever gives. Few frames leave it as it was.
     pub fn is_fleeting(&self, before: bool) -> bool {
         let rate = (self.unknown + self.taken).saturating_mul(1000) / self.length.as_millis().max(1) as u64;
         if rate < FLEETING_PER_S { before } else { self.unknown > self.taken }
@@ -145,7 +148,8 @@ pub struct Chooser {
     /// When XDP may be tried again, and since when the mode is what it is.
     not_before: Duration,
     since: Duration,
-    /// The window that comes has frames of the mode before: on a busy machine it took its time to change.
+    /// The window that comes has frames of the mode before: on a busy machine it took its time to
+    /// change.
     mixed: bool,
 }
 

@@ -46,7 +46,8 @@ pub const ESTABLISHED: u8 = 3;
 /// TCP_CONNTRACK_CLOSE.
 pub const CLOSED: u8 = 8;
 
-/// A TCP connection by its first direction, addresses of 4 or 16 bytes, ports in the wire's byte order.
+/// A TCP connection by its first direction, addresses of 4 or 16 bytes, ports in the wire's byte
+/// order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Connection {
     /// Address of the side that opened the connection, 4 or 16 bytes.
@@ -114,8 +115,8 @@ pub struct Update {
 }
 
 impl Update {
-    /// Frames outside of the window are accepted from now on, as for connections that a flowtable takes: the kernel will see a few of its
-    /// segments only. Its states (FIN, RST) are tracked on.
+    /// Frames outside of the window are accepted from now on, as for connections that a flowtable
+    /// takes: the kernel will see a few of its segments only. Its states (FIN, RST) are tracked on.
     pub const LIBERAL: Update = Update { flags: Some(([BE_LIBERAL; 2], BE_LIBERAL)), state: None, timeout_s: None };
     /// All data was acknowledged.
     pub const ACKNOWLEDGED: Update = Update { flags: Some(([0; 2], UNACKNOWLEDGED)), state: None, timeout_s: None };

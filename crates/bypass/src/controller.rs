@@ -57,8 +57,8 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_secs(1);
 /// How long frames are taken without a tick, where that needs a controller.
 pub(crate) const KEPT: Duration = Duration::from_secs(3);
-/// How long a controller may say nothing before it counts as stopped: many turns, and longer than the kernel's lock of all interfaces is held as a rule.
-/// The programs have the same (SILENT_NS).
+/// How long a controller may say nothing before it counts as stopped: many turns, and longer than
+/// the kernel's lock of all interfaces is held as a rule. The programs have the same (SILENT_NS).
 const SILENT: Duration = Duration::from_secs(5);
 /// How long a killed one may take to be gone.
 const DYING: Duration = Duration::from_secs(5);
@@ -69,8 +69,8 @@ const GRANTING: u32 = 1;
 const GLANCE: Duration = Duration::from_millis(200);
 /// The same for the lock when rules were read, and the least pause before they are read again.
 const SHORT_GLANCE: Duration = Duration::from_millis(10);
-/// Of the time that it reads rules it rests so many times as long behind it: a ruleset that changes all the time costs a fifth of a
-/// core at most. But no longer than this.
+/// Of the time that it reads rules it rests so many times as long behind it: a ruleset that changes
+/// all the time costs a fifth of a core at most. But no longer than this.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_secs(2);
 /// The same of looks at all flows for those to neighbours that moved.
@@ -119,7 +119,8 @@ pub(crate) fn end_if_silent(place: &Place) -> std::io::Result<()> {
     }
 }
 
-/// Kills the controller, if one runs, and waits for its end: it holds nothing that does not end with it.
+/// Kills the controller, if one runs, and waits for its end: it holds nothing that does not end
+/// with it.
 pub(crate) fn end(place: &Place) -> std::io::Result<()> {
     let Some(pid) = place.controller() else { return Ok(()) };
     let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(()) };
@@ -128,7 +129,8 @@ pub(crate) fn end(place: &Place) -> std::io::Result<()> {
         Err(Errno::SRCH) => return Ok(()),
         Err(e) => return Err(e.into()),
     };
-    // From here on the process is held, and is the one that has the lock, unless that changed hands before.
+    // From here on the process is held, and is the one that has the lock, unless that changed hands
+    // before.
     if place.controller() != Some(pid) || !place.is_controller(pid) {
         return Ok(());
     }
@@ -181,7 +183,8 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
         return Ok(Start::Works);
     }
     let (mut child, log) = {
-        // Who detaches meanwhile must not find a new log behind it, nor a controller of what it removed.
+        // Who detaches meanwhile must not find a new log behind it, nor a controller of what it
+        // removed.
         let lock = place.lock_if_there().map_err(std::io::Error::other)?;
         if lock.is_none() || lacks(place).is_none() {
             return Ok(Start::Works);
@@ -209,7 +212,8 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
             if place.controller().is_some() {
                 return Ok(Start::Works);
             }
-            // The log goes with all else that is removed at the end of a bypass. A `detach` kills the controller first.
+            // The log goes with all else that is removed at the end of a bypass. A `detach` kills
+            // the controller first.
             let is_removed = !place.exists() || log.metadata()?.nlink() == 0;
             let is_fault = status.code().is_some_and(|code| code != 0);
             return Ok(if is_fault && !is_removed { Start::Failed } else { Start::Overtaken });
@@ -250,7 +254,8 @@ fn close_timeout_s() -> Option<u32> {
     std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close").ok()?.trim().parse().ok()
 }
 
-/// Numbers of the interfaces that packet sockets listen on, from /proc/net/packet; 0 stands for all of them.
+/// Numbers of the interfaces that packet sockets listen on, from /proc/net/packet; 0 stands for all
+/// of them.
 fn captured(table: &str) -> Vec<u32> {
     let mut found = vec![];
     for line in table.lines().skip(1) {
@@ -289,7 +294,8 @@ struct Controller {
     rules: RulesReader,
 }
 
-/// The thread that reads the firewall's rules. A large ruleset takes it seconds, in which all else goes on.
+/// The thread that reads the firewall's rules. A large ruleset takes it seconds, in which all else
+/// goes on.
 struct RulesReader {
     /// The ruleset, or an interface's name, may have changed since the rules were read.
     changed: Arc<AtomicBool>,
@@ -412,13 +418,15 @@ impl Controller {
         let moved = self.neighbours.due(start_ns);
         if !moved.is_empty() {
             self.maps.remove_flows_to(&moved);
-            // One guest may have many addresses, and move all of them: the looks at all flows take a fifth of the time at most.
+            // One guest may have many addresses, and move all of them: the looks at all flows take
+            // a fifth of the time at most.
             let end_ns = monotonic_ns();
             self.next_scan_ns = end_ns + SCAN_REST * end_ns.saturating_sub(start_ns);
         }
     }
 
-    /// Looks at the interfaces; says whether one that stayed is another than it was: its name and group, which rules go by, its bridge.
+    /// Looks at the interfaces; says whether one that stayed is another than it was: its name and
+    /// group, which rules go by, its bridge.
     fn are_links_others(&mut self) -> Result<bool, AttachError> {
         // Of an XDP program flows do not depend.
         let links = Routes::open()?.links()?.into_iter().map(|l| (l.index, Link { xdp: None, ..l })).collect();
@@ -465,7 +473,8 @@ impl Controller {
             self.last_settle_ns = now_ns;
             self.settle(now_ns)?;
         }
-        // Where another command attaches or detaches, the next tick does the rest, over what that one left.
+        // Where another command attaches or detaches, the next tick does the rest, over what that
+        // one left.
         let Some(_lock) = self.place.lock_now()? else { return Ok(false) };
         // A controller must not be what keeps a deleted namespace, with all its interfaces, alive.
         if leave(&self.place)? {
@@ -474,8 +483,8 @@ impl Controller {
         if !self.place.exists() {
             return Ok(false);
         }
-        // An `attach` that needs it no more may have been overtaken by this tick. Only with the lock: one that needs it from now on must not be
-        // overtaken by this.
+        // An `attach` that needs it no more may have been overtaken by this tick. Only with the
+        // lock: one that needs it from now on must not be overtaken by this.
         if !self.place.record()?.needs_keeper {
             self.maps.keep_until(0)?;
         }
@@ -505,8 +514,9 @@ impl Controller {
         Ok(())
     }
 
-    /// Has each interface's traffic, and what others do there, say what may be taken and by which program. The caller holds the place's lock: what
-    /// is written here to a port that goes at the same time would stay.
+    /// Has each interface's traffic, and what others do there, say what may be taken and by which
+    /// program. The caller holds the place's lock: what is written here to a port that goes at the
+    /// same time would stay.
     fn read_rules(&mut self, now_ns: u64) -> Result<(), AttachError> {
         let length = Duration::from_nanos(now_ns.saturating_sub(self.last_tick_ns));
         self.last_tick_ns = now_ns;
@@ -542,7 +552,8 @@ impl Controller {
         Ok(())
     }
 
-    /// Has an interface's mode chosen, and puts the XDP program in or takes it out; says too whether its flows are fleeting.
+    /// Has an interface's mode chosen, and puts the XDP program in or takes it out; says too
+    /// whether its flows are fleeting.
     fn choose(
         &mut self,
         interface: &Interface,
@@ -578,7 +589,8 @@ impl Controller {
     }
 }
 
-/// Whether two readings of when a flow was used mean the same: the unit of that is about a millisecond, and depends on when it is read.
+/// Whether two readings of when a flow was used mean the same: the unit of that is about a
+/// millisecond, and depends on when it is read.
 fn is_same_moment(a_ns: u64, b_ns: u64) -> bool {
     a_ns.abs_diff(b_ns) < 3 << 20
 }
@@ -631,7 +643,8 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
                         settle::acknowledge(conntrack, &connection, timeouts);
                     }
                 }
-                // One that closed meanwhile needs it no more; one that the kernel does not change is wished for again.
+                // One that closed meanwhile needs it no more; one that the kernel does not change
+                // is wished for again.
                 Some((connection, update)) => drop(conntrack.update(&connection, update)),
                 None => {}
             }

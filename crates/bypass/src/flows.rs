@@ -1,8 +1,10 @@
-//! What `flows` shows: which flows have traffic now, which way their frames go, and why some are not taken.
+//! What `flows` shows: which flows have traffic now, which way their frames go, and why some are
+//! not taken.
 //!
-//! While it measures, the programs count each frame by flow in a separate table. They do so up to a moment that is put off again and again, so a
-//! command that is killed costs nothing after two seconds. Two that measure at the same time both read the table before and after;
-//! neither clears it.
+//! While it measures, the programs count each frame by flow in a separate table. They do so up to a
+//! moment that is put off again and again, so a command that is killed costs nothing after two
+//! seconds. Two that measure at the same time both read the table before and after; neither clears
+//! it.
 
 use crate::attachment::{AttachError, monotonic_ns};
 use crate::layout::{NO_FLOW, TAKEN, Tuple, UNLEARNED, Usage, VERDICTS};
@@ -30,7 +32,8 @@ pub struct FlowUsage {
     pub passed_bytes: u64,
     /// How the last frame that was taken went: a key of `VERDICTS`, or nothing if none was.
     pub path: Option<&'static str>,
-    /// Why the last frame that was not taken went the kernel's path: a key of `VERDICTS` or `UNLEARNED`, and what it means.
+    /// Why the last frame that was not taken went the kernel's path: a key of `VERDICTS` or
+    /// `UNLEARNED`, and what it means.
     pub why: Option<(&'static str, &'static str)>,
 }
 
@@ -45,7 +48,8 @@ impl FlowUsage {
         // The kernel may have evicted the entry and begun another.
         let grown = |now: u64, before: u64| now.checked_sub(before).unwrap_or(now);
         let (taken, passed) = (grown(now.taken, before.taken), grown(now.passed, before.passed));
-        // That the kernel has not forwarded one like it is true of each flow that it forwards and that is not learned: then that is the reason.
+        // That the kernel has not forwarded one like it is true of each flow that it forwards and
+        // that is not learned: then that is the reason.
         let why = match (now.passed_for, now.refused) {
             (Some(NO_FLOW) | None, Some(code)) => UNLEARNED.get(code),
             (Some(code), _) => VERDICTS.get(code),
@@ -73,7 +77,8 @@ pub struct Measured {
     pub detached: bool,
 }
 
-/// Counts the frames of each flow for a time, until `is_stopped` says so, or until everything is detached.
+/// Counts the frames of each flow for a time, until `is_stopped` says so, or until everything is
+/// detached.
 ///
 /// # Errors
 /// If nothing is attached, or a map cannot be read.

@@ -1,7 +1,8 @@
 //! What is in the maps, as bytes: the other side of ebpf/tables.h.
 //!
-//! Values are copied out of the kernel as byte arrays and taken apart here, so no pointer and no `unsafe` is needed.
-//! The header asserts the sizes and offsets that are used here, and a map is opened only if the kernel made it with these sizes.
+//! Values are copied out of the kernel as byte arrays and taken apart here, so no pointer and no
+//! `unsafe` is needed. The header asserts the sizes and offsets that are used here, and a map is
+//! opened only if the kernel made it with these sizes.
 
 use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -30,7 +31,8 @@ pub const SET_TICK_NS: u32 = 4;
 pub const SET_RETRACK: u32 = 7;
 /// Up to which second of the monotonic clock frames are captured; 0: not at all.
 pub const SET_CAPTURE: u32 = 5;
-/// Up to when one of the three may be wanted, in ns of the monotonic clock: what programs look at for each frame.
+/// Up to when one of the three may be wanted, in ns of the monotonic clock: what programs look at
+/// for each frame.
 pub const SET_OBSERVED_NS: u32 = 6;
 /// Bytes of `struct usage`.
 pub const USAGE_BYTES: usize = 48;
@@ -220,7 +222,8 @@ pub struct Counters {
     pub taken_partial: u64,
     /// Flows learned, each renewal counted.
     pub learned: u64,
-    /// Of those, how many with a shorter lease than the one set, since conntrack would have dropped the connection before its end.
+    /// Of those, how many with a shorter lease than the one set, since conntrack would have dropped
+    /// the connection before its end.
     pub shortened: u64,
     /// Forwarded frames that nothing was learned from, by reason.
     pub unlearned: [u64; UNLEARNED.len()],

@@ -162,7 +162,8 @@ impl Usages {
         PerCpuHashMap::try_from(Map::PerCpuLruHashMap(data(place, "usages")?)).map(Usages).map_err(wrong("usages"))
     }
 
-    /// All of them now. An entry that the kernel evicts meanwhile ends the iteration early, or repeats a part of it.
+    /// All of them now. An entry that the kernel evicts meanwhile ends the iteration early, or
+    /// repeats a part of it.
     pub(crate) fn read(&self) -> std::collections::HashMap<[u8; KEY6_BYTES], Usage> {
         let sum = |values: PerCpuValues<[u8; USAGE_BYTES]>| {
             values.iter().fold(Usage::default(), |mut sum, cpu| {
@@ -201,7 +202,8 @@ impl Maps {
         Ok(self.setting(SET_EPOCH)? as u32)
     }
 
-    /// How long a flow holds before the kernel is asked again, in ns; 0 before anything was attached.
+    /// How long a flow holds before the kernel is asked again, in ns; 0 before anything was
+    /// attached.
     pub fn lease_ns(&self) -> Result<u64, MapsError> {
         self.setting(SET_LEASE_NS)
     }
@@ -217,7 +219,8 @@ impl Maps {
         self.observe_until(SET_TRACE, second)
     }
 
-    /// Frames are counted by flow up to this second of the monotonic clock, or longer where another command wants that.
+    /// Frames are counted by flow up to this second of the monotonic clock, or longer where another
+    /// command wants that.
     pub fn account_until(&mut self, second: u64) -> Result<(), MapsError> {
         let second = self.setting(SET_ACCOUNT)?.max(second);
         self.observe_until(SET_ACCOUNT, second)
@@ -228,15 +231,17 @@ impl Maps {
         self.observe_until(SET_CAPTURE, second)
     }
 
-    /// Programs look first at the last moment at which anything may be wanted. Two commands that raise it at the same time
-    /// may undo each other's; each does so again within a tenth of a second.
+    /// Programs look first at the last moment at which anything may be wanted. Two commands that
+    /// raise it at the same time may undo each other's; each does so again within a tenth of a
+    /// second.
     fn observe_until(&mut self, which: u32, second: u64) -> Result<(), MapsError> {
         self.set(which, second)?;
         let until_ns = if second == 0 { 0 } else { (second + 1) * 1_000_000_000 };
         if self.setting(SET_OBSERVED_NS)? < until_ns { self.set(SET_OBSERVED_NS, until_ns) } else { Ok(()) }
     }
 
-    /// Frames are taken up to that time of the monotonic clock, in ns, and not longer unless this is called again; 0: for ever.
+    /// Frames are taken up to that time of the monotonic clock, in ns, and not longer unless this
+    /// is called again; 0: for ever.
     pub fn keep_until(&mut self, until_ns: u64) -> Result<(), MapsError> {
         self.kept.set(0, until_ns, 0).map_err(wrong("kept"))
     }
@@ -257,8 +262,8 @@ impl Maps {
 
     /// From here on no flow holds until the kernel has forwarded a frame of it again.
     pub fn forget_flows(&mut self) -> Result<(), MapsError> {
-        // By the clock, so that two that do so at the same time do not write the same one: what was learned under the first would
-        // hold under the second.
+        // By the clock, so that two that do so at the same time do not write the same one: what was
+        // learned under the first would hold under the second.
         let now = (monotonic_ns() >> 10) as u32;
         let epoch = if now == self.epoch()? { now.wrapping_add(1) } else { now };
         self.set(SET_EPOCH, epoch.into())
@@ -325,7 +330,8 @@ impl Maps {
     /// The same with their keys.
     pub(crate) fn keyed_flows(&self) -> Vec<(FlowKey, Tuple, Flow)> {
         let (mut flows, now_ns) = (vec![], monotonic_ns());
-        // An entry that the kernel evicts meanwhile ends an iteration early, or repeats it: it is bounded, and a count of now.
+        // An entry that the kernel evicts meanwhile ends an iteration early, or repeats it: it is
+        // bounded, and a count of now.
         for (key, flow) in self.flows4.iter().flatten().take(1 << 17) {
             flows.push((FlowKey::V4(key), Tuple::from_key4(&key), Flow::from_bytes(&flow, now_ns)));
         }
@@ -371,8 +377,9 @@ impl Maps {
         keys6.iter().for_each(|key| drop(self.flows6.remove(key)));
     }
 
-    /// Removes flows that were used last before this moment, and those of other epochs; says how many. TCP through conntrack stays until it ends, or
-    /// until the table is full: its sequence numbers are what a FIN or RST is judged by.
+    /// Removes flows that were used last before this moment, and those of other epochs; says how
+    /// many. TCP through conntrack stays until it ends, or until the table is full: its sequence
+    /// numbers are what a FIN or RST is judged by.
     pub fn reap(&mut self, before_ns: u64) -> Result<usize, MapsError> {
         let (epoch, now_ns) = (self.epoch()?, monotonic_ns());
         let stale = |bytes: &[u8]| {

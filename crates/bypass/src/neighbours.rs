@@ -5,8 +5,8 @@
 //! still go to its old place.
 //!
 //! All flows to the old Ethernet address go, also those of another neighbour that has it. A hostile
-//! one can claim that address for any number of its own, and move away. So an Ethernet address waits
-//! in the same way: its flows are learned again once a second at most.
+//! one can claim that address for any number of its own, and move away. So an Ethernet address
+//! waits in the same way: its flows are learned again once a second at most.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -63,7 +63,8 @@ pub(crate) struct Neighbours {
 }
 
 impl Neighbours {
-    /// Takes a change in, at this time of the monotonic clock: the neighbour is at `mac` now, or nowhere.
+    /// Takes a change in, at this time of the monotonic clock: the neighbour is at `mac` now, or
+    /// nowhere.
     pub(crate) fn note(&mut self, index: u32, address: Vec<u8>, mac: Option<Mac>, now_ns: u64) {
         let key = (index, address);
         let old = match mac {

@@ -1,8 +1,9 @@
-//! The little of netlink that the bypass needs: what an interface is, and when a neighbour's address changes. `conntrack` builds on it.
+//! The little of netlink that the bypass needs: what an interface is, and when a neighbour's
+//! address changes. `conntrack` builds on it.
 //!
-//! Messages are built and read here by hand: attributes are (length, type, value), padded to four bytes, in the machine's byte
-//! order (rtnetlink(7), `linux/rtnetlink.h`). A message that is too short for
-//! what it says is skipped, never indexed out of bounds.
+//! Messages are built and read here by hand: attributes are (length, type, value), padded to four
+//! bytes, in the machine's byte order (rtnetlink(7), `linux/rtnetlink.h`). A message that is too
+//! short for what it says is skipped, never indexed out of bounds.
 
 use rustix::io::Errno;
 use rustix::net::netlink::SocketAddrNetlink;
@@ -50,7 +51,8 @@ const RTM_NEWTFILTER: u16 = 44;
 const RTM_DELTFILTER: u16 = 45;
 const RTM_GETTFILTER: u16 = 46;
 const RTM_NEWNETCONF: u16 = 80;
-/// Groups that are bits of the address: RTNLGRP_LINK, RTNLGRP_NEIGH, RTNLGRP_IPV4_NETCONF, RTNLGRP_IPV6_NETCONF.
+/// Groups that are bits of the address: RTNLGRP_LINK, RTNLGRP_NEIGH, RTNLGRP_IPV4_NETCONF,
+/// RTNLGRP_IPV6_NETCONF.
 const GROUP_LINK: u32 = 1 << 0;
 const GROUP_NEIGH: u32 = 1 << 2;
 const GROUP_NETCONF: u32 = 1 << 23 | 1 << 24;
@@ -204,7 +206,8 @@ pub struct Link {
     pub master: Option<u32>,
     /// The group that it is in, which rules may go by.
     pub group: u32,
-    /// Where its other end is, if in another network namespace: that one's id in this one, and its number there.
+    /// Where its other end is, if in another network namespace: that one's id in this one, and its
+    /// number there.
     pub peer_elsewhere: Option<(i32, u32)>,
     /// The XDP program on it: (mode as in `IFLA_XDP_ATTACHED`, program's id).
     pub xdp: Option<(u8, u32)>,
@@ -335,7 +338,8 @@ pub enum Change {
     },
     /// Something about an interface changed, or it went.
     Link(Link),
-    /// How an interface (-1: all of them) forwards was set: forwarding itself, or which sources it believes.
+    /// How an interface (-1: all of them) forwards was set: forwarding itself, or which sources it
+    /// believes.
     Forwarding(i32),
     /// The kernel told more than was read: anything may have changed.
     Missed,
@@ -375,7 +379,8 @@ impl Socket {
         Ok(Socket { fd })
     }
 
-    /// Sends a request and hands each message of the answer to `each`, up to the acknowledgement or the dump's end.
+    /// Sends a request and hands each message of the answer to `each`, up to the acknowledgement or
+    /// the dump's end.
     pub(crate) fn ask(&self, request: &[u8], mut each: impl FnMut(u16, &[u8])) -> Result<(), Errno> {
         self.ask_while(request, |kind, body| {
             each(kind, body);
@@ -383,7 +388,8 @@ impl Socket {
         })
     }
 
-    /// The same for as long as `each` says so. Then the rest of the answer is still to be read: the socket is of no more use.
+    /// The same for as long as `each` says so. Then the rest of the answer is still to be read: the
+    /// socket is of no more use.
     pub(crate) fn ask_while(&self, request: &[u8], mut each: impl FnMut(u16, &[u8]) -> bool) -> Result<(), Errno> {
         send(&self.fd, request, SendFlags::empty())?;
         let mut buffer = vec![0; 64 << 10];
@@ -440,7 +446,8 @@ impl Routes {
         }
     }
 
-    /// The tc filters at an interface's hook, in the order in which they run; `parent` is `TC_INGRESS` or `TC_EGRESS`.
+    /// The tc filters at an interface's hook, in the order in which they run; `parent` is
+    /// `TC_INGRESS` or `TC_EGRESS`.
     pub(crate) fn filters(&self, index: u32, parent: u32) -> Result<Vec<Filter>, NetlinkError> {
         let mut found = vec![];
         let each = |kind, body: &[u8]| found.extend((kind == RTM_NEWTFILTER).then(|| Filter::parse(body)).flatten());

@@ -1,10 +1,12 @@
 //! The compiled eBPF object, made fit for the running kernel, and loaded.
 //!
-//! Two things of the object depend on the kernel. Where the fields of its structures are is CO-RE's business, and aya does it. Which
-//! numbers its functions ("kfuncs") and some of its types have is not, so it is done here, in the object's bytes, before aya
-//! sees them: instructions with a place-holder get the BTF id.
+//! Two things of the object depend on the kernel. Where the fields of its structures are is CO-RE's
+//! business, and aya does it. Which numbers its functions ("kfuncs") and some of its types have is
+//! not, so it is done here, in the object's bytes, before aya sees them: instructions with a
+//! place-holder get the BTF id.
 //!
-//! Kernels before 6.2 lack those functions. They get another object, of the same source, without place-holders.
+//! Kernels before 6.2 lack those functions. They get another object, of the same source, without
+//! place-holders.
 
 use crate::types::{Types, TypesError};
 use aya::programs::{SchedClassifier, Xdp};
@@ -53,7 +55,8 @@ pub enum LoadError {
     /// A kernel function or type is missing.
     #[error("this kernel's BTF has no {0}, which the programs read")]
     Missing(&'static str),
-    /// The object has no use of it where there must be one: it was compiled from other sources than these.
+    /// The object has no use of it where there must be one: it was compiled from other sources than
+    /// these.
     #[error("the object does not use {0}; build the program again")]
     NoUse(&'static str),
     /// The kernel refused a program or a map.
@@ -185,7 +188,8 @@ mod tests {
         for object in [fitting(&types).unwrap(), OLD_OBJECT.to_vec()] {
             let loaded = loaded(&types, &object).unwrap_or_else(|e| panic!("{e}"));
             for (name, program) in loaded.programs() {
-                // The kernel follows a million at most, of which a change of the programs should leave enough.
+                // The kernel follows a million at most, of which a change of the programs should
+                // leave enough.
                 let followed = program.info().ok().and_then(|i| i.verified_instruction_count()).unwrap_or(0);
                 println!("{name}: {followed} instructions followed");
                 assert!(followed < 800_000, "{name}: the verifier follows {followed} instructions");

@@ -34,7 +34,8 @@ const VERSION: u32 = 5;
 const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for one other that attaches or detaches.
 const WAITING: Duration = Duration::from_secs(60);
-/// Of the time for one process that holds the lock, how many times so long the lock is waited for where it goes from one to the next.
+/// Of the time for one process that holds the lock, how many times so long the lock is waited for
+/// where it goes from one to the next.
 const MOST_HOLDERS: u32 = 5;
 /// How often it looks whether they are done: much shorter than what they take.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -127,7 +128,8 @@ pub struct Interface {
     /// Whether filters at its ingress may be left without the frames that are taken.
     #[serde(default)]
     pub past_filters: bool,
-    /// Who asked for it: `COMMAND`, or fabrics by their names. It is detached when the last of them lets it go.
+    /// Who asked for it: `COMMAND`, or fabrics by their names. It is detached when the last of them
+    /// lets it go.
     #[serde(default = "by_command")]
     pub owners: Vec<String>,
 }
@@ -165,7 +167,8 @@ pub struct Record {
     /// Whether flows are taken although rules that judge each frame will then judge one per lease.
     #[serde(default)]
     pub skips_judging_rules: bool,
-    /// Whether a `detach` has conntrack check no windows in this namespace, for the moment that it takes.
+    /// Whether a `detach` has conntrack check no windows in this namespace, for the moment that it
+    /// takes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_lenient: bool,
 }
@@ -182,7 +185,8 @@ fn path_of(name: &str) -> PathBuf {
     if name.contains('/') { PathBuf::from(name) } else { Path::new("/run/netns").join(name) }
 }
 
-/// Moves the calling thread into a network namespace, by name or path. Threads started later are in it too.
+/// Moves the calling thread into a network namespace, by name or path. Threads started later are in
+/// it too.
 pub fn enter(name: &str) -> Result<(), PlaceError> {
     let path = path_of(name);
     let wrong = |cause: std::io::Error| PlaceError::Namespace { name: name.into(), cause };
@@ -199,7 +203,8 @@ impl Place {
         Ok(Place { root: runtime.join("bypass"), id })
     }
 
-    /// The places of all network namespaces under the runtime directory: those with a record or with pins.
+    /// The places of all network namespaces under the runtime directory: those with a record or
+    /// with pins.
     pub fn all(runtime: &Path) -> Vec<Place> {
         let root = runtime.join("bypass");
         let entries = fs::read_dir(&root).into_iter().flatten().flatten();
@@ -209,8 +214,8 @@ impl Place {
         ids.into_iter().map(|id| Place { root: root.clone(), id }).collect()
     }
 
-    /// A path that leads to the namespace: by the name that was used to attach, another name, or a process in it. `None` if
-    /// it has neither.
+    /// A path that leads to the namespace: by the name that was used to attach, another name, or a
+    /// process in it. `None` if it has neither.
     pub fn namespace(&self) -> Option<PathBuf> {
         let is_it = |path: &PathBuf| fs::metadata(path).is_ok_and(|m| m.ino() == self.id);
         let entries = |folder: &str| fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
@@ -236,7 +241,8 @@ impl Place {
         !processes.filter(other).any(|e| is_here(e.path().join("ns/net")))
     }
 
-    /// Removes what is left of namespaces that are gone, where no controller did. The caller holds the lock.
+    /// Removes what is left of namespaces that are gone, where no controller did. The caller holds
+    /// the lock.
     pub(crate) fn sweep(&self) -> Result<(), PlaceError> {
         for place in Place::all(self.root.parent().unwrap_or(Path::new("/"))) {
             if place.id != self.id && place.controller().is_none() && place.is_abandoned(0) {
@@ -276,7 +282,8 @@ impl Place {
         self.pins().is_dir() && self.beside("json").is_file()
     }
 
-    /// Keeps others from changing anything until the file is dropped or its process killed; makes the folder where there is none.
+    /// Keeps others from changing anything until the file is dropped or its process killed; makes
+    /// the folder where there is none.
     pub(crate) fn lock(&self) -> Result<File, PlaceError> {
         self.lock_within(WAITING)
     }
@@ -302,7 +309,8 @@ impl Place {
         self.lock_if_there_within(WAITING)
     }
 
-    /// The same for the controller, which has to go on: nothing, too, where another process holds the lock.
+    /// The same for the controller, which has to go on: nothing, too, where another process holds
+    /// the lock.
     pub(crate) fn lock_now(&self) -> Result<Option<File>, PlaceError> {
         match self.lock_if_there_within(Duration::ZERO) {
             Err(PlaceError::Busy { .. }) => Ok(None),
@@ -318,7 +326,8 @@ impl Place {
             Err(e) => return Err(wrong(e)),
         };
         let (start, mut looked) = (Instant::now(), Duration::ZERO);
-        // Many commands at once are served one after the other; only one that keeps the lock is given up on.
+        // Many commands at once are served one after the other; only one that keeps the lock is
+        // given up on.
         let (mut seen, mut seen_since) = (None, start);
         loop {
             match lock.try_lock() {
@@ -332,8 +341,8 @@ impl Place {
             }
             if waited >= looked + Duration::from_secs(1) {
                 looked = waited;
-                // A controller holds it for a moment in each second; one that was stopped in it would hold it for ever. What cannot be ended is
-                // named when the time is up.
+                // A controller holds it for a moment in each second; one that was stopped in it
+                // would hold it for ever. What cannot be ended is named when the time is up.
                 let _ = crate::controller::end_if_silent(self);
                 // Not sooner: reading the table makes the kernel wait for all its CPUs.
                 let now = holder_of(&lock);
@@ -364,8 +373,8 @@ impl Place {
         fs::create_dir_all(self.pins()).map_err(file(&self.pins()))
     }
 
-    /// Removes pins, record and folder: what was attached is detached by that. Safe to call over a half-made place. The lock went with the
-    /// folder: nothing may be changed after it.
+    /// Removes pins, record and folder: what was attached is detached by that. Safe to call over a
+    /// half-made place. The lock went with the folder: nothing may be changed after it.
     pub(crate) fn remove(&self) -> Result<(), PlaceError> {
         self.clear()?;
         // Where others' pins or records are the folder stays.
@@ -375,7 +384,8 @@ impl Place {
 
     /// Removes pins and record, but not the folder, so that the caller keeps its lock.
     pub(crate) fn clear(&self) -> Result<(), PlaceError> {
-        // The record first: killed behind it, what is left is known for that, and removed by the next command.
+        // The record first: killed behind it, what is left is known for that, and removed by the
+        // next command.
         gone(fs::remove_file(self.beside("json"))).map_err(file(&self.beside("json")))?;
         let pins = self.pins();
         for entry in fs::read_dir(&pins).into_iter().flatten().flatten() {
@@ -391,7 +401,8 @@ impl Place {
             let end = Instant::now() + UNMOUNTING;
             loop {
                 match rustix::mount::unmount(&bpffs, rustix::mount::UnmountFlags::empty()) {
-                    // Others look into it, most for an instant: `status`, or a controller whether it is still there.
+                    // Others look into it, most for an instant: `status`, or a controller whether
+                    // it is still there.
                     Err(Errno::BUSY) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
                     // Or it was no mount any more: the next one that detaches tries again.
                     Ok(()) | Err(Errno::BUSY | Errno::INVAL | Errno::NOENT) => break,
@@ -475,14 +486,14 @@ impl Place {
         }
     }
 
-    /// Whether the controller that holds this lock is still this place's. It is not if everything was
-    /// removed, even if it was re-created meanwhile.
+    /// Whether the controller that holds this lock is still this place's. It is not if everything
+    /// was removed, even if it was re-created meanwhile.
     pub(crate) fn is_kept_by(&self, lock: &File) -> bool {
         self.has_lock("keeper", lock)
     }
 
-    /// A number that another bypass of this namespace does not have: of one that was made after everything was detached. `None` where
-    /// nothing is attached.
+    /// A number that another bypass of this namespace does not have: of one that was made after
+    /// everything was detached. `None` where nothing is attached.
     pub(crate) fn generation(&self) -> Option<u64> {
         fs::metadata(self.pin(&format!("prog_{TCX_IN}"))).ok().map(|m| m.ino())
     }
@@ -507,7 +518,8 @@ impl Place {
         }
     }
 
-    /// Whether a process is a controller in this namespace: its number in a file may have become another's.
+    /// Whether a process is a controller in this namespace: its number in a file may have become
+    /// another's.
     pub(crate) fn is_controller(&self, pid: u32) -> bool {
         let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let is_here = fs::metadata(format!("/proc/{pid}/ns/net")).is_ok_and(|m| m.ino() == self.id);
@@ -536,7 +548,8 @@ fn holder(lock: &File) -> String {
     }
 }
 
-/// The process in such a line of /proc/locks: `1: FLOCK  ADVISORY  WRITE 1234 00:1a:5678 0 EOF`, with major, minor and inode number.
+/// The process in such a line of /proc/locks: `1: FLOCK  ADVISORY  WRITE 1234 00:1a:5678 0 EOF`,
+/// with major, minor and inode number.
 fn flock_holder(table: &str, inode: u64) -> Option<u32> {
     table.lines().find_map(|line| {
         let words: Vec<&str> = line.split_ascii_whitespace().collect();
@@ -546,15 +559,17 @@ fn flock_holder(table: &str, inode: u64) -> Option<u32> {
     })
 }
 
-/// The namespaces that have pins in a bpffs: folders with a number. The kernel puts files of its own into every bpffs, and `ip` and
-/// `tc` make folders in the first one that they find, which is this one in a namespace.
+/// The namespaces that have pins in a bpffs: folders with a number. The kernel puts files of its
+/// own into every bpffs, and `ip` and `tc` make folders in the first one that they find, which is
+/// this one in a namespace.
 fn namespaces(bpffs: &Path) -> std::io::Result<Vec<u64>> {
     let entries = fs::read_dir(bpffs)?;
     Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
 }
 
-/// Whether an ancestor of this process has another network namespace and other mounts: then it was started by something like
-/// `ip netns exec`, whose mounts end with it. (A container's processes have all the same.)
+/// Whether an ancestor of this process has another network namespace and other mounts: then it was
+/// started by something like `ip netns exec`, whose mounts end with it. (A container's processes
+/// have all the same.)
 fn has_private_mounts() -> bool {
     let space = |pid: &str, kind: &str| fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|m| m.ino()).ok();
     let own = |kind| space("self", kind);
@@ -566,7 +581,8 @@ fn has_private_mounts() -> bool {
         let parent =
             stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(1)).unwrap_or("0").to_owned();
         let (Some(mounts), Some(net)) = (space(&parent, "mnt"), space(&parent, "net")) else { return differs };
-        // An ancestor beyond that has our mounts: then it is the one in between that has others, and ours stay when it ends.
+        // An ancestor beyond that has our mounts: then it is the one in between that has others,
+        // and ours stay when it ends.
         differs = Some(mounts) != own("mnt") && (differs || Some(net) != own("net"));
         pid = parent;
     }
@@ -671,8 +687,9 @@ mod tests {
         };
         let mut first = hold("2.5");
         let mut next = std::process::Command::new("flock").arg(&place.root).args(["sleep", "2.5"]).spawn().unwrap();
-        // Each of the two holds it for less than this, and both together for longer. Which of us gets it after the first is the
-        // kernel's choice: nothing here waits for the other one with the lock in its hand.
+        // Each of the two holds it for less than this, and both together for longer. Which of us
+        // gets it after the first is the kernel's choice: nothing here waits for the other one with
+        // the lock in its hand.
         let result = place.lock_within(Duration::from_secs(4)).map(drop);
         first.wait().unwrap();
         next.wait().unwrap();

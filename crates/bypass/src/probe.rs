@@ -1,12 +1,13 @@
-//! Whether the bypass can be on this machine, and what this kernel lacks: found out by loading the programs and asking tcx, without
-//! attaching anything.
+//! Whether the bypass can be on this machine, and what this kernel lacks: found out by loading the
+//! programs and asking tcx, without attaching anything.
 
 use crate::hook::has_tcx;
 use crate::maps;
 use crate::object::{self, LoadError};
 use crate::place::Place;
 
-/// From which kernel on a part is whole, and what is without it. That, unlike `NO_TCX` and `NO_POINTERS`, cannot be asked.
+/// From which kernel on a part is whole, and what is without it. That, unlike `NO_TCX` and
+/// `NO_POINTERS`, cannot be asked.
 const LIMITS: [((u32, u32), &str); 3] = [
     ((6, 1), "this kernel is not tested: 6.1 is the oldest that runs the tests"),
     ((6, 16), "translated IPv6 takes the kernel's path in mode tcx, unless this kernel has the fix of 6.16"),
@@ -37,7 +38,8 @@ pub struct Found {
     pub limits: Vec<&'static str>,
 }
 
-/// Loads the programs of both modes into the kernel, lets them go again, and asks tcx at the loopback interface.
+/// Loads the programs of both modes into the kernel, lets them go again, and asks tcx at the
+/// loopback interface.
 pub fn probe() -> Result<Found, ProbeError> {
     if !rustix::process::geteuid().is_root() {
         return Err(ProbeError::NotRoot);

@@ -22,8 +22,9 @@ pub struct Report {
     pub schema: u32,
     /// Whether anything is attached here.
     pub attached: bool,
-    /// The controller's process, if it runs. Without it nothing is lost but changes of mode, TCP connections that are opened
-    /// from now on through connection tracking, and quickness in seeing a neighbour change.
+    /// The controller's process, if it runs. Without it nothing is lost but changes of mode, TCP
+    /// connections that are opened from now on through connection tracking, and quickness in seeing
+    /// a neighbour change.
     pub keeper: Option<u32>,
     /// What is wrong with it, where it runs and does not work: stopped, or it hangs.
     pub keeper_fault: Option<String>,
@@ -33,21 +34,23 @@ pub struct Report {
     pub lease_ms: u64,
     /// Flows that hold now.
     pub flows: usize,
-    /// Entries of the fuller one of both families' tables of flows, and how many each has room for; 0 where flows are not counted
-    /// (`Detail`).
+    /// Entries of the fuller one of both families' tables of flows, and how many each has room for;
+    /// 0 where flows are not counted (`Detail`).
     pub flow_entries: usize,
     /// See `flow_entries`.
     pub flow_limit: usize,
-    /// Firewall rules that judge each frame of flows between the attached interfaces, the first hundred.
+    /// Firewall rules that judge each frame of flows between the attached interfaces, the first
+    /// hundred.
     pub judging_rules: Vec<JudgingRule>,
     /// Length of the whole list, of which `judging_rules` shows the first hundred.
     pub judging_rules_total: usize,
-    /// Whether flows are taken although these rules then judge one frame per lease. Otherwise flows that they could
-    /// judge take the kernel's path.
+    /// Whether flows are taken although these rules then judge one frame per lease. Otherwise flows
+    /// that they could judge take the kernel's path.
     pub judging_rules_skipped: bool,
     /// Why nothing is learned until the ruleset was read, where that is so.
     pub rules_fault: Option<String>,
-    /// Whether connection tracking checks no TCP windows in this namespace because of a `detach` that runs now, or was killed.
+    /// Whether connection tracking checks no TCP windows in this namespace because of a `detach`
+    /// that runs now, or was killed.
     pub is_lenient: bool,
     /// Events that traces lost since all was attached.
     pub trace_lost: u64,
@@ -80,7 +83,8 @@ pub struct InterfaceReport {
     pub captured: bool,
     /// The bridge, bond or VRF that it is a port of; not looked for in a `Glance`.
     pub port_of: Option<String>,
-    /// Whether frames that come in here may be taken; else others' filters or programs would miss them.
+    /// Whether frames that come in here may be taken; else others' filters or programs would miss
+    /// them.
     pub takes: bool,
     /// Flows that come in here and hold now.
     pub flows: usize,
@@ -96,7 +100,8 @@ pub struct InterfaceReport {
     pub by_reason: BTreeMap<&'static str, u64>,
     /// Times that a flow was learned, renewals counted.
     pub learned: u64,
-    /// Of those, how many got a shorter lease than `lease_ms`, because a conntrack timeout would have ended the connection.
+    /// Of those, how many got a shorter lease than `lease_ms`, because a conntrack timeout would
+    /// have ended the connection.
     pub shortened: u64,
     /// How long ago that was last, in milliseconds.
     pub shortened_ms_ago: Option<u64>,

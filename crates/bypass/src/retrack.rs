@@ -47,7 +47,8 @@ use tombolo_ring::checksum;
 const LONGEST: Duration = Duration::from_secs(3);
 /// How often one is tried.
 const TRIES: usize = 8;
-/// For how long conntrack may take to see the injected frames: they wait in a queue where the machine is busy.
+/// For how long conntrack may take to see the injected frames: they wait in a queue where the
+/// machine is busy.
 const SEEN_WITHIN: Duration = Duration::from_millis(10);
 
 const SYN: u8 = 0x02;
@@ -68,7 +69,8 @@ pub(crate) fn set_lenient(on: bool) -> std::io::Result<()> {
     std::fs::write(LENIENT, if on { "1" } else { "0" })
 }
 
-/// Keeps the thread on the CPU that it is on: each CPU has a queue of its own for frames that come in, and these are to come in in order.
+/// Keeps the thread on the CPU that it is on: each CPU has a queue of its own for frames that come
+/// in, and these are to come in in order.
 struct OnOneCpu(Option<CpuSet>);
 
 impl OnOneCpu {
@@ -153,7 +155,8 @@ impl<'a> Injector<'a> {
         };
         let plain =
             |n: Numbers, ack| Segment { flags: ACK, seq: n.end, ack, window: n.window, scale: None, has_sack: false };
-        // The one by which the entry is established again comes last, so that what it says is known with that.
+        // The one by which the entry is established again comes last, so that what it says is known
+        // with that.
         let segments = [(0, syn(a, SYN, 0)), (1, syn(b, SYN | ACK, a.end)), (1, plain(b, a.end)), (0, plain(a, b.end))];
         segments.iter().all(|(side, segment)| {
             let frame = segment.frame(sides[*side], self.nonce);
@@ -183,7 +186,8 @@ struct Segment {
 }
 
 impl Segment {
-    /// As it would come in at that side's interface, whose number is in the source address for the program `inject`.
+    /// As it would come in at that side's interface, whose number is in the source address for the
+    /// program `inject`.
     fn frame(&self, side: &Side, nonce: [u8; 8]) -> Vec<u8> {
         let mut options = NONCE_OPTION.to_vec();
         options.extend(nonce);
@@ -239,8 +243,9 @@ impl Segment {
     }
 }
 
-/// The two directions of each connection, as its frames come in. `macs` has the Ethernet address of each interface where our programs are;
-/// others see nothing of the connection there, and would pass on what is injected.
+/// The two directions of each connection, as its frames come in. `macs` has the Ethernet address of
+/// each interface where our programs are; others see nothing of the connection there, and would
+/// pass on what is injected.
 fn sides(
     flows: &[(FlowKey, Tuple, Flow)],
     standings: &[Standing],
@@ -273,7 +278,8 @@ pub(crate) fn unchecked(conntrack: &Conntrack, flows: &[(FlowKey, Tuple, Flow)])
     connections.values().filter(is).count()
 }
 
-/// Has the windows of these connections checked again. Nothing is taken any more, and the programs are still there.
+/// Has the windows of these connections checked again. Nothing is taken any more, and the programs
+/// are still there.
 pub(crate) fn retrack(
     maps: &mut Maps,
     program: SchedClassifier,
@@ -302,8 +308,8 @@ pub(crate) fn retrack(
     }
 }
 
-/// Whether conntrack has seen all of the handshake. What it takes from a SYN has no such flag; from Linux 5.18 on that of the other
-/// direction stays.
+/// Whether conntrack has seen all of the handshake. What it takes from a SYN has no such flag; from
+/// Linux 5.18 on that of the other direction stays.
 fn is_in_step(entry: Option<Entry>) -> bool {
     entry.is_some_and(|entry| entry.state == ESTABLISHED && entry.flags[0] & BE_LIBERAL == 0)
 }

@@ -1,8 +1,11 @@
-//! What conntrack holds of a TCP connection that was taken, made what it would be if the kernel had seen every frame.
+//! What conntrack holds of a TCP connection that was taken, made what it would be if the kernel had
+//! seen every frame.
 //!
-//! The kernel sees one frame per lease. If that one carries data, the kernel waits for an acknowledgement that it will not see, and the
-//! entry of an idle connection expires after five minutes in place of five days. The flows know better (ebpf/sequence.h): once both
-//! directions rest, and again at `detach`, the entry gets the flag and the timeout that belong to what was acknowledged.
+//! The kernel sees one frame per lease. If that one carries data, the kernel waits for an
+//! acknowledgement that it will not see, and the entry of an idle connection expires after five
+//! minutes in place of five days. The flows know better (ebpf/sequence.h): once both directions
+//! rest, and again at `detach`, the entry gets the flag and the timeout that belong to what was
+//! acknowledged.
 
 use crate::conntrack::{Connection, Conntrack, ESTABLISHED, Entry, UNACKNOWLEDGED, Update};
 use crate::layout::{Flow, Tuple};
@@ -12,7 +15,8 @@ use std::time::Duration;
 
 /// How long a connection rests before its entry is settled.
 pub(crate) const RESTING: Duration = Duration::from_secs(2);
-/// How far the kernel's timeout may be off from what its rule for unacknowledged data makes of it: its ticks, and a lease.
+/// How far the kernel's timeout may be off from what its rule for unacknowledged data makes of it:
+/// its ticks, and a lease.
 const SLACK_S: u64 = 12;
 
 /// Timeouts in force in this network namespace, in seconds.
@@ -65,7 +69,8 @@ pub(crate) fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// A connection for conntrack's questions, by the tuple of any of its flows: an entry is found by either direction.
+/// A connection for conntrack's questions, by the tuple of any of its flows: an entry is found by
+/// either direction.
 pub(crate) fn by_tuple(tuple: &Tuple) -> Connection {
     Connection {
         source: octets(tuple.source),
@@ -113,7 +118,8 @@ pub(crate) fn standings(flows: &[(Tuple, Flow)]) -> Vec<Standing> {
         .collect()
 }
 
-/// What is to be altered of an entry whose connection has rested for so long; nothing where the kernel is right.
+/// What is to be altered of an entry whose connection has rested for so long; nothing where the
+/// kernel is right.
 fn due(entry: Entry, is_acknowledged: [bool; 2], rested_s: u64, timeouts: Timeouts) -> Option<Update> {
     if entry.state != ESTABLISHED {
         return None;
@@ -127,7 +133,8 @@ fn due(entry: Entry, is_acknowledged: [bool; 2], rested_s: u64, timeouts: Timeou
     let left = |of: u64| u32::try_from(of.saturating_sub(rested_s).max(1)).unwrap_or(u32::MAX);
     let timeout_s = u64::from(entry.timeout_s);
     let (waited, waits) = (was != [0; 2], flags != [0; 2]);
-    // A `ct timeout` of nftables may be in force that is shorter than the rule for unacknowledged data, or was set in place of the sysctl's.
+    // A `ct timeout` of nftables may be in force that is shorter than the rule for unacknowledged
+    // data, or was set in place of the sysctl's.
     let is_as_of = |of: u64| timeout_s.abs_diff(of.saturating_sub(rested_s)) <= SLACK_S;
     let timeout_s = if established_s <= unacknowledged_s || waited == waits {
         None
@@ -150,7 +157,8 @@ pub(crate) fn acknowledge(conntrack: &Conntrack, connection: &Connection, timeou
     }
 }
 
-/// Settles these connections. One that is gone, or that the kernel does not alter, is left as it is.
+/// Settles these connections. One that is gone, or that the kernel does not alter, is left as it
+/// is.
 pub(crate) fn settle<'a>(
     conntrack: &Conntrack,
     standings: impl IntoIterator<Item = &'a Standing>,

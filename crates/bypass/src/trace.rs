@@ -1,7 +1,8 @@
 //! What happens to each frame, as it happens: for looking into one thing, not for keeping on.
 //!
-//! While a trace runs every program writes an event per frame into a ring; what does not fit is counted. The programs are asked for
-//! events up to a moment that is put off again and again, so a trace that is killed costs nothing after a second or two.
+//! While a trace runs every program writes an event per frame into a ring; what does not fit is
+//! counted. The programs are asked for events up to a moment that is put off again and again, so a
+//! trace that is killed costs nothing after a second or two.
 
 use crate::attachment::{AttachError, monotonic_ns};
 use crate::layout::Event;
@@ -27,8 +28,8 @@ pub struct Traced {
     pub detached: bool,
 }
 
-/// Hands events to `each` until it breaks or fails, or everything is detached. It is called without an event ten times a second, so that
-/// it can see that time is up.
+/// Hands events to `each` until it breaks or fails, or everything is detached. It is called without
+/// an event ten times a second, so that it can see that time is up.
 ///
 /// # Errors
 /// If nothing is attached, or a map cannot be read.

@@ -8,8 +8,8 @@ use serde::Serialize;
 /// Something that does not work as it could.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Warning {
-    /// What it is about, for programs: "keeper", "rules_unread", "judging_rules", "judging_rule", "interface", "leases",
-    /// "windows", "lenient", "flows", "trace", "kernel".
+    /// What it is about, for programs: "keeper", "rules_unread", "judging_rules", "judging_rule",
+    /// "interface", "leases", "windows", "lenient", "flows", "trace", "kernel".
     pub kind: &'static str,
     /// What is so, and what follows.
     pub what: String,
@@ -30,7 +30,8 @@ impl std::fmt::Display for Warning {
 pub const MOST_NAMED: usize = 20;
 /// A table of flows counts as nearly full from this share of its entries on, in hundredths.
 const NEARLY_FULL: usize = 90;
-/// What a counter says is acted on while it was counted within this time: counters never fall, and what they tell of may be over.
+/// What a counter says is acted on while it was counted within this time: counters never fall, and
+/// what they tell of may be over.
 const RECENT_MS: u64 = 60_000;
 /// If at least this many frames wait for liberal windows, and more than were taken, nothing grants
 /// them.

@@ -16,18 +16,20 @@ pub fn ns(duration: Duration) -> u64 {
 /// When an answer is wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Deadline {
-    /// The one of the request that the calling thread serves for a service of this machine, if it serves one; else none.
+    /// The one of the request that the calling thread serves for a service of this machine, if it
+    /// serves one; else none.
     #[default]
     Inherit,
     /// So much after the call; or that of the request that is served, if that is earlier.
     In(Duration),
-    /// At an instant of the caller's clock, in ns; or that of the request that is served, if that is earlier.
+    /// At an instant of the caller's clock, in ns; or that of the request that is served, if that
+    /// is earlier.
     At(u64),
 }
 
 impl Deadline {
-    /// As an instant of the caller's clock in ns, never later than the `inherited` one; `u64::MAX` is none. The clock is read only
-    /// where it is needed.
+    /// As an instant of the caller's clock in ns, never later than the `inherited` one; `u64::MAX`
+    /// is none. The clock is read only where it is needed.
     #[inline]
     pub fn instant_ns(self, now_ns: impl FnOnce() -> u64, inherited_ns: u64) -> u64 {
         let wanted = match self {
@@ -51,7 +53,8 @@ impl From<Option<Duration>> for Deadline {
 pub struct CallOptions {
     /// When an answer is wanted. A call without a deadline is best effort, after all that have one.
     pub deadline: Deadline,
-    /// For how long after the deadline a late reply is still waited for; not at all unless this is set.
+    /// For how long after the deadline a late reply is still waited for; not at all unless this is
+    /// set.
     pub wait_late: Duration,
     /// How long this caller waits at most, where the deadline is later or there is none.
     pub timeout: Duration,
@@ -89,7 +92,8 @@ impl CallOptions {
         CallOptions { deadline: left.into(), trace: request.trace, ..CallOptions::default() }
     }
 
-    /// How long the call is waited for from now on, and what it ends with if no answer has come by then.
+    /// How long the call is waited for from now on, and what it ends with if no answer has come by
+    /// then.
     pub fn limit(&self, now_ns: u64) -> (Duration, CallError) {
         let until_ns = self.until_ns(self.deadline.instant_ns(|| now_ns, BEST_EFFORT));
         let left = Duration::from_nanos(until_ns.saturating_sub(now_ns));
@@ -100,7 +104,8 @@ impl CallOptions {
         }
     }
 
-    /// When a call with that deadline ends by itself: then, or as much later as its caller waits. `u64::MAX`: it does not.
+    /// When a call with that deadline ends by itself: then, or as much later as its caller waits.
+    /// `u64::MAX`: it does not.
     #[inline]
     pub fn until_ns(&self, deadline_ns: u64) -> u64 {
         deadline_ns.saturating_add(ns(self.wait_late))
@@ -113,7 +118,8 @@ impl CallOptions {
     }
 }
 
-/// What a call brings back. The bytes are a copy, or whatever the caller's side keeps of them where they are.
+/// What a call brings back. The bytes are a copy, or whatever the caller's side keeps of them where
+/// they are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reply<B = Vec<u8>> {
     /// What the handler answered.
@@ -124,7 +130,8 @@ pub struct Reply<B = Vec<u8>> {
     pub queued_ns: u64,
     /// How long it was served, ns of the provider's clock.
     pub service_ns: u64,
-    /// How long after the call's deadline it came, ns; 0 where it was in time, or the call had no deadline.
+    /// How long after the call's deadline it came, ns; 0 where it was in time, or the call had no
+    /// deadline.
     pub late_by_ns: u64,
 }
 
@@ -157,16 +164,19 @@ impl RequestId {
     }
 }
 
-/// A request that is to be served. Its bytes are a copy, which no peer changes any more, or a view of the client's memory.
+/// A request that is to be served. Its bytes are a copy, which no peer changes any more, or a view
+/// of the client's memory.
 #[derive(Debug)]
 pub struct Request<B = Vec<u8>> {
     pub(crate) id: RequestId,
     pub(crate) began_ns: u64,
     /// The payload that the client sent.
     pub bytes: B,
-    /// When the answer is wanted, on the server's clock. Between machines: what was left when it was taken, from then on. `u64::MAX`: best effort.
+    /// When the answer is wanted, on the server's clock. Between machines: what was left when it
+    /// was taken, from then on. `u64::MAX`: best effort.
     pub deadline_ns: u64,
-    /// How long it may wait for its service, from when it was taken; the server's choice where there is none.
+    /// How long it may wait for its service, from when it was taken; the server's choice where
+    /// there is none.
     pub ttl: Option<Duration>,
     /// What the caller put in to follow a call through several services.
     pub trace: u64,

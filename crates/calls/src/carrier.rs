@@ -1,4 +1,5 @@
-//! What carries requests and answers between two peers: the sections of a link, or a stream of bytes.
+//! What carries requests and answers between two peers: the sections of a link, or a stream of
+//! bytes.
 
 use alloc::vec::Vec;
 
@@ -16,9 +17,11 @@ pub enum Message {
     Answer(Answer, Vec<u8>),
 }
 
-/// Carries messages both ways. The `payload` of an entry that is given is ignored: the bytes say what it is to be.
+/// Carries messages both ways. The `payload` of an entry that is given is ignored: the bytes say
+/// what it is to be.
 pub trait Carrier {
-    /// The longest payload, and how many bytes of long ones (longer than an entry holds) may be under way in one direction.
+    /// The longest payload, and how many bytes of long ones (longer than an entry holds) may be
+    /// under way in one direction.
     fn most(&self) -> usize;
 
     /// Sends a request, or takes one back. False where there is no room for it now.

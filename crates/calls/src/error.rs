@@ -1,4 +1,5 @@
-//! How a call ended, if not with a reply. One type for all callers: processes, cells, and both ends of a link.
+//! How a call ended, if not with a reply. One type for all callers: processes, cells, and both ends
+//! of a link.
 
 use core::fmt;
 
@@ -55,11 +56,12 @@ impl fmt::Display for NotShared {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum CallError {
-    /// Its deadline passed without an answer. Whether the call is served is not known. A caller that can use a late answer sets
-    /// [`CallOptions::wait_late`](crate::CallOptions::wait_late).
+    /// Its deadline passed without an answer. Whether the call is served is not known. A caller
+    /// that can use a late answer sets [`CallOptions::wait_late`](crate::CallOptions::wait_late).
     #[error("the deadline passed without an answer")]
     DeadlineExceeded,
-    /// Its deadline had passed before it could be served: it was not. Only a caller that waits beyond the deadline hears this.
+    /// Its deadline had passed before it could be served: it was not. Only a caller that waits
+    /// beyond the deadline hears this.
     #[error("the deadline had passed before the service could begin")]
     Late,
     /// It was not accepted.
@@ -74,16 +76,19 @@ pub enum CallError {
     /// The service failed while serving it, or the peer serves nothing.
     #[error("the service failed while serving the call, or the peer serves nothing")]
     Failed,
-    /// The provider is not connected, or went while the call was under way. Whether it was served is not known.
+    /// The provider is not connected, or went while the call was under way. Whether it was served
+    /// is not known.
     #[error("the service has gone, or is not connected")]
     ProviderGone,
-    /// The caller's own time limit is over, before the deadline. Whether the call is served is not known.
+    /// The caller's own time limit is over, before the deadline. Whether the call is served is not
+    /// known.
     #[error("no answer came within the time limit")]
     Timeout,
     /// The provider broke the protocol. The connection has ended; a link is reset.
     #[error("{0}; the connection has ended, or its link is reset")]
     Broken(Broken),
-    /// So many calls are under way. The connection takes no more of them, or no more bytes of requests.
+    /// So many calls are under way. The connection takes no more of them, or no more bytes of
+    /// requests.
     #[error("{0} calls are under way; the connection takes no more calls, or bytes of requests, at a time")]
     Busy(u32),
     /// The connection carries no payload of that length, and no memory can be handed over on it.
@@ -101,10 +106,12 @@ pub enum CallError {
     /// The reply was held for too long, and its memory was reclaimed.
     #[error("the reply was held for too long, and the service reclaimed its memory")]
     Reclaimed,
-    /// The reply is in memory that the provider has not handed over, or that does not have so many bytes.
+    /// The reply is in memory that the provider has not handed over, or that does not have so many
+    /// bytes.
     #[error("the reply is in memory that the service did not hand over")]
     ReplyMemory,
-    /// The reply needs more memory than this side keeps for the provider's replies. It is dropped, and the connection goes on.
+    /// The reply needs more memory than this side keeps for the provider's replies. It is dropped,
+    /// and the connection goes on.
     #[error(
         "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection \
          accepts {max} together; fetch and drop held replies, or connect with a larger max_shared_bytes"
@@ -134,7 +141,8 @@ impl Came {
         Err(match status {
             Status::Served => return Ok(()),
             Status::Late if self.waits_late => CallError::Late,
-            // Whether its caller or the provider sees first that the deadline is over makes no difference.
+            // Whether its caller or the provider sees first that the deadline is over makes no
+            // difference.
             Status::Late => CallError::DeadlineExceeded,
             Status::Refused(why) => CallError::Refused(why),
             Status::Cancelled => CallError::Cancelled,

@@ -1,4 +1,5 @@
-//! Calls over a stream of bytes, such as a TCP connection, for machines that share no memory: the same entries, one after another.
+//! Calls over a stream of bytes, such as a TCP connection, for machines that share no memory: the
+//! same entries, one after another.
 //!
 //! ```text
 //!   greeting, once each way   0..8 magic and version   8..12 entries   12..16 longest payload
@@ -6,10 +7,12 @@
 //!                             8..64 the entry, as in a ring   64.. the payload
 //! ```
 //!
-//! All numbers are little-endian. An entry's payload is "inline" up to 192 bytes and else "in the arena" at offset 0; where it is, is
-//! behind the entry in either case. The smaller of both sides' entries and payloads hold for both.
+//! All numbers are little-endian. An entry's payload is "inline" up to 192 bytes and else "in the
+//! arena" at offset 0; where it is, is behind the entry in either case. The smaller of both sides'
+//! entries and payloads hold for both.
 //!
-//! Limits: 64 entries, payloads of 128 KiB. A peer that sends without reading what it is answered is not read from any more.
+//! Limits: 64 entries, payloads of 128 KiB. A peer that sends without reading what it is answered
+//! is not read from any more.
 
 use alloc::vec::Vec;
 
@@ -94,7 +97,8 @@ impl Frames {
         self.output.use_up(n);
     }
 
-    /// How many bytes are taken now; 0 where the peer has to take its answers first, or a whole message waits to be taken.
+    /// How many bytes are taken now; 0 where the peer has to take its answers first, or a whole
+    /// message waits to be taken.
     pub fn wanted(&self) -> usize {
         if self.output().len() > UNSENT_BYTES {
             return 0;

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! The magic is `TMBLSVC` and the version 1. A name has 1 to 64 of `a-z A-Z 0-9 . _ -`, the first
-//! not a dot: the rule of the folder of services. A cell that listens for calls has one service, and no hello.
+//! not a dot: the rule of the folder of services. A cell that listens for calls has one service,
+//! and no hello.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -73,7 +74,8 @@ pub enum HelloError {
     Verdict(u8),
 }
 
-/// Whether a service can have this name: the one rule, also for its socket in the folder of services.
+/// Whether a service can have this name: the one rule, also for its socket in the folder of
+/// services.
 pub fn is_name(name: &[u8]) -> bool {
     let fine = |b: &u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
     (1..=MAX_NAME_BYTES).contains(&name.len()) && name[0] != b'.' && name.iter().all(fine)

@@ -7,12 +7,12 @@
 //!
 //! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
 //! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
-//! * [`CallOptions`], [`CallError`], [`Reply`], [`Request`]: a call as its caller and its server see
-//!   it, wherever both are.
+//! * [`CallOptions`], [`CallError`], [`Reply`], [`Request`]: a call as its caller and its server
+//!   see it, wherever both are.
 //! * [`slots`]: the calls that a client has under way, for all clients.
 //! * [`session`]: one side of calls between two peers: answers, order, time that is left.
-//! * [`carrier`]: what carries them: [`sections`], the shared memory of a link, or [`frames`], a stream
-//!   of bytes.
+//! * [`carrier`]: what carries them: [`sections`], the shared memory of a link, or [`frames`], a
+//!   stream of bytes.
 //! * [`hello`]: what two machines say before that.
 //! * [`transport`]: both together, with the life of the link or connection. Cells and processes
 //!   bring their own memory, doorbells and sockets.

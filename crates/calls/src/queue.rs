@@ -1,20 +1,24 @@
-//! The queue of a service: ordered by rank, which is the absolute deadline where the earliest comes first, FIFO among equals; and the
-//! question whether one more request can be met.
+//! The queue of a service: ordered by rank, which is the absolute deadline where the earliest comes
+//! first, FIFO among equals; and the question whether one more request can be met.
 //!
-//! A B+ tree ordered by (rank, arrival): leaves hold the keys and the handles of requests, inner nodes the first key below each of
-//! their children. A slot also knows, of what is below it, the work in it and the least *slack*: how much later than now the processor may
-//! begin that work and still meet each of its deadlines, worked off in order. Both are sums and minima over the slots of a node, so
-//! insertion, removal, taking the first and the admission question all cost O(log n): ten thousand pending are three levels, and what is
-//! touched is in a few nodes whose lines lie side by side. (`crates/rpc/examples/rpc_bench.rs` compares it with a binary heap and a
-//! BTreeMap, which cannot be asked for admission.)
+//! A B+ tree ordered by (rank, arrival): leaves hold the keys and the handles of requests, inner
+//! nodes the first key below each of their children. A slot also knows, of what is below it, the
+//! work in it and the least *slack*: how much later than now the processor may begin that work and
+//! still meet each of its deadlines, worked off in order. Both are sums and minima over the slots
+//! of a node, so insertion, removal, taking the first and the admission question all cost O(log n):
+//! ten thousand pending are three levels, and what is touched is in a few nodes whose lines lie
+//! side by side. (`crates/rpc/examples/rpc_bench.rs` compares it with a binary heap and a BTreeMap,
+//! which cannot be asked for admission.)
 //!
-//! Invariants: keys ascend, within nodes and over them; no node but an empty root is empty; an inner node's slot is what `Node::summary`
-//! says of its child. Two neighbours below one parent that would fill less than half a node are joined when one of them shrinks, so that a
-//! queue that was long once does not stay sparse. Requests themselves do not move: a handle names one until it is removed; then
-//! the number may be used again. Nothing is allocated but where the queue is longer than ever before.
+//! Invariants: keys ascend, within nodes and over them; no node but an empty root is empty; an
+//! inner node's slot is what `Node::summary` says of its child. Two neighbours below one parent
+//! that would fill less than half a node are joined when one of them shrinks, so that a queue that
+//! was long once does not stay sparse. Requests themselves do not move: a handle names one until it
+//! is removed; then the number may be used again. Nothing is allocated but where the queue is
+//! longer than ever before.
 //!
-//! Times are ns; work is ns of service divided by the number of workers. Slack is held in 63 bits: a deadline later than
-//! 2^62 ns (146 years) has no bound.
+//! Times are ns; work is ns of service divided by the number of workers. Slack is held in 63 bits:
+//! a deadline later than 2^62 ns (146 years) has no bound.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -22,8 +26,9 @@ use alloc::vec::Vec;
 /// Names a queued request.
 pub type Handle = u32;
 
-/// Slots of a node. Half of them are moved for an insertion or a removal, all are read for a summary: more make that dearer, fewer the way
-/// down longer. 16 and 64 measured slower at ten thousand pending.
+/// Slots of a node. Half of them are moved for an insertion or a removal, all are read for a
+/// summary: more make that dearer, fewer the way down longer. 16 and 64 measured slower at ten
+/// thousand pending.
 const FANOUT: usize = 32;
 /// The slack of what has no deadline. Subtracting work from it leaves it larger than any real one.
 const FREE: i64 = i64::MAX / 2;
@@ -129,7 +134,8 @@ pub struct Queue<T> {
 }
 
 impl<T> Queue<T> {
-    /// An empty queue. `judges`: whether [`Queue::admits`] will be asked; what it needs is not kept where it will not.
+    /// An empty queue. `judges`: whether [`Queue::admits`] will be asked; what it needs is not kept
+    /// where it will not.
     pub fn new(judges: bool) -> Queue<T> {
         Queue {
             judges,
@@ -185,7 +191,8 @@ impl<T> Queue<T> {
         self.node_mut(at).slots[index] = self.summary(child);
     }
 
-    /// Puts a slot into a node. Where that is full it is split: the slot of the new node, which comes after it, is returned.
+    /// Puts a slot into a node. Where that is full it is split: the slot of the new node, which
+    /// comes after it, is returned.
     fn put(&mut self, at: u32, index: usize, slot: Slot) -> Option<Slot> {
         if self.node(at).len < FANOUT {
             self.node_mut(at).insert(index, slot);
@@ -206,7 +213,8 @@ impl<T> Queue<T> {
         Some(self.summary(new))
     }
 
-    /// Inserts below a node of that height; returns the slot of the node that it was split into, where it was.
+    /// Inserts below a node of that height; returns the slot of the node that it was split into,
+    /// where it was.
     fn insert_below(&mut self, at: u32, height: u32, slot: Slot) -> Option<Slot> {
         if height == 0 {
             let index = self.node(at).slots().partition_point(|s| s.key < slot.key);
@@ -329,8 +337,8 @@ impl<T> Queue<T> {
         self.requests.get(handle as usize)?.as_ref().map(|request| request.key)
     }
 
-    /// Puts a queued request, without a deadline from now on, elsewhere in the order; it keeps its handle, and its place among equals
-    /// by arrival.
+    /// Puts a queued request, without a deadline from now on, elsewhere in the order; it keeps its
+    /// handle, and its place among equals by arrival.
     pub fn postpone(&mut self, handle: Handle, rank: u64) {
         let Some(Some(request)) = self.requests.get_mut(handle as usize) else { return };
         let old = request.key;
@@ -340,8 +348,9 @@ impl<T> Queue<T> {
         self.attach(slot);
     }
 
-    /// Whether a request with that rank, deadline and work would be done in time, and all others that are in time now would still
-    /// be, if the work on the queue begins at `start` and goes on in order. Only for a queue that was made to judge.
+    /// Whether a request with that rank, deadline and work would be done in time, and all others
+    /// that are in time now would still be, if the work on the queue begins at `start` and goes on
+    /// in order. Only for a queue that was made to judge.
     pub fn admits(&self, start: u64, rank: u64, deadline: u64, work: u64) -> bool {
         let work = signed(work);
         // Work ahead of it; least slack of those behind it, from the beginning of all.
@@ -522,7 +531,8 @@ mod tests {
             let mut handles: Vec<Handle> = (0..10_000).map(|n| queue.insert(order(n), order(n), 1, ())).collect();
             check(&queue);
             assert!(queue.height <= 3, "{}", queue.height);
-            // All but one in a hundred are cancelled, all over the queue: the rest does not keep the others' nodes.
+            // All but one in a hundred are cancelled, all over the queue: the rest does not keep
+            // the others' nodes.
             let kept = handles.iter().copied().step_by(100).collect::<Vec<_>>();
             handles.retain(|h| !kept.contains(h));
             handles.into_iter().for_each(|h| assert!(queue.remove(h).is_some()));

@@ -1,19 +1,24 @@
-//! What a service decides about its requests: whether one is accepted, which is next, what is too late and what waited too
-//! long. Pure: instants in, decisions out.
+//! What a service decides about its requests: whether one is accepted, which is next, what is too
+//! late and what waited too long. Pure: instants in, decisions out.
 //!
 //! # Rules
-//! - Earliest absolute deadline first, FIFO among equals, best effort after all deadlines; or another [`Order`], by choice.
+//! - Earliest absolute deadline first, FIFO among equals, best effort after all deadlines; or
+//!   another [`Order`], by choice.
 //! - At most `pending` requests wait; one more is refused.
-//! - Shares (`shares`): while several clients ask, a client that has had more than its share of the workers' time yields to those that
-//!   have not, as far as these would otherwise lose their own share. Within a client the order is that of deadlines.
-//! - With admission on, a request is refused at once when the work queued ahead of it does not leave it time, or when
-//!   it would make one that was accepted late. Work is what services have taken, measured per client: the mean, and once per question
-//!   four mean deviations on top; the budget counts until a few services were measured. On one worker the test is exact for what is
-//!   queued, under the assumption that each request takes so long; what is being served counts with what is left of that. Several workers
-//!   are taken for one that is as many times as fast, which is a necessary condition only. A client within its share is not refused for
-//!   the requests of clients beyond theirs: it is accepted, too, where its share alone leaves the time.
-//! - A request whose deadline has passed when its service would begin is refused as late, or goes on as best effort, by the
-//!   service's choice. It never runs above what it asked for because it is late.
+//! - Shares (`shares`): while several clients ask, a client that has had more than its share of the
+//!   workers' time yields to those that have not, as far as these would otherwise lose their own
+//!   share. Within a client the order is that of deadlines.
+//! - With admission on, a request is refused at once when the work queued ahead of it does not
+//!   leave it time, or when it would make one that was accepted late. Work is what services have
+//!   taken, measured per client: the mean, and once per question four mean deviations on top; the
+//!   budget counts until a few services were measured. On one worker the test is exact for what is
+//!   queued, under the assumption that each request takes so long; what is being served counts with
+//!   what is left of that. Several workers are taken for one that is as many times as fast, which
+//!   is a necessary condition only. A client within its share is not refused for the requests of
+//!   clients beyond theirs: it is accepted, too, where its share alone leaves the time.
+//! - A request whose deadline has passed when its service would begin is refused as late, or goes
+//!   on as best effort, by the service's choice. It never runs above what it asked for because it
+//!   is late.
 //! - What waited for longer than its time to live is given up.
 
 use alloc::vec::Vec;
@@ -43,7 +48,8 @@ pub enum Order {
     Edf,
     /// In order of arrival.
     Fifo,
-    /// Priorities: the less time a request has from its arrival to its deadline, the sooner (deadline-monotonic); best effort last.
+    /// Priorities: the less time a request has from its arrival to its deadline, the sooner
+    /// (deadline-monotonic); best effort last.
     DeadlineMonotonic,
 }
 
@@ -72,7 +78,8 @@ pub struct Rules {
     pub admission: bool,
     /// How long a service takes at most, ns; admission counts with it until services were measured.
     pub budget_ns: u64,
-    /// Whether each client has a share of the workers' time. Only where the earliest deadline comes first: other orders compare no instants.
+    /// Whether each client has a share of the workers' time. Only where the earliest deadline comes
+    /// first: other orders compare no instants.
     pub shares: bool,
     /// Workers, at least 1.
     pub workers: u32,
@@ -154,8 +161,8 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// A client comes, under a number that no other has now, with the user that it belongs to. One that asks without having come is its
-    /// own user, of that number.
+    /// A client comes, under a number that no other has now, with the user that it belongs to. One
+    /// that asks without having come is its own user, of that number.
     pub fn join(&mut self, client: u32, user: u32) {
         self.shares.join(client, user);
     }
@@ -188,7 +195,8 @@ impl<T> Schedule<T> {
         ns / u64::from(self.rules.workers.max(1))
     }
 
-    /// Accepts a client's request with its absolute deadline, or says why not and gives it back. A `ttl_ns` of 0 is the service's.
+    /// Accepts a client's request with its absolute deadline, or says why not and gives it back. A
+    /// `ttl_ns` of 0 is the service's.
     ///
     /// # Errors
     /// The answer that the request gets at once: refused, or late.
@@ -250,7 +258,8 @@ impl<T> Schedule<T> {
                 self.shares.postpone(client, own, rank);
                 continue;
             }
-            // What is not served costs no share. Where the first is in time, all are: only who is served first is left to say.
+            // What is not served costs no share. Where the first is in time, all are: only who is
+            // served first is left to say.
             let deadline_ns = waiting.deadline_ns;
             let client = waiting.client;
             let service_ns = self.service.known().map_or(self.rules.budget_ns, |(mean_ns, _)| mean_ns);
@@ -275,8 +284,8 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// A service for this client that began at `began` has ended at `ended`; `None`: in vain, so that it says nothing of how long services
-    /// take.
+    /// A service for this client that began at `began` has ended at `ended`; `None`: in vain, so
+    /// that it says nothing of how long services take.
     pub fn done(&mut self, client: u32, began: u64, ended: Option<u64>) {
         let position = |is: &dyn Fn(By) -> bool| self.running.iter().position(|r| r.began_ns == began && is(r.by));
         let found = position(&|by| by == By::Client(client)).or_else(|| position(&|by| matches!(by, By::User(_))));
@@ -288,12 +297,14 @@ impl<T> Schedule<T> {
         }
         match by {
             By::Client(client) => self.shares.ends(client, work_ns, took_ns, ended.is_some()),
-            // Who hangs up in the middle of a service pays for all of it, else that would be how to get more than one's share.
+            // Who hangs up in the middle of a service pays for all of it, else that would be how to
+            // get more than one's share.
             By::User(user) => self.shares.ends_for_user(user, work_ns, took_ns),
         }
     }
 
-    /// Takes a waiting request out, with how long it waited: it was cancelled, or its client has gone.
+    /// Takes a waiting request out, with how long it waited: it was cancelled, or its client has
+    /// gone.
     pub fn remove(&mut self, now: u64, handle: Handle) -> Option<(T, u64)> {
         self.take(handle).map(|w| (w.item, now.saturating_sub(w.arrived_ns)))
     }
@@ -303,8 +314,9 @@ impl<T> Schedule<T> {
         self.queue.get(handle).map(|w| &w.item)
     }
 
-    /// Takes out all that waits in vain, with how long it waited and its answer: what waited for too long, wherever it is in the
-    /// order, or is late, where the late are refused. O(n): to be done once in a while.
+    /// Takes out all that waits in vain, with how long it waited and its answer: what waited for
+    /// too long, wherever it is in the order, or is late, where the late are refused. O(n): to be
+    /// done once in a while.
     pub fn sweep(&mut self, now: u64) -> Vec<(T, u64, Status)> {
         let refuses = self.rules.late == Late::Refuse;
         let judge = |waiting: &Waiting<T>| {
@@ -377,7 +389,8 @@ mod tests {
         s.offer(0, 0, 5, 0, 'a').unwrap();
         s.offer(10, 0, 9, 0, 'b').unwrap();
         s.offer(10, 0, 99, 0, 'c').unwrap();
-        // A late one comes after all deadlines; among the best effort it keeps its place by arrival.
+        // A late one comes after all deadlines; among the best effort it keeps its place by
+        // arrival.
         assert_eq!(s.next(11), serve('c', 1));
         assert_eq!(s.next(11), serve('x', 11));
         assert_eq!(s.next(11), serve('a', 11));

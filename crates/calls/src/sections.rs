@@ -1,5 +1,5 @@
-//! Calls over the sections of a link: each peer's output section holds its client section and its provider section, so that calls go
-//! both ways, and every byte has one writer.
+//! Calls over the sections of a link: each peer's output section holds its client section and its
+//! provider section, so that calls go both ways, and every byte has one writer.
 //!
 //! ```text
 //!   output of peer a                         output of peer b
@@ -7,12 +7,14 @@
 //!   half   provider section: a's answers     half   provider section: b's answers
 //! ```
 //!
-//! Each of the four is a section of [`tombolo_ring::rpc`], byte for byte. Nothing is agreed on: the geometry follows from the length of
-//! the output sections ([`Plan`]), and the header of each section has to say the same. Payloads that do not fit an entry are copied
-//! into the arena of their writer and out of it; memory is never handed over.
+//! Each of the four is a section of [`tombolo_ring::rpc`], byte for byte. Nothing is agreed on: the
+//! geometry follows from the length of the output sections ([`Plan`]), and the header of each
+//! section has to say the same. Payloads that do not fit an entry are copied into the arena of
+//! their writer and out of it; memory is never handed over.
 //!
-//! When the peers may look at the sections is for the link's states to say (`tombolo_ring::ivshmem::state`): a peer clears its own
-//! ([`Plan::clear`]) while the other does not look, and both start at zero. Doorbells are the caller's: [`Wire`] says when to ring.
+//! When the peers may look at the sections is for the link's states to say
+//! (`tombolo_ring::ivshmem::state`): a peer clears its own ([`Plan::clear`]) while the other does
+//! not look, and both start at zero. Doorbells are the caller's: [`Wire`] says when to ring.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -41,8 +43,9 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// For output sections of so many bytes: as many entries as fit, up to 64, and the largest arena beside them. `None` where
-    /// they are too small for eight entries with an arena of 4 KiB in each direction (24 KiB).
+    /// For output sections of so many bytes: as many entries as fit, up to 64, and the largest
+    /// arena beside them. `None` where they are too small for eight entries with an arena of 4 KiB
+    /// in each direction (24 KiB).
     pub fn new(output_bytes: u64) -> Option<Plan> {
         let half = output_bytes / 2 / PAGE_BYTES * PAGE_BYTES;
         let fits = |entries, arena| Geometry::new(entries, arena).filter(|g| g.section_bytes() <= half);
@@ -93,7 +96,8 @@ impl Plan {
         provider.check_peer(Role::Client)
     }
 
-    /// Makes the own output section fresh: control words and rings zero, headers written. The peer does not look at it.
+    /// Makes the own output section fresh: control words and rings zero, headers written. The peer
+    /// does not look at it.
     pub fn clear(&self, own: ForeignMut<'_>) {
         for (range, role) in [(self.client(), Role::Client), (self.provider(), Role::Provider)] {
             let Some(section) = own.slice(range.start, range.len()) else { continue };
@@ -113,7 +117,8 @@ struct Held {
     generation: u32,
 }
 
-/// Where this side is in the four rings, and the books of its two arenas. It belongs to one life of the link.
+/// Where this side is in the four rings, and the books of its two arenas. It belongs to one life of
+/// the link.
 #[derive(Debug)]
 pub struct Rings {
     plan: Plan,

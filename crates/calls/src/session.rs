@@ -7,9 +7,8 @@
 //! is given to the carrier. The receiver turns it into an instant of its own clock when it takes
 //! the request out. The transport time in between is not known. It makes the deadline later, never
 //! earlier. Over a stream this is corrected: the ns that are left are fewer by half of the shortest
-//! time that a call was on its way, there and back ([`Session::subtract_way`]). A request that would
-//! have to wait for room in the carrier is not accepted at all
-//! ([`CallError::Busy`]).
+//! time that a call was on its way, there and back ([`Session::subtract_way`]). A request that
+//! would have to wait for room in the carrier is not accepted at all ([`CallError::Busy`]).
 //!
 //! # One answer per request
 //! A call ends once. It ends with its reply, with the provider's error, or with
@@ -127,7 +126,8 @@ pub struct Session {
     entries: u32,
     /// Our own calls.
     slots: Slots<Asked, Result<Reply, CallError>>,
-    /// The shortest time that a call was on its way, there and back; `None` before the first answer.
+    /// The shortest time that a call was on its way, there and back; `None` before the first
+    /// answer.
     way_ns: Option<u64>,
     /// Half of that is subtracted from what is left of a deadline.
     subtracts: bool,
@@ -187,9 +187,10 @@ impl Session {
         self.subtracts = true;
     }
 
-    /// The shortest time that a call of ours was on its way, there and back, in ns: its round trip without
-    /// the times that it waited and was served, which the peer states. A peer that states them
-    /// wrongly makes this smaller, never larger than its fastest answer. `None` before the first answer.
+    /// The shortest time that a call of ours was on its way, there and back, in ns: its round trip
+    /// without the times that it waited and was served, which the peer states. A peer that states
+    /// them wrongly makes this smaller, never larger than its fastest answer. `None` before the
+    /// first answer.
     pub fn way_ns(&self) -> Option<u64> {
         self.way_ns
     }
@@ -256,8 +257,8 @@ impl Session {
         Ok(token)
     }
 
-    /// Whether a call under way has come to its own end: its deadline, or as much later as its caller waits for a late reply. Its caller gives
-    /// it up then.
+    /// Whether a call under way has come to its own end: its deadline, or as much later as its
+    /// caller waits for a late reply. Its caller gives it up then.
     pub fn is_overdue(&self, token: Token, now_ns: u64) -> bool {
         self.slots.is_overdue(token, || now_ns)
     }
@@ -272,7 +273,8 @@ impl Session {
         self.slots.until_ns(token)
     }
 
-    /// How a call ended, once; `None` while it is under way, and then `waker` is woken when it ends.
+    /// How a call ended, once; `None` while it is under way, and then `waker` is woken when it
+    /// ends.
     pub fn fetch(&mut self, token: Token, waker: Option<&Waker>) -> Option<Result<Reply, CallError>> {
         match self.slots.fetch(token) {
             Found::Waiting(()) => {
@@ -428,8 +430,9 @@ impl Session {
         Ok(())
     }
 
-    /// The request to serve now, if one waits: the one that is due first. What is late or has waited for too long is answered on the
-    /// way. [`Session::respond`] is to be called when it is served.
+    /// The request to serve now, if one waits: the one that is due first. What is late or has
+    /// waited for too long is answered on the way. [`Session::respond`] is to be called when it is
+    /// served.
     ///
     /// # Errors
     /// What no correct peer does.

@@ -1,33 +1,39 @@
-//! Shares: which client comes next where several ask, so that none takes the time of the others by short deadlines or by many
-//! requests.
+//! Shares: which client comes next where several ask, so that none takes the time of the others by
+//! short deadlines or by many requests.
 //!
 //! # Rule
-//! Each user whose clients ask has an equal share of the workers' time, and each of its clients an equal part of that. A client has a
-//! *debt instant*: the time by which its share would have paid for all that it was served. A service of length `s` moves it on by `s * n` from the
-//! later of itself and the service's beginning, where `1 / n` is the client's share; a user has one too. The next client
-//! is the one with the earliest of
+//! Each user whose clients ask has an equal share of the workers' time, and each of its clients an
+//! equal part of that. A client has a *debt instant*: the time by which its share would have paid
+//! for all that it was served. A service of length `s` moves it on by `s * n` from the later of
+//! itself and the service's beginning, where `1 / n` is the client's share; a user has one too. The
+//! next client is the one with the earliest of
 //!
 //! ```text
 //! max(deadline of its first request, its debt instant, its user's debt instant)
 //! ```
 //!
-//! So a client within its share is served by its deadlines alone, and so is each client where there is time for all. A client beyond its
-//! share is served like one whose deadlines are as late as its debt instant. What is never used is not saved up, and who asks
-//! alone has no debt. Debts up to an allowance of a few services do not count, so that equals are served as they come.
+//! So a client within its share is served by its deadlines alone, and so is each client where there
+//! is time for all. A client beyond its share is served like one whose deadlines are as late as its
+//! debt instant. What is never used is not saved up, and who asks alone has no debt. Debts up to an
+//! allowance of a few services do not count, so that equals are served as they come.
 //!
 //! # What holds
-//! A request of a client within its share that comes `d` before its deadline is served in time if its client's work up to that deadline is not
-//! more than its share of `d`, less what a service takes (none is interrupted) and the allowance: other clients
-//! are ahead of it only with what their own shares of `d` hold.
+//! A request of a client within its share that comes `d` before its deadline is served in time if
+//! its client's work up to that deadline is not more than its share of `d`, less what a service
+//! takes (none is interrupted) and the allowance: other clients are ahead of it only with what
+//! their own shares of `d` hold.
 //!
 //! # Cost
-//! A request is in a queue of its client's besides that of all, which costs as a second queue of that client's length does (`order_10k` of
-//! `rpc_bench`, with shares and without). Nothing is looked for while the request that is due first belongs to a client without such a debt. Else all clients that
-//! wait are looked at: a few ns each.
+//! A request is in a queue of its client's besides that of all, which costs as a second queue of
+//! that client's length does (`order_10k` of `rpc_bench`, with shares and without). Nothing is
+//! looked for while the request that is due first belongs to a client without such a debt. Else all
+//! clients that wait are looked at: a few ns each.
 //!
-//! Best effort comes after all deadlines, also across clients: a share is of what deadlines ask for.
+//! Best effort comes after all deadlines, also across clients: a share is of what deadlines ask
+//! for.
 //!
-//! Time is charged when a service begins, as measured before, and corrected when it ends: many workers do not serve one client all at once.
+//! Time is charged when a service begins, as measured before, and corrected when it ends: many
+//! workers do not serve one client all at once.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
@@ -39,7 +45,8 @@ const ENOUGH: u32 = 8;
 /// Users that are remembered without clients, for their debts.
 const REMEMBERED: usize = 256;
 
-/// How long services take: a mean that follows the last ones, and the mean deviation from it, as TCP does for round trips (RFC 6298).
+/// How long services take: a mean that follows the last ones, and the mean deviation from it, as
+/// TCP does for round trips (RFC 6298).
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Estimate {
     mean_ns: u64,
@@ -204,7 +211,8 @@ impl Shares {
         client.debt_ns.max(self.users.get(&client.user).map_or(0, |user| user.debt_ns))
     }
 
-    /// Which request is served first, where that is another one than the first of all, which is this client's and due at `deadline_ns`.
+    /// Which request is served first, where that is another one than the first of all, which is
+    /// this client's and due at `deadline_ns`.
     pub(crate) fn first(&self, now: u64, allowance_ns: u64, client: u32, deadline_ns: u64) -> Option<Handle> {
         let first = self.clients.get(client as usize)?.as_ref()?;
         // What counts of a debt: that which is still to come, beyond the allowance.
@@ -292,7 +300,8 @@ impl Shares {
         }
     }
 
-    /// The same for a service whose client has gone meanwhile: the user's next client inherits what it took.
+    /// The same for a service whose client has gone meanwhile: the user's next client inherits what
+    /// it took.
     pub(crate) fn ends_for_user(&mut self, user: u32, work_ns: u64, took_ns: u64) {
         let Some(known) = self.users.get_mut(&user).filter(|_| self.on) else { return };
         // One that asks for nothing now counts itself, as when the service began.
@@ -334,7 +343,8 @@ mod tests {
         }
     }
 
-    /// A source of requests: which client of which user, how many it keeps under way, or how often it asks, and their deadlines.
+    /// A source of requests: which client of which user, how many it keeps under way, or how often
+    /// it asks, and their deadlines.
     #[derive(Clone, Copy)]
     struct Source {
         user: u32,
@@ -347,7 +357,8 @@ mod tests {
     const HONEST: Source = Source { user: 1, under_way: 0, every_ns: 10 * MS, within_ns: 8 * MS, work_ns: WORK };
     const GREEDY: Source = Source { user: 2, under_way: 16, every_ns: 0, within_ns: 4 * MS, work_ns: WORK };
 
-    /// What came of a source's requests: how many there were, how many were in time, how many were served.
+    /// What came of a source's requests: how many there were, how many were in time, how many were
+    /// served.
     #[derive(Clone, Copy, Debug, Default)]
     struct Came {
         asked: u32,
@@ -405,7 +416,8 @@ mod tests {
             let without = run(rules(false, admission), &[HONEST, GREEDY]);
             let with = run(rules(true, admission), &[HONEST, GREEDY]);
             assert_eq!((with[0].asked, with[0].in_time), (150, 150), "admission {admission}: {with:?}");
-            // Admission that knows exactly how long each service takes does the same, at the price of refusals.
+            // Admission that knows exactly how long each service takes does the same, at the price
+            // of refusals.
             assert!(admission || without[0].in_time < 120, "the same without shares: {without:?}");
             // What is left is the greedy one's.
             assert!(with[1].served > 2500, "{with:?}");
@@ -466,7 +478,8 @@ mod tests {
 
     #[test]
     fn where_there_is_time_for_all_the_order_is_that_of_deadlines() {
-        // The first has more than half of the time, with short deadlines; both together have less than all.
+        // The first has more than half of the time, with short deadlines; both together have less
+        // than all.
         let short = Source { user: 1, under_way: 0, every_ns: MS, within_ns: 900 * US, work_ns: WORK };
         let long = Source { user: 2, under_way: 0, every_ns: 5 * MS, within_ns: 100 * MS, work_ns: WORK };
         let counts = run(rules(true, false), &[Source { every_ns: 800 * US, within_ns: 1600 * US, ..short }, long]);

@@ -1,8 +1,11 @@
-//! The calls that one side has under way on a connection: slots, tokens, and what became of each call.
+//! The calls that one side has under way on a connection: slots, tokens, and what became of each
+//! call.
 //!
-//! A call takes a free slot and gets a [`Token`]: the slot, and the slot's generation (its *turn*). An entry of the ring names the call
-//! by that token, and so does its answer. The slot becomes free when the caller has fetched what the call ended with, or with the answer
-//! if nobody waits for it (abandoned). It is never free before the answer, since the peer may still read the request's memory.
+//! A call takes a free slot and gets a [`Token`]: the slot, and the slot's generation (its *turn*).
+//! An entry of the ring names the call by that token, and so does its answer. The slot becomes free
+//! when the caller has fetched what the call ended with, or with the answer if nobody waits for it
+//! (abandoned). It is never free before the answer, since the peer may still read the request's
+//! memory.
 //!
 //! ```text
 //!   Free --begin--> Waiting --answer--> Done --fetch--> Free
@@ -15,13 +18,15 @@
 //! ```
 //!
 //! # The peer is hostile
-//! An answer whose token names no call that waits is [`Broken::Token`]. So a second answer, an answer to an earlier use of the slot, and
-//! an answer to nothing all break the connection, and change nothing here.
+//! An answer whose token names no call that waits is [`Broken::Token`]. So a second answer, an
+//! answer to an earlier use of the slot, and an answer to nothing all break the connection, and
+//! change nothing here.
 //!
 //! # Who uses it
-//! The client of a service of this machine (`tombolo-rpc`, under its lock) and both sides of calls between machines
-//! ([`crate::session`]). `K` is what they keep with a call until its answer, `D` is what they keep after it. Wakers are handed out and
-//! not called: a waker is foreign code, and its owner may hold a lock. All operations are O(1), except those that say "all".
+//! The client of a service of this machine (`tombolo-rpc`, under its lock) and both sides of calls
+//! between machines ([`crate::session`]). `K` is what they keep with a call until its answer, `D`
+//! is what they keep after it. Wakers are handed out and not called: a waker is foreign code, and
+//! its owner may hold a lock. All operations are O(1), except those that say "all".
 
 use alloc::vec::Vec;
 use core::task::Waker;
@@ -41,7 +46,8 @@ pub struct Waiting<K> {
     cancelled: bool,
     /// When the answer is wanted; `u64::MAX`: best effort.
     deadline_ns: u64,
-    /// When the call ends by itself: at its deadline, or as much later as its caller waits for a late reply.
+    /// When the call ends by itself: at its deadline, or as much later as its caller waits for a
+    /// late reply.
     until_ns: u64,
 }
 
@@ -70,8 +76,9 @@ enum State {
     Done,
 }
 
-/// The state says which parts are there: `call` has its content while the answer has not come, `done` from then on. They lie side by
-/// side, since an enum with both would be moved as a whole at each change, which costs a call of a microsecond 5 %.
+/// The state says which parts are there: `call` has its content while the answer has not come,
+/// `done` from then on. They lie side by side, since an enum with both would be moved as a whole at
+/// each change, which costs a call of a microsecond 5 %.
 #[derive(Debug)]
 struct Slot<K, D> {
     turn: u32,
@@ -213,8 +220,9 @@ impl<K, D> Slots<K, D> {
         self.waiting(token).map_or(u64::MAX, |waiting| waiting.until_ns)
     }
 
-    /// Whether a call under way has come to its own end: its deadline, or as much later as its caller waits. Its caller abandons it
-    /// then. The clock is read only for a call that has such an end.
+    /// Whether a call under way has come to its own end: its deadline, or as much later as its
+    /// caller waits. Its caller abandons it then. The clock is read only for a call that has such
+    /// an end.
     pub fn is_overdue(&self, token: Token, now_ns: impl FnOnce() -> u64) -> bool {
         let until_ns = if self.is_settled(token) { u64::MAX } else { self.until_ns(token) };
         until_ns != u64::MAX && now_ns() >= until_ns
@@ -236,7 +244,8 @@ impl<K, D> Slots<K, D> {
         }
     }
 
-    /// Nobody waits for this call any more. If its answer has not come, the slot becomes free with that, and the waker is handed out.
+    /// Nobody waits for this call any more. If its answer has not come, the slot becomes free with
+    /// that, and the waker is handed out.
     pub fn abandon(&mut self, token: Token) -> Found<D, Option<Waker>> {
         if let Some(slot) = self.slot_mut(token).filter(|slot| slot.state == State::Waiting) {
             slot.state = State::Abandoned;
@@ -248,8 +257,8 @@ impl<K, D> Slots<K, D> {
         }
     }
 
-    /// Whether the peer is to be told that the call is cancelled. `None` where the token names no call under way. Once it is told,
-    /// [`Slots::cancelled`].
+    /// Whether the peer is to be told that the call is cancelled. `None` where the token names no
+    /// call under way. Once it is told, [`Slots::cancelled`].
     pub fn to_cancel(&self, token: Token) -> Option<bool> {
         self.waiting(token).map(|waiting| !waiting.cancelled)
     }
@@ -261,7 +270,8 @@ impl<K, D> Slots<K, D> {
         }
     }
 
-    /// An answer has come. `done` makes of it what is kept until the caller fetches it; it is not asked for an abandoned call.
+    /// An answer has come. `done` makes of it what is kept until the caller fetches it; it is not
+    /// asked for an abandoned call.
     ///
     /// # Errors
     /// [`Broken::Token`] where the token names no call that waits. Nothing has changed then.
@@ -280,7 +290,8 @@ impl<K, D> Slots<K, D> {
         Ok(ended)
     }
 
-    /// The peer has gone: all calls under way end with what `done` says, and `ended` is told of each.
+    /// The peer has gone: all calls under way end with what `done` says, and `ended` is told of
+    /// each.
     pub fn end_all(&mut self, done: impl Fn() -> D, mut ended: impl FnMut(Ended<K>)) {
         for (at, slot) in (0..).zip(&mut self.slots) {
             let Some(end) = slot.end(|_| done()) else { continue };

@@ -1,4 +1,5 @@
-//! Two sides over the sections of a link, and over a stream: what each call ends with, what is lost, what a hostile peer can do.
+//! Two sides over the sections of a link, and over a stream: what each call ends with, what is
+//! lost, what a hostile peer can do.
 
 use std::boxed::Box;
 use std::time::Duration;
@@ -474,7 +475,8 @@ fn a_peer_that_takes_no_answers_is_not_read_for_ever() {
         let Ok(token) = pair.a.submit(&within(5), b"x") else { break };
         carry(&mut pair.a, &mut pair.b);
         pair.b.drain(0).unwrap();
-        // It answers with much; the asker forges that the answer came, and asks again, without reading.
+        // It answers with much; the asker forges that the answer came, and asks again, without
+        // reading.
         taken += pair.b.serve(0, |_| Response::new(vec![0; 100_000])).len();
         pair.a.session.lost(CallError::ProviderGone);
         pair.a.session.fetch(token, None);
@@ -521,7 +523,8 @@ fn a_peer_that_lies_is_found_out() {
 }
 
 proptest! {
-    /// Random words all over the peer's output section: every look ends, none of them goes out of bounds, and the books stay right.
+    /// Random words all over the peer's output section: every look ends, none of them goes out of
+    /// bounds, and the books stay right.
     #[test]
     fn no_words_in_the_peers_section_do_more_than_end_the_link(
         words in prop::collection::vec((0usize..0x7f000 / 4, any::<u32>()), 0..60),
@@ -553,7 +556,8 @@ proptest! {
         prop_assert_eq!((pair.a.session.under_way(), pair.a.session.pending()), (0, 0));
     }
 
-    /// Random work beside the dull expectation that each call ends exactly once, and with its own bytes.
+    /// Random work beside the dull expectation that each call ends exactly once, and with its own
+    /// bytes.
     #[test]
     fn every_call_ends_once(steps in prop::collection::vec((0u8..5, 0usize..3000, any::<bool>()), 1..300), stream in any::<bool>()) {
         let options = ServeOptions::default();

@@ -1,19 +1,21 @@
-//! One side of calls with one peer: the session, and what carries it. Cells and processes use this module, each with its own memory,
-//! doorbells and sockets ([`Sections`], [`Stream`]).
+//! One side of calls with one peer: the session, and what carries it. Cells and processes use this
+//! module, each with its own memory, doorbells and sockets ([`Sections`], [`Stream`]).
 //!
 //! # What carries it
-//! A *link* outlives its peer. It goes down when the peer stops or dies, and comes up with the next one. Each time that it is up is an
-//! epoch of the link, in which both sides start with fresh sections. A *stream* ends once, and its side with it
-//! ([`Transport::is_over`]).
+//! A *link* outlives its peer. It goes down when the peer stops or dies, and comes up with the next
+//! one. Each time that it is up is an epoch of the link, in which both sides start with fresh
+//! sections. A *stream* ends once, and its side with it ([`Transport::is_over`]).
 //!
 //! # Failure
-//! Calls under way end at once when the peer goes ([`CallError::ProviderGone`]). A peer that breaks the protocol has its link reset or
-//! its connection closed, and calls end with [`CallError::Broken`]. But a peer that stops clears its section, and a side that reads
-//! meanwhile may find anything there. So if the peer has stopped by then, its calls end with [`CallError::ProviderGone`].
+//! Calls under way end at once when the peer goes ([`CallError::ProviderGone`]). A peer that breaks
+//! the protocol has its link reset or its connection closed, and calls end with
+//! [`CallError::Broken`]. But a peer that stops clears its section, and a side that reads meanwhile
+//! may find anything there. So if the peer has stopped by then, its calls end with
+//! [`CallError::ProviderGone`].
 //!
 //! # What it is not
-//! It has no thread, task, clock or lock. Its owner calls [`Transport::turn`] whenever something may have come, and sleeps when
-//! [`Transport::arm`] allows it.
+//! It has no thread, task, clock or lock. Its owner calls [`Transport::turn`] whenever something
+//! may have come, and sleeps when [`Transport::arm`] allows it.
 
 use alloc::boxed::Box;
 use core::task::Waker;
@@ -31,13 +33,15 @@ use crate::session::{ServeOptions, Session};
 
 /// One end of a link: both output sections, the peer's state, and its doorbell.
 pub trait Sections {
-    /// Follows the peer's state, and returns whether the sections may be used. On the way it clears the own section by `plan`.
+    /// Follows the peer's state, and returns whether the sections may be used. On the way it clears
+    /// the own section by `plan`.
     ///
     /// # Errors
     /// What the peer broke on the way up; [`Sections::fault`] follows.
     fn follow(&mut self, plan: &Plan) -> Result<bool, Broken>;
 
-    /// Changes whenever the own section was cleared or the peer has stopped: what was known of the sections is void then.
+    /// Changes whenever the own section was cleared or the peer has stopped: what was known of the
+    /// sections is void then.
     fn epoch(&self) -> u64;
 
     /// The own section, to be written, and the peer's, to be read. `None` where the memory is gone.
@@ -46,13 +50,15 @@ pub trait Sections {
     /// Rings the peer.
     fn ring(&mut self);
 
-    /// The peer broke the protocol: resets the link. Returns whether the peer has stopped meanwhile.
+    /// The peer broke the protocol: resets the link. Returns whether the peer has stopped
+    /// meanwhile.
     fn fault(&mut self) -> bool;
 }
 
 /// A connection that carries bytes.
 pub trait Stream {
-    /// Puts what has come into the frames, as far as they want it. False where the other side has ended.
+    /// Puts what has come into the frames, as far as they want it. False where the other side has
+    /// ended.
     fn read(&mut self, frames: &mut Frames) -> bool;
 
     /// Sends what waits in the frames, or has it sent. False where the connection has ended.
@@ -72,7 +78,8 @@ struct OnLink<L> {
     link: L,
     plan: Plan,
     rings: Rings,
-    /// The link's epoch that `rings` belong to, and whether the peer's headers were looked at in it.
+    /// The link's epoch that `rings` belong to, and whether the peer's headers were looked at in
+    /// it.
     epoch: Option<u64>,
     checked: bool,
 }
@@ -105,7 +112,8 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         Transport { session: Session::new(plan.entries(), options), medium: Medium::Link(Box::new(on)), up: false }
     }
 
-    /// Over a connection on which both have greeted, with so many entries each way ([`Frames::greeted`]).
+    /// Over a connection on which both have greeted, with so many entries each way
+    /// ([`Frames::greeted`]).
     pub fn on_stream(stream: S, frames: Frames, entries: u32, options: &ServeOptions) -> Transport<L, S> {
         let on = OnStream { stream, frames, over: false };
         let mut session = Session::new(entries, options);
@@ -153,7 +161,8 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         if let Medium::Stream(on) = &mut self.medium { Some((&mut on.stream, &mut on.frames)) } else { None }
     }
 
-    /// Works on the session with what carries it. What the peer broke, it loses; `None` then, and where it is not there.
+    /// Works on the session with what carries it. What the peer broke, it loses; `None` then, and
+    /// where it is not there.
     fn with<T>(&mut self, work: impl FnOnce(&mut Session, &mut dyn Carrier) -> Result<T, Broken>) -> Option<T> {
         if !self.up {
             return None;
@@ -199,7 +208,8 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         self.session.lost(if stopped { CallError::ProviderGone } else { CallError::Broken(broken) });
     }
 
-    /// Follows the peer, takes what it sent, sends what waits. Returns whether anything came or changed.
+    /// Follows the peer, takes what it sent, sends what waits. Returns whether anything came or
+    /// changed.
     pub fn turn(&mut self, now_ns: u64) -> bool {
         let was_up = self.up;
         // Before the peer's state: what it wrote before it went is still an answer.
@@ -245,8 +255,8 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         self.with(|session, carrier| session.drain(carrier, now_ns)).unwrap_or(false)
     }
 
-    /// Says that we are about to sleep. False where something waits, or the peer was found to have broken the protocol: then all who wait
-    /// look again.
+    /// Says that we are about to sleep. False where something waits, or the peer was found to have
+    /// broken the protocol: then all who wait look again.
     pub fn arm(&mut self) -> bool {
         if let Medium::Stream(on) = &self.medium
             && !on.over
@@ -258,7 +268,8 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         !self.up || self.with(|_, carrier| carrier.arm()).unwrap_or(false)
     }
 
-    /// Asks without waiting. What it ends with is fetched by [`Transport::fetch`] or [`Transport::poll`]; until then it holds a slot.
+    /// Asks without waiting. What it ends with is fetched by [`Transport::fetch`] or
+    /// [`Transport::poll`]; until then it holds a slot.
     ///
     /// # Errors
     /// [`CallError::Busy`], [`CallError::TooLong`], [`CallError::ProviderGone`]: nothing was sent.
@@ -270,13 +281,14 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         sent.unwrap_or(Err(CallError::ProviderGone))
     }
 
-    /// How a call ended, once; `None` while it is under way, and then `waker` is woken when it ends.
+    /// How a call ended, once; `None` while it is under way, and then `waker` is woken when it
+    /// ends.
     pub fn fetch(&mut self, token: Token, waker: Option<&Waker>) -> Option<Result<Reply, CallError>> {
         self.session.fetch(token, waker)
     }
 
-    /// How a call ended, once; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names
-    /// nothing any more.
+    /// How a call ended, once; `None` while it is under way. From its deadline on
+    /// [`CallError::DeadlineExceeded`], and the token names nothing any more.
     pub fn poll(&mut self, token: Token, now_ns: u64) -> Option<Result<Reply, CallError>> {
         let end = self.session.fetch(token, None);
         if end.is_none() && self.session.is_overdue(token, now_ns) {
@@ -286,8 +298,8 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         end
     }
 
-    /// Asks the peer to cancel a call. Its answer still comes: [`CallError::Cancelled`], or what it was if service had begun. False where
-    /// the token names no call under way.
+    /// Asks the peer to cancel a call. Its answer still comes: [`CallError::Cancelled`], or what it
+    /// was if service had begun. False where the token names no call under way.
     pub fn cancel(&mut self, token: Token) -> bool {
         self.with(|session, carrier| session.cancel(carrier, token)).unwrap_or(false)
     }

@@ -1,5 +1,6 @@
-//! Two sides over a link whose state words and sections are in this process's memory, and over a stream: coming, going, restarting,
-//! and breaking the protocol. The handshake is that of [`tombolo_ring::ivshmem::state`].
+//! Two sides over a link whose state words and sections are in this process's memory, and over a
+//! stream: coming, going, restarting, and breaking the protocol. The handshake is that of
+//! [`tombolo_ring::ivshmem::state`].
 
 use std::boxed::Box;
 use std::cell::{Cell, RefCell};

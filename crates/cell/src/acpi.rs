@@ -1,4 +1,5 @@
-//! The one thing that is wanted of ACPI: where PCI's configuration space lies in memory (table MCFG). Pure.
+//! The one thing that is wanted of ACPI: where PCI's configuration space lies in memory (table
+//! MCFG). Pure.
 //!
 //! ACPI 6.5 §5.2.5 (RSDP), §5.2.7 (RSDT), §5.2.8 (XSDT); PCI Firmware 3.3 §4.1.2 (MCFG).
 

@@ -1,19 +1,23 @@
-//! Calls with deadlines: a cell calls its peer, and serves it, over a link of shared memory or over TCP.
+//! Calls with deadlines: a cell calls its peer, and serves it, over a link of shared memory or over
+//! TCP.
 //!
-//! A [`Calls`] is one side ([`Net::calls`](crate::Net::calls), [`Net::calls_over`](crate::Net::calls_over)). The
-//! decisions are made in [`tombolo_calls`], the same as on the other side: earliest deadline first, exactly one end of
-//! each call, deadlines that cross as time left. So is the life of the link ([`Transport`]); this module adds tasks. A clone refers to the same side, and any task may use it.
+//! A [`Calls`] is one side ([`Net::calls`](crate::Net::calls),
+//! [`Net::calls_over`](crate::Net::calls_over)). The decisions are made in [`tombolo_calls`], the
+//! same as on the other side: earliest deadline first, exactly one end of each call, deadlines that
+//! cross as time left. So is the life of the link ([`Transport`]); this module adds tasks. A clone
+//! refers to the same side, and any task may use it.
 //!
 //! # Tasks
-//! One task, the driver, belongs to each side. It sleeps until the peer rings (or sends), takes what came, and wakes
-//! the tasks that wait for it. A request is served by one of the tasks of [`Calls::serve`]. So a handler may wait, also
-//! for its own calls.
+//! One task, the driver, belongs to each side. It sleeps until the peer rings (or sends), takes
+//! what came, and wakes the tasks that wait for it. A request is served by one of the tasks of
+//! [`Calls::serve`]. So a handler may wait, also for its own calls.
 //!
 //! # Failure
-//! A peer that stops or dies ends each call in progress at once with [`CallError::ProviderGone`]. Over a link, the next
-//! peer is served as the last one was; over TCP, this side is over. A peer that breaks the protocol has its link reset,
-//! after 10 ms of rest, or its connection aborted; no other peer notices. A link without doorbell is polled now and
-//! then, so all of this takes until the next poll.
+//! A peer that stops or dies ends each call in progress at once with [`CallError::ProviderGone`].
+//! Over a link, the next peer is served as the last one was; over TCP, this side is over. A peer
+//! that breaks the protocol has its link reset, after 10 ms of rest, or its connection aborted; no
+//! other peer notices. A link without doorbell is polled now and then, so all of this takes until
+//! the next poll.
 
 use crate::Net;
 use crate::ivshmem::handshake::Handshake;
@@ -262,7 +266,8 @@ impl Calls {
         self.net.now_ns()
     }
 
-    /// Looks until there is nothing to do, or the others' turn has come. True where this side may sleep until it is rung.
+    /// Looks until there is nothing to do, or the others' turn has come. True where this side may
+    /// sleep until it is rung.
     fn settle(&self, link: &Link) -> bool {
         let mut state = self.state.borrow_mut();
         for _ in 0..TURNS {
@@ -312,8 +317,8 @@ impl Calls {
                 let mut exchange = pin!(stream.exchange(take, fill));
                 let mut woken = false;
                 poll_fn(|cx| {
-                    // Restarted each time: before that, the code checks what it is to send, and whether the other side
-                    // continues.
+                    // Restarted each time: before that, the code checks what it is to send, and
+                    // whether the other side continues.
                     if core::mem::replace(&mut woken, true) {
                         return Poll::Ready(true);
                     }
@@ -375,8 +380,8 @@ impl Calls {
         self.state.borrow().transport.session().stats()
     }
 
-    /// Calls, and waits for the reply; other tasks and the network have their turns meanwhile. Dropped before the end, the call is given
-    /// up and cancelled.
+    /// Calls, and waits for the reply; other tasks and the network have their turns meanwhile.
+    /// Dropped before the end, the call is given up and cancelled.
     ///
     /// # Errors
     /// [`CallError`]: what else it ended with.
@@ -397,9 +402,9 @@ impl Calls {
         }
     }
 
-    /// Calls, and waits for the reply; nothing else runs meanwhile, neither the network nor another task, so that the reply is taken as soon as
-    /// it is there. With `spin` the processor does not sleep either. What the peer asks waits. Over TCP this cannot be: the stack has to
-    /// run.
+    /// Calls, and waits for the reply; nothing else runs meanwhile, neither the network nor another
+    /// task, so that the reply is taken as soon as it is there. With `spin` the processor does not
+    /// sleep either. What the peer asks waits. Over TCP this cannot be: the stack has to run.
     ///
     /// # Errors
     /// [`CallError`]; over TCP [`CallError::Unknown`].
@@ -412,7 +417,8 @@ impl Calls {
             self.settle(link);
             self.poll(token)
         });
-        // The peer may have been told that we are awake, and rings were taken: the driver has to say otherwise before it sleeps on.
+        // The peer may have been told that we are awake, and rings were taken: the driver has to
+        // say otherwise before it sleeps on.
         link.look_again();
         end.unwrap_or_else(|| {
             self.give_up(token);
@@ -420,7 +426,8 @@ impl Calls {
         })
     }
 
-    /// Asks without waiting; what it ends with is fetched by [`Calls::poll`], until then it holds a slot.
+    /// Asks without waiting; what it ends with is fetched by [`Calls::poll`], until then it holds a
+    /// slot.
     ///
     /// # Errors
     /// [`CallError::Busy`], [`CallError::TooLong`], [`CallError::ProviderGone`]: nothing was sent.
@@ -433,25 +440,28 @@ impl Calls {
         sent
     }
 
-    /// How a call ended; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
-    /// more.
+    /// How a call ended; `None` while it is under way. From its deadline on
+    /// [`CallError::DeadlineExceeded`], and the token names nothing any more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         let now_ns = self.now_ns();
         self.state.borrow_mut().with(|transport| transport.poll(token, now_ns))
     }
 
-    /// Asks the peer to take a call back. Its answer still comes. False where the token names no call under way.
+    /// Asks the peer to take a call back. Its answer still comes. False where the token names no
+    /// call under way.
     pub fn cancel(&self, token: Token) -> bool {
         self.state.borrow_mut().with(|transport| transport.cancel(token))
     }
 
-    /// The caller does not wait for this call any more: it is cancelled, and its slot comes back with its answer.
+    /// The caller does not wait for this call any more: it is cancelled, and its slot comes back
+    /// with its answer.
     pub fn give_up(&self, token: Token) {
         self.state.borrow_mut().with(|transport| transport.give_up(token));
     }
 
-    /// The next request of the peer's, earliest deadline first; [`Calls::respond`] answers it. `None` where there will be none. From the
-    /// first such call on, what the peer asks waits for the next; before, it is answered as failed.
+    /// The next request of the peer's, earliest deadline first; [`Calls::respond`] answers it.
+    /// `None` where there will be none. From the first such call on, what the peer asks waits for
+    /// the next; before, it is answered as failed.
     pub async fn next(&self) -> Option<Request> {
         poll_fn(|cx| {
             let mut state = self.state.borrow_mut();
@@ -469,8 +479,8 @@ impl Calls {
         .await
     }
 
-    /// Whether the caller does not wait for the answer any more: the peer has cancelled the request since its service
-    /// began, or is gone. A handler that takes long may look, and end early.
+    /// Whether the caller does not wait for the answer any more: the peer has cancelled the request
+    /// since its service began, or is gone. A handler that takes long may look, and end early.
     pub fn is_taken_back(&self, request: &Request) -> bool {
         self.state.borrow().transport.session().is_taken_back(request.id())
     }
@@ -481,8 +491,8 @@ impl Calls {
         self.state.borrow_mut().with(|transport| transport.respond(request, response, now_ns));
     }
 
-    /// Serves what the peer asks by `handler`, in so many tasks: so many requests are served at a time where the handler waits. To be called
-    /// before the peer is waited for.
+    /// Serves what the peer asks by `handler`, in so many tasks: so many requests are served at a
+    /// time where the handler waits. To be called before the peer is waited for.
     pub fn serve(&self, tasks: u32, handler: impl AsyncFn(&Request) -> Response + 'static) {
         self.state.borrow_mut().transport.serve();
         let handler = Rc::new(handler);

@@ -122,7 +122,8 @@ pub struct Config {
     line: String,
     /// The first device, and those after it.
     pub(crate) nics: [NicConfig; MAX_NICS],
-    /// In which order the devices are, by their Ethernet addresses; those that are not named come last.
+    /// In which order the devices are, by their Ethernet addresses; those that are not named come
+    /// last.
     pub(crate) order: Vec<EthernetAddress>,
     pub(crate) dns: Vec<IpAddress>,
     pub(crate) hostname: String,
@@ -155,14 +156,15 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// The value of the last word `key=value` of `line`. Never inlined: the start looks for a dozen keys, and an emulator
-/// translates each copy of this loop before it runs it once.
+/// The value of the last word `key=value` of `line`. Never inlined: the start looks for a dozen
+/// keys, and an emulator translates each copy of this loop before it runs it once.
 #[inline(never)]
 pub(crate) fn value<'l>(line: &'l str, key: &str) -> Option<&'l str> {
     line.split_ascii_whitespace().filter_map(|word| word.split_once('=')).rfind(|(k, _)| *k == key).map(|p| p.1)
 }
 
-/// A number of the command line, decimal or hexadecimal with `0x`; `None` where it is absent or not a number.
+/// A number of the command line, decimal or hexadecimal with `0x`; `None` where it is absent or not
+/// a number.
 pub(crate) fn number(line: &str, key: &str) -> Option<u64> {
     parse_number(value(line, key)?)
 }
@@ -305,7 +307,8 @@ impl Config {
         self.line.split_ascii_whitespace().any(|w| w == word || w.split_once('=').is_some_and(|(key, _)| key == word))
     }
 
-    /// A number under a key of the app's own: decimal, or hexadecimal with `0x`. `None` where it is absent or no number.
+    /// A number under a key of the app's own: decimal, or hexadecimal with `0x`. `None` where it is
+    /// absent or no number.
     pub fn number(&self, key: &str) -> Option<u64> {
         number(&self.line, key)
     }

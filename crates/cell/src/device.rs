@@ -16,8 +16,9 @@ const POLLING_NS: u64 = 1_000_000;
 const DEFAULT_MTU: usize = 1500;
 pub(crate) const ETHERNET_HEADER_BYTES: usize = 14;
 
-/// What a device tells the stack: frames of the MTU, no sums of TCP and UDP wanted, and frames of `segmented_bytes` to be cut where
-/// it takes those of IPv4. Those of IPv6 are cut by the stack: smoltcp 0.14 drops what is longer than the MTU there.
+/// What a device tells the stack: frames of the MTU, no sums of TCP and UDP wanted, and frames of
+/// `segmented_bytes` to be cut where it takes those of IPv4. Those of IPv6 are cut by the stack:
+/// smoltcp 0.14 drops what is longer than the MTU there.
 pub(crate) fn capabilities(mtu: usize, segmented_bytes: usize, tcpv4: bool) -> DeviceCapabilities {
     let mut caps = DeviceCapabilities::default();
     caps.medium = Medium::Ethernet;
@@ -162,13 +163,14 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.wants_recheck(),
             NetDevice::Ivshmem(device) => device.wants_recheck(),
-            // Emulated processors run one after the other under Xen, so no fence of theirs is missed.
+            // Emulated processors run one after the other under Xen, so no fence of theirs is
+            // missed.
             NetDevice::Xen(_) | NetDevice::None => false,
         }
     }
 
-    /// The look that follows a sleep once, some time after it: whether there is something to do without a wake-up. Tells the other
-    /// side late what it wishes to know by now.
+    /// The look that follows a sleep once, some time after it: whether there is something to do
+    /// without a wake-up. Tells the other side late what it wishes to know by now.
     pub(crate) fn recheck(&mut self) -> bool {
         match self {
             NetDevice::Virtio(device) => device.recheck(),
@@ -194,7 +196,8 @@ impl NetDevice {
         }
     }
 
-    /// Whether nothing can be sent now, so that the stack's wish to send is no reason to stay awake.
+    /// Whether nothing can be sent now, so that the stack's wish to send is no reason to stay
+    /// awake.
     pub(crate) fn is_blocked(&self) -> bool {
         match self {
             NetDevice::Virtio(_) => false,

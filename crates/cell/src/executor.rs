@@ -1,4 +1,5 @@
-//! Tasks: futures that the main loop polls when they are woken. One processor, no threads, no preemption.
+//! Tasks: futures that the main loop polls when they are woken. One processor, no threads, no
+//! preemption.
 
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
@@ -77,8 +78,8 @@ impl Executor {
         !self.ready.0.lock().is_empty()
     }
 
-    /// Polls each task that was woken before this call, once: a task that wakes itself waits for the next round, so
-    /// none keeps the others or the network from their turn.
+    /// Polls each task that was woken before this call, once: a task that wakes itself waits for
+    /// the next round, so none keeps the others or the network from their turn.
     pub(crate) fn run_round(&self) {
         let round = self.ready.0.lock().len();
         for _ in 0..round {

@@ -36,7 +36,8 @@ impl Pinger {
             let nics = stack.nics.iter_mut();
             let handles = nics.map(|nic| {
                 let mut socket = Socket::new(buffer(), buffer());
-                // A new socket is closed and the identifier is not 0, which is all that could be refused.
+                // A new socket is closed and the identifier is not 0, which is all that could be
+                // refused.
                 let _ = socket.bind(Endpoint::Ident(ident));
                 nic.sockets.add(socket)
             });
@@ -49,7 +50,8 @@ impl Pinger {
         self.net.with(|stack| f(stack.nics[nic].sockets.get_mut(self.handles[nic])))
     }
 
-    /// One echo request; nanoseconds until its reply, or `None` where none came within `timeout_ns`.
+    /// One echo request; nanoseconds until its reply, or `None` where none came within
+    /// `timeout_ns`.
     pub async fn ping(&mut self, to: impl Into<IpAddress>, timeout_ns: u64) -> Option<u64> {
         let to = to.into();
         self.sequence = self.sequence.wrapping_add(1);

@@ -1,5 +1,6 @@
-//! A unikernel library: an app and this crate make an image that a virtual machine monitor or Xen boots by PVH, with a network
-//! over virtio, shared memory (IVSHMEM) or Xen's rings and nothing else of an operating system.
+//! A unikernel library: an app and this crate make an image that a virtual machine monitor or Xen
+//! boots by PVH, with a network over virtio, shared memory (IVSHMEM) or Xen's rings and nothing
+//! else of an operating system.
 //!
 //! An app is an async function that is given a [`Net`]:
 //!
@@ -17,7 +18,8 @@
 //! }
 //! ```
 //!
-//! It is built in the workspace `cells/`, whose `.cargo/config.toml` holds the flags that make an image.
+//! It is built in the workspace `cells/`, whose `.cargo/config.toml` holds the flags that make an
+//! image.
 //!
 //! # The command line
 //!
@@ -49,31 +51,35 @@
 //!
 //! # Several networks
 //!
-//! Each network device has an interface of its own, with its own addresses, DHCP client and routes. Listeners and UDP sockets serve
-//! all of them. What comes in by a device is answered by it. A connection that the app opens leaves by the first device that has
-//! the peer on its network, else by the first that knows a router. Names are asked for at the first device's server, then at the
-//! next one's. On Xen the vifs after the first, up to three in all, have only addresses that `ip.N=` and `ip6.N=` give, and all
-//! routes lead through the first.
+//! Each network device has an interface of its own, with its own addresses, DHCP client and routes.
+//! Listeners and UDP sockets serve all of them. What comes in by a device is answered by it. A
+//! connection that the app opens leaves by the first device that has the peer on its network, else
+//! by the first that knows a router. Names are asked for at the first device's server, then at the
+//! next one's. On Xen the vifs after the first, up to three in all, have only addresses that
+//! `ip.N=` and `ip6.N=` give, and all routes lead through the first.
 //!
 //! # Shared memory without a network
 //!
-//! Real-time code talks to another machine by a [`Channel`] ([`Net::channel`]) or over a bare [`Link`] ([`Net::link`]), with no IP
-//! and no switch between them; `cells/src/bin/control.rs` is an example. docs/ivshmem.md has the picture.
+//! Real-time code talks to another machine by a [`Channel`] ([`Net::channel`]) or over a bare
+//! [`Link`] ([`Net::link`]), with no IP and no switch between them; `cells/src/bin/control.rs` is
+//! an example. docs/ivshmem.md has the picture.
 //!
 //! # Calls
 //!
-//! A cell calls a Linux process, or another cell, with a deadline, and serves it, earliest deadline first: [`Calls`], over a link
-//! ([`Net::calls`]) or TCP ([`Net::calls_over`]); `cells/src/bin/calc.rs` is an example, docs/rpc.md has the picture.
+//! A cell calls a Linux process, or another cell, with a deadline, and serves it, earliest deadline
+//! first: [`Calls`], over a link ([`Net::calls`]) or TCP ([`Net::calls_over`]);
+//! `cells/src/bin/calc.rs` is an example, docs/rpc.md has the picture.
 //!
 //! # The end
 //!
-//! A panic, an exception and a stack overflow print what happened and leave with an [`ExitCode`]. As a domain of Xen they count as a
-//! crash; `xl shutdown` and `xl reboot` end the cell in order.
+//! A panic, an exception and a stack overflow print what happened and leave with an [`ExitCode`].
+//! As a domain of Xen they count as a crash; `xl shutdown` and `xl reboot` end the cell in order.
 //!
 //! # What it is not
 //!
-//! At most 3 GiB of memory are used, even if the machine has more. The cell has one processor, up to eight network devices
-//! (on Xen three), no disk, no threads and no user mode: isolation is the hypervisor's.
+//! At most 3 GiB of memory are used, even if the machine has more. The cell has one processor, up
+//! to eight network devices (on Xen three), no disk, no threads and no user mode: isolation is the
+//! hypervisor's.
 #![cfg_attr(not(test), no_std)]
 #![warn(unreachable_pub)]
 // On the host only the pure parts are tested; what runs on the machine alone has no caller there.

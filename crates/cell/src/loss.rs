@@ -1,45 +1,54 @@
 //! Finds lost TCP segments that the stack below does not notice, and has it send them again. Pure.
 //!
-//! smoltcp 0.14 sends a segment again after three duplicate acknowledgements, or after a timeout of at least a second.
-//! That leaves three gaps:
+//! smoltcp 0.14 sends a segment again after three duplicate acknowledgements, or after a timeout of
+//! at least a second. That leaves three gaps:
 //!
-//! * It counts only acknowledgements with an unchanged window, and reads no selective acknowledgements. A peer that
-//!   reads slowly tells another window each time, so a loss waits for the timeout.
+//! * It counts only acknowledgements with an unchanged window, and reads no selective
+//!   acknowledgements. A peer that reads slowly tells another window each time, so a loss waits for
+//!   the timeout.
 //! * Where several segments were lost, it needs three duplicates or a timeout for each.
-//! * Where a peer closes its window with data on the way, the timer of zero-window probes replaces the one of
-//!   retransmissions, and none runs once the window opens again. If the last segment of a reply was lost, it waits for
-//!   the answers to three keep-alives: 30 s. Linux as a peer does that: it drops a segment for which its full buffer has
-//!   no room, and closes its window in the same step.
+//! * Where a peer closes its window with data on the way, the timer of zero-window probes replaces
+//!   the one of retransmissions, and none runs once the window opens again. If the last segment of
+//!   a reply was lost, it waits for the answers to three keep-alives: 30 s. Linux as a peer does
+//!   that: it drops a segment for which its full buffer has no room, and closes its window in the
+//!   same step.
 //!
-//! A [`LossDetector`] watches the TCP segments of one device in both directions (docs/decisions/0021-tcp-losses-of-cells.md
-//! has the alternatives). It takes the first unacknowledged segment for lost
+//! A [`LossDetector`] watches the TCP segments of one device in both directions
+//! (docs/decisions/0021-tcp-losses-of-cells.md has the alternatives). It takes the first
+//! unacknowledged segment for lost
 //!
-//! 1. by selective acknowledgements: more than two full segments above it have arrived, or three acknowledgements each
-//!    told of more data above it (RFC 6675 §4, `IsLost`), or all but one of at most three segments on the way have
-//!    arrived (RFC 5827 §3.1);
-//! 2. when a window that was closed with the segment on the way opens again without an acknowledgement of it;
-//! 3. when an acknowledgement covers only what was sent again, and more was on the way (RFC 6582 §3.2), after a loss
-//!    that was found by 2 or 4;
-//! 4. when nothing was acknowledged for as long as RFC 6298 says, but with Linux's minimum of 200 ms.
+//! 1. by selective acknowledgements: more than two full segments above it have arrived, or three
+//!    acknowledgements each told of more data above it (RFC 6675 §4, `IsLost`), or all but one of
+//!    at most three segments on the way have arrived (RFC 5827 §3.1);
+//! 2. when a window that was closed with the segment on the way opens again without an
+//!    acknowledgement of it;
+//! 3. when an acknowledgement covers only what was sent again, and more was on the way (RFC 6582
+//!    §3.2), after a loss that was found by 2 or 4;
+//! 4. when nothing was acknowledged for as long as RFC 6298 says, but with Linux's minimum of 200
+//!    ms.
 //!
-//! A plain window update is none of these. Then the stack is handed the peer's last acknowledgement again, as often as
-//! makes it a loss by the stack's own rule. The stack sends the segment from its own buffer, and its congestion control
-//! counts the loss; the detector holds no data and sends nothing.
+//! A plain window update is none of these. Then the stack is handed the peer's last acknowledgement
+//! again, as often as makes it a loss by the stack's own rule. The stack sends the segment from its
+//! own buffer, and its congestion control counts the loss; the detector holds no data and sends
+//! nothing.
 //!
-//! **Limits.** One record of a few words per connection, [`MAX_CONNECTIONS`] of them; the one unused for longest goes
-//! first. Per acknowledgement of a peer there is at most one loss. After [`MAX_UNANSWERED`] losses by time without a
-//! frame from the peer, the rest is the stack's, so a peer that is gone is given up little later than without the
-//! detector. Not covered, and left to the stack's timeout: lost SYN and FIN, and losses after both sides have closed, the
-//! peer first (LAST-ACK), where smoltcp counts no duplicates.
+//! **Limits.** One record of a few words per connection, [`MAX_CONNECTIONS`] of them; the one
+//! unused for longest goes first. Per acknowledgement of a peer there is at most one loss. After
+//! [`MAX_UNANSWERED`] losses by time without a frame from the peer, the rest is the stack's, so a
+//! peer that is gone is given up little later than without the detector. Not covered, and left to
+//! the stack's timeout: lost SYN and FIN, and losses after both sides have closed, the peer first
+//! (LAST-ACK), where smoltcp counts no duplicates.
 //!
-//! **Failure.** A wrong guess costs one segment sent twice, and the stack halves its congestion window. A peer that
-//! acknowledges each segment of a flight that was only late gets each of them twice, as after the stack's own timeout. What
-//! a peer writes changes only the record of its own connection. A third party that does not see the connection must guess
-//! its sequence numbers: as in the stack, a segment counts only if it lies in the receive window (RFC 9293 §3.10.7.4,
-//! RFC 5961 §5.2), be it an acknowledgement or a reset. A SYN never changes a connection that is there.
+//! **Failure.** A wrong guess costs one segment sent twice, and the stack halves its congestion
+//! window. A peer that acknowledges each segment of a flight that was only late gets each of them
+//! twice, as after the stack's own timeout. What a peer writes changes only the record of its own
+//! connection. A third party that does not see the connection must guess its sequence numbers: as
+//! in the stack, a segment counts only if it lies in the receive window (RFC 9293 §3.10.7.4, RFC
+//! 5961 §5.2), be it an acknowledgement or a reset. A SYN never changes a connection that is there.
 //!
-//! **Pauses.** Deadlines are judged when the device has no more frames, so acknowledgements that came while the cell did not
-//! run count. Under a load that leaves frames over in each turn, they are judged once per [`MAX_RING_FRAMES`] frames.
+//! **Pauses.** Deadlines are judged when the device has no more frames, so acknowledgements that
+//! came while the cell did not run count. Under a load that leaves frames over in each turn, they
+//! are judged once per [`MAX_RING_FRAMES`] frames.
 
 use alloc::collections::{BTreeMap, VecDeque};
 use core::cell::RefCell;
@@ -51,7 +60,8 @@ use smoltcp::wire::{
     Ipv4Packet, Ipv6Packet, TcpControl, TcpOption, TcpPacket, TcpRepr, TcpSeqNumber,
 };
 
-/// Acknowledgements that each tell of more data above a gap, after which the gap is a loss (RFC 6675 §2).
+/// Acknowledgements that each tell of more data above a gap, after which the gap is a loss (RFC
+/// 6675 §2).
 const DUP_THRESH: usize = 3;
 /// Before there is a measurement (RFC 6298 §2.1).
 const INITIAL_TIMEOUT_NS: u64 = 1_000_000_000;
@@ -60,7 +70,8 @@ const MAX_WINDOW_SHIFT: u8 = 14;
 /// The variance counts four times (RFC 6298 §2.3).
 const VARIANCE_FACTOR: u64 = 4;
 
-/// As Linux's TCP_RTO_MIN: longer than the 40 ms for which its receiver may delay an acknowledgement.
+/// As Linux's TCP_RTO_MIN: longer than the 40 ms for which its receiver may delay an
+/// acknowledgement.
 const MIN_TIMEOUT_NS: u64 = 200_000_000;
 /// Doublings of the timeout, at most.
 const MAX_BACKOFF: u32 = 8;
@@ -68,8 +79,8 @@ const MAX_BACKOFF: u32 = 8;
 const MAX_UNANSWERED: u32 = 3;
 /// Connections that are watched at a time.
 const MAX_CONNECTIONS: usize = 2048;
-/// An acknowledgement with another window clears the stack's count of duplicates, one with the right window follows, and three
-/// more are duplicates of that.
+/// An acknowledgement with another window clears the stack's count of duplicates, one with the
+/// right window follows, and three more are duplicates of that.
 const REPEATS: u8 = 5;
 /// No receive ring of a device holds more frames.
 const MAX_RING_FRAMES: usize = 4096;
@@ -162,7 +173,8 @@ fn distance(from: TcpSeqNumber, to: TcpSeqNumber) -> usize {
     to.0.wrapping_sub(from.0) as u32 as usize
 }
 
-/// The peer's last acknowledgement: what of it is needed to make it again. Its number is `Connection::unacknowledged`.
+/// The peer's last acknowledgement: what of it is needed to make it again. Its number is
+/// `Connection::unacknowledged`.
 #[derive(Clone, Copy, Debug)]
 struct LastAck {
     from_mac: EthernetAddress,
@@ -179,8 +191,9 @@ struct ReceiveWindow {
 }
 
 impl ReceiveWindow {
-    /// Whether the stack takes a segment, or answers it as a keep-alive: one byte before the window. The stack may have taken
-    /// data that it has not acknowledged yet, so what follows a full window counts as well.
+    /// Whether the stack takes a segment, or answers it as a keep-alive: one byte before the
+    /// window. The stack may have taken data that it has not acknowledged yet, so what follows a
+    /// full window counts as well.
     fn admits(&self, segment: &Segment) -> bool {
         let begins_within = distance(self.start - 1, segment.seq) <= 1 + self.bytes;
         let end = distance(self.start, segment.seq + segment.payload_bytes);
@@ -207,13 +220,17 @@ struct Connection {
     fin_sent: bool,
     /// `None` until the cell has acknowledged the peer's SYN.
     receive_window: Option<ReceiveWindow>,
-    /// By which the cell's windows are scaled, at most. 0 if its SYN was not seen, so that the window is taken for a smaller one.
+    /// By which the cell's windows are scaled, at most. 0 if its SYN was not seen, so that the
+    /// window is taken for a smaller one.
     receive_shift: u8,
-    /// Payload of a full segment: as the device was last told to cut, or the largest that was sent whole.
+    /// Payload of a full segment: as the device was last told to cut, or the largest that was sent
+    /// whole.
     segment_bytes: usize,
-    /// `None` until the peer has sent a segment whose window is scaled as all later ones are: any but its SYN.
+    /// `None` until the peer has sent a segment whose window is scaled as all later ones are: any
+    /// but its SYN.
     last_ack: Option<LastAck>,
-    /// Bytes above the gap that the peer told of, and how many acknowledgements told of more since the gap is the first.
+    /// Bytes above the gap that the peer told of, and how many acknowledgements told of more since
+    /// the gap is the first.
     selective_bytes: usize,
     selective_acks: usize,
     /// The end of what was on the way when the peer closed its window.
@@ -295,7 +312,8 @@ impl Connection {
         let flight = self.flight_bytes();
         let offset = |at| distance(self.unacknowledged, at);
         let ranges = ranges.map(|range| range.map(|(left, right)| (offset(left), offset(right))));
-        // The first may tell of what came twice: below the gap, or a part of the second (RFC 2883 §4).
+        // The first may tell of what came twice: below the gap, or a part of the second (RFC 2883
+        // §4).
         let is_told_twice = match (ranges[0], ranges[1]) {
             (Some(first), Some(second)) => second.0 <= first.0 && first.1 <= second.1,
             _ => false,
@@ -306,7 +324,8 @@ impl Connection {
         sound.map(|(left, right)| right - left).sum::<usize>().min(flight)
     }
 
-    /// Takes an acknowledgement of `number`, which is not less than the last one; returns why the segment there is lost, if it is.
+    /// Takes an acknowledgement of `number`, which is not less than the last one; returns why the
+    /// segment there is lost, if it is.
     fn acknowledged(&mut self, number: TcpSeqNumber, segment: &Segment, now_ns: u64) -> Option<Evidence> {
         let segment_bytes = self.segment_bytes;
         let mut evidence = None;
@@ -316,7 +335,8 @@ impl Connection {
             {
                 self.measured(now_ns.saturating_sub(since_ns));
                 self.sample = None;
-                // Only now: an acknowledgement of what was sent again says nothing of the round trip (RFC 6298 §5, Karn).
+                // Only now: an acknowledgement of what was sent again says nothing of the round
+                // trip (RFC 6298 §5, Karn).
                 self.backoff = 0;
             }
             let step = distance(self.unacknowledged, number);
@@ -453,8 +473,8 @@ impl LossDetector {
         let flow = Flow { remote: segment.from, local: segment.to };
         let Some(connection) = self.connections.get_mut(&flow) else { return };
         match connection.receive_window {
-            // As the stack, which takes no other SYN and no segment outside its window. The cell's own SYN begins the next
-            // connection with these ends.
+            // As the stack, which takes no other SYN and no segment outside its window. The cell's
+            // own SYN begins the next connection with these ends.
             Some(window) if segment.syn || !window.admits(&segment) => return,
             Some(_) => {}
             // The answer to the cell's SYN acknowledges exactly that.
@@ -495,7 +515,8 @@ impl LossDetector {
         look_before(&mut self.look_at_ns, connection.deadline_ns);
     }
 
-    /// Looks at a frame that the stack sends. The device cuts it into segments with a payload of `cut_bytes`, if given.
+    /// Looks at a frame that the stack sends. The device cuts it into segments with a payload of
+    /// `cut_bytes`, if given.
     fn outgoing(&mut self, frame: &[u8], cut_bytes: Option<NonZeroU16>, now_ns: u64) {
         let Some(segment) = Segment::read(frame) else { return };
         let flow = Flow { remote: segment.to, local: segment.from };
@@ -644,7 +665,8 @@ impl<R: RxToken> RxToken for WatchedFrame<'_, R> {
     }
 }
 
-/// Permission to send a frame; `None`, with which an answer to a repeated acknowledgement is built and dropped.
+/// Permission to send a frame; `None`, with which an answer to a repeated acknowledgement is built
+/// and dropped.
 pub(crate) struct WatchedPermit<'d, T> {
     permit: Option<T>,
     detector: &'d RefCell<LossDetector>,

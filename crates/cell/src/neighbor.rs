@@ -1,17 +1,18 @@
 //! Whom to ask for its Ethernet address, and when. Pure.
 //!
-//! The stack below asks for a neighbour by itself (ARP, neighbour solicitation), but at most once a second over all of
-//! them. The second new neighbour would wait a second, the tenth nine. So this module also asks for each neighbour that
-//! is about to be sent to, each at its own poll_interval. The stack takes the answers like those to its own questions. It then
-//! sends the waiting packets at once.
+//! The stack below asks for a neighbour by itself (ARP, neighbour solicitation), but at most once a
+//! second over all of them. The second new neighbour would wait a second, the tenth nine. So this
+//! module also asks for each neighbour that is about to be sent to, each at its own poll_interval.
+//! The stack takes the answers like those to its own questions. It then sends the waiting packets
+//! at once.
 //!
-//! A neighbour is about to be sent to when the app names it, and when a packet came from it. A peer that still knows a
-//! restarted cell's address does not ask before it sends. A sender's claim is only a reason to ask; it is never
-//! believed.
+//! A neighbour is about to be sent to when the app names it, and when a packet came from it. A peer
+//! that still knows a restarted cell's address does not ask before it sends. A sender's claim is
+//! only a reason to ask; it is never believed.
 //!
-//! Limits: [`MAX_NEIGHBORS`] are remembered, as many as the stack holds answers of. Where more than that are new within
-//! a second, the rest waits for the stack's own questions. A question that is lost is asked again when the neighbour is
-//! next wanted, or by the stack.
+//! Limits: [`MAX_NEIGHBORS`] are remembered, as many as the stack holds answers of. Where more than
+//! that are new within a second, the rest waits for the stack's own questions. A question that is
+//! lost is asked again when the neighbour is next wanted, or by the stack.
 
 use crate::slaac;
 use alloc::vec::Vec;
@@ -46,7 +47,8 @@ pub(crate) enum NeighborEvent {
     Packet(IpAddress),
     /// It told its Ethernet address, to `to` if that is said.
     Answer { from: IpAddress, to: Option<IpAddress> },
-    /// It told all hosts that it has an address, or asks whether another one has it that it is about to use (RFC 4862 §5.4).
+    /// It told all hosts that it has an address, or asks whether another one has it that it is
+    /// about to use (RFC 4862 §5.4).
     Claim(Ipv6Address),
 }
 
@@ -55,7 +57,8 @@ fn ipv4(frame: &[u8], at: usize) -> Option<IpAddress> {
     Some(IpAddress::Ipv4(Ipv4Address::from(octets)))
 }
 
-/// What a frame for all hosts, or for all that an address may belong to, says of who has an address.
+/// What a frame for all hosts, or for all that an address may belong to, says of who has an
+/// address.
 fn claim(frame: &[u8]) -> Option<NeighborEvent> {
     let packet = &frame[ETHERNET_HEADER_BYTES..];
     let (message, target) = (*packet.get(40)?, packet.get(48..64)?);
@@ -107,8 +110,8 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// Looks at a received frame. `asks` for a connection: then its sender is news each time, since what was found out of it may be
-    /// too old.
+    /// Looks at a received frame. `asks` for a connection: then its sender is news each time, since
+    /// what was found out of it may be too old.
     pub(crate) fn note(&mut self, frame: &[u8], own: EthernetAddress, asks: bool) {
         let event = NeighborEvent::of(frame, own);
         if asks || event != self.last {
@@ -172,7 +175,8 @@ impl Neighbors {
         self.0.clear();
     }
 
-    /// The neighbour's entry, made if there is none; `None` where all entries are younger than a second.
+    /// The neighbour's entry, made if there is none; `None` where all entries are younger than a
+    /// second.
     fn entry(&mut self, address: IpAddress, now_ns: u64) -> Option<&mut Entry> {
         let new = Entry { address, asked_ns: None, answered_ns: None };
         let at = match self.0.iter().position(|entry| entry.address == address) {

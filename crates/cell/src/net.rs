@@ -74,7 +74,8 @@ impl Net {
         self.with(|stack| stack.addresses())
     }
 
-    /// Waits until the cell has an IPv4 address at one of its devices, or at once where it is to have none.
+    /// Waits until the cell has an IPv4 address at one of its devices, or at once where it is to
+    /// have none.
     pub async fn up(&self) {
         poll_fn(|cx| self.with(|stack| if stack.poll_up(cx.waker()) { Poll::Ready(()) } else { Poll::Pending })).await
     }
@@ -100,8 +101,9 @@ impl Net {
         crate::machine::heap::bytes()
     }
 
-    /// Reads what is typed at the console, as it comes: at least one byte, and as many as there are and `to` has room for. One
-    /// task at a time. `None` where the console is output only: on every machine but Xen.
+    /// Reads what is typed at the console, as it comes: at least one byte, and as many as there are
+    /// and `to` has room for. One task at a time. `None` where the console is output only: on every
+    /// machine but Xen.
     pub async fn read_console(&self, to: &mut [u8]) -> Option<usize> {
         let domain = self.0.platform.xen.as_ref().filter(|domain| domain.has_console())?;
         if to.is_empty() {
@@ -176,15 +178,18 @@ impl Net {
     /// Takes the ivshmem link called `name`, for code that speaks a protocol of its own over it.
     ///
     /// # Errors
-    /// No device has such a link, or it is taken: by the network, by a channel, or by another call of this.
+    /// No device has such a link, or it is taken: by the network, by a channel, or by another call
+    /// of this.
     pub fn link(&self, name: &str) -> Result<Link, LinkError> {
         Link::open(self, name)
     }
 
-    /// Opens a channel for records over the ivshmem link called `name`. It comes up when the peer has opened its end.
+    /// Opens a channel for records over the ivshmem link called `name`. It comes up when the peer
+    /// has opened its end.
     ///
     /// # Errors
-    /// There is no such link, it was made for something else, or the channel does not fit its sections.
+    /// There is no such link, it was made for something else, or the channel does not fit its
+    /// sections.
     pub fn channel(&self, name: &str, options: ChannelOptions) -> Result<Channel, ChannelError> {
         Channel::open(self, name, options)
     }
@@ -197,7 +202,8 @@ impl Net {
         Calls::open(self, name, options)
     }
 
-    /// Calls and serves the other side of a TCP connection, whichever of the two opened it, until that ends.
+    /// Calls and serves the other side of a TCP connection, whichever of the two opened it, until
+    /// that ends.
     ///
     /// # Errors
     /// [`CallsError::Greeting`]: the other side is no peer of calls.
@@ -313,7 +319,8 @@ mod start {
     use core::cell::RefCell;
     use tombolo_ring::ivshmem::protocol::NETWORK;
 
-    /// The virtio network devices: by MMIO if the command line names some, by PCI, and `everywhere` by MMIO in microvm's places.
+    /// The virtio network devices: by MMIO if the command line names some, by PCI, and `everywhere`
+    /// by MMIO in microvm's places.
     fn find_virtio(
         platform: &Platform,
         pci: Option<&mut Pci<'_>>,
@@ -404,7 +411,8 @@ mod start {
         }
     }
 
-    /// The network devices that the command line asks for, or all that there are, in the order that it says; never none.
+    /// The network devices that the command line asks for, or all that there are, in the order that
+    /// it says; never none.
     fn find_networks(
         platform: &Platform,
         pci: Option<&mut Pci<'_>>,

@@ -29,16 +29,17 @@ const MSIX_MASK_ALL: u32 = 1 << 30;
 /// Of the control word's upper half: entries, less one.
 const MSIX_TABLE_SIZE: u32 = 0x7ff;
 
-/// Where base addresses are put if the firmware left them out: free on QEMU's microvm and q35, whose firmware
-/// (qboot) does so. `pcimem=` of the command line names another place.
+/// Where base addresses are put if the firmware left them out: free on QEMU's microvm and q35,
+/// whose firmware (qboot) does so. `pcimem=` of the command line names another place.
 const DEFAULT_WINDOW: u64 = 0xc000_0000;
 /// The window ends at the next multiple of its size: behind it lies microvm's configuration space.
 const WINDOW_BYTES: u64 = 512 << 20;
-/// Larger 64-bit base addresses go to the top quarter of what the processor can address. There microvm's host bridge
-/// has its second window, and q35 decodes everything that is not memory.
+/// Larger 64-bit base addresses go to the top quarter of what the processor can address. There
+/// microvm's host bridge has its second window, and q35 decodes everything that is not memory.
 const LARGE_BYTES: u64 = 64 << 20;
 
-/// QEMU's microvm says where its configuration space is in AML only: here, behind this host bridge (1b36:0008).
+/// QEMU's microvm says where its configuration space is in AML only: here, behind this host bridge
+/// (1b36:0008).
 const MICROVM_ECAM: Ecam = Ecam { base: 0xe000_0000, first_bus: 0, last_bus: 255 };
 const MICROVM_HOST_BRIDGE: u32 = 0x0008_1b36;
 
@@ -47,7 +48,8 @@ enum Access {
     Memory(Ecam),
 }
 
-/// The way to PCI's configuration space, with the window for base addresses that the firmware has not set.
+/// The way to PCI's configuration space, with the window for base addresses that the firmware has
+/// not set.
 pub(crate) struct Pci<'p> {
     platform: &'p Platform,
     access: Access,
@@ -217,8 +219,9 @@ impl<'p> Pci<'p> {
         found
     }
 
-    /// Base address `bar`, given to the function first where the firmware gave none, with memory decoding and bus mastering
-    /// on; `None` for an I/O port, a register that is not there, or one for which no window has room.
+    /// Base address `bar`, given to the function first where the firmware gave none, with memory
+    /// decoding and bus mastering on; `None` for an I/O port, a register that is not there, or one
+    /// for which no window has room.
     pub(crate) fn bar(&mut self, f: Function, bar: u8) -> Option<Bar> {
         if bar > 5 {
             return None;
@@ -276,7 +279,8 @@ impl<'p> Pci<'p> {
         })
     }
 
-    /// Maps the registers behind base address `bar`; `None` where there are none or they lie beyond reach.
+    /// Maps the registers behind base address `bar`; `None` where there are none or they lie beyond
+    /// reach.
     pub(crate) fn map_bar(&mut self, f: Function, bar: u8) -> Option<Mmio> {
         let bar = self.bar(f, bar)?;
         self.platform.map_device(bar.address, usize::try_from(bar.bytes).ok()?)
@@ -287,8 +291,8 @@ impl<'p> Pci<'p> {
         capability.map_or(0, |c| (self.read(f, c.at) >> 16 & MSIX_TABLE_SIZE) + 1)
     }
 
-    /// Leads all entries of the function's MSI-X table to `interrupt`, at most `limit`; returns how many entries there are, 0
-    /// where it has no such table.
+    /// Leads all entries of the function's MSI-X table to `interrupt`, at most `limit`; returns how
+    /// many entries there are, 0 where it has no such table.
     pub(crate) fn enable_msix(&mut self, f: Function, interrupt: Interrupt, limit: u16) -> u16 {
         let capabilities = self.capabilities(f);
         let Some(capability) = capabilities.into_iter().find(|c| c.id == CAPABILITY_MSIX) else { return 0 };

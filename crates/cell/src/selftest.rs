@@ -1,4 +1,5 @@
-//! What must not work, tried when the command line asks for it; and what nothing but a cell can try of the cell.
+//! What must not work, tried when the command line asks for it; and what nothing but a cell can try
+//! of the cell.
 #![allow(unsafe_code)]
 
 use crate::{Config, ExitCode, exit, println};
@@ -12,8 +13,8 @@ fn overflow(depth: u64) -> u64 {
     if depth == u64::MAX { frame[0] } else { overflow(depth + 1) + frame[(depth % 64) as usize] }
 }
 
-/// Compares machine/mem.s, through the operations of slices that call it, with loops over single bytes: every length to 200,
-/// every shift of an overlapping move to 70 either way.
+/// Compares machine/mem.s, through the operations of slices that call it, with loops over single
+/// bytes: every length to 200, every shift of an overlapping move to 70 either way.
 fn memory() -> bool {
     const ROOM: usize = 400;
     let pattern: Vec<u8> = (0..ROOM).map(|i| black_box((i * 167 % 251) as u8)).collect();
@@ -46,7 +47,8 @@ fn memory() -> bool {
     })
 }
 
-/// Breaks the rule that `selftest=` names, so that a test sees it enforced; `memory` ends the cell with success if it is in order.
+/// Breaks the rule that `selftest=` names, so that a test sees it enforced; `memory` ends the cell
+/// with success if it is in order.
 pub(crate) fn run(config: &Config) {
     static CONSTANT: [u8; 16] = [1; 16];
     // `ret`: would return at once if data could be executed.
@@ -60,8 +62,8 @@ pub(crate) fn run(config: &Config) {
         Some("stack") => {
             black_box(overflow(black_box(0)));
         }
-        // SAFETY: none of these three accesses can take effect, since the pages do not allow it; if one did, the
-        // panic below says so.
+        // SAFETY: none of these three accesses can take effect, since the pages do not allow it; if
+        // one did, the panic below says so.
         Some("write") => unsafe { black_box((&raw const CONSTANT).cast_mut().cast::<u8>()).write_volatile(7) },
         Some("execute") => unsafe {
             // SAFETY: as above.

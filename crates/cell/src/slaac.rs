@@ -1,15 +1,18 @@
-//! IPv6 addresses from router advertisements (RFC 4862), routers, the MTU and DNS servers with them (RFC 4861, RFC 8106). Pure.
+//! IPv6 addresses from router advertisements (RFC 4862), routers, the MTU and DNS servers with them
+//! (RFC 4861, RFC 8106). Pure.
 //!
-//! The stack below can do the first part, but then its time of the next look no longer says what its sockets wait for, and a cell
-//! that is idle would have to look every few milliseconds. This module names each time at which it has something to do: the next
-//! solicitation while no router has answered, and the end of a lifetime. Nothing else wakes the cell.
+//! The stack below can do the first part, but then its time of the next look no longer says what
+//! its sockets wait for, and a cell that is idle would have to look every few milliseconds. This
+//! module names each time at which it has something to do: the next solicitation while no router
+//! has answered, and the end of a lifetime. Nothing else wakes the cell.
 //!
-//! The interface identifier is made of the Ethernet address (RFC 4291 appendix A), so the fabric knows the addresses beforehand. An
-//! address is used at once, as RFC 4429 allows; the question whether another has it is sent when it is taken, and an answer within
-//! a second ends its use.
+//! The interface identifier is made of the Ethernet address (RFC 4291 appendix A), so the fabric
+//! knows the addresses beforehand. An address is used at once, as RFC 4429 allows; the question
+//! whether another has it is sent when it is taken, and an answer within a second ends its use.
 //!
-//! What is received is not trusted: messages that RFC 4861 §6.1.2 calls invalid change nothing, the tables have limits
-//! ([`MAX_PREFIXES`], [`MAX_ROUTERS`], [`MAX_SERVERS`]), and no single message can end the life of an address within two hours.
+//! What is received is not trusted: messages that RFC 4861 §6.1.2 calls invalid change nothing, the
+//! tables have limits ([`MAX_PREFIXES`], [`MAX_ROUTERS`], [`MAX_SERVERS`]), and no single message
+//! can end the life of an address within two hours.
 
 use alloc::vec::Vec;
 use smoltcp::wire::{EthernetAddress, Icmpv6Packet, IpProtocol, Ipv6Address, Ipv6Cidr, Ipv6Packet};
@@ -109,7 +112,8 @@ struct Taken {
 #[derive(Debug)]
 pub(crate) struct Slaac {
     mac: EthernetAddress,
-    /// The address that the command line gives. None is formed in its prefix: a fabric may let its address alone pass.
+    /// The address that the command line gives. None is formed in its prefix: a fabric may let its
+    /// address alone pass.
     given: Option<Ipv6Cidr>,
     addresses: Vec<Lease<Taken>>,
     routers: Vec<Lease<Ipv6Address>>,
@@ -206,7 +210,8 @@ impl Slaac {
         count(self) < before
     }
 
-    /// Another host says that it has `address`. Returns whether this ends the use of an own address.
+    /// Another host says that it has `address`. Returns whether this ends the use of an own
+    /// address.
     pub(crate) fn claimed(&mut self, address: Ipv6Address, now_ns: u64) -> bool {
         let own = self.addresses.iter_mut().find(|lease| {
             let Taken { cidr, since_ns, duplicate } = lease.value;
@@ -215,8 +220,8 @@ impl Slaac {
         own.map(|lease| lease.value.duplicate = true).is_some()
     }
 
-    /// Takes a router advertisement, from its IPv6 header on. Returns whether addresses, routers, servers or
-    /// the MTU changed.
+    /// Takes a router advertisement, from its IPv6 header on. Returns whether addresses, routers,
+    /// servers or the MTU changed.
     pub(crate) fn receive(&mut self, packet: &[u8], now_ns: u64) -> bool {
         if !self.is_enabled() {
             return false;
@@ -495,7 +500,8 @@ mod tests {
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 0x10;
-            // The version, traffic class and flow label are not looked at, but for the version's high bit.
+            // The version, traffic class and flow label are not looked at, but for the version's
+            // high bit.
             let changed = Slaac::new(MAC, true, 0).receive(&bad, 0);
             assert!(!changed || at < 4, "byte {at}");
         }

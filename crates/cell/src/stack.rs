@@ -4,13 +4,16 @@
 //!   take up to `budget` frames -> let woken tasks run -> send what is to be sent -> under budget? arm, look again, sleep
 //! ```
 //!
-//! After a sleep of 100 µs it looks at the device once more, and sleeps on. With `busy_poll_us` it goes round for so long after the last frame before it arms.
+//! After a sleep of 100 µs it looks at the device once more, and sleeps on. With `busy_poll_us` it
+//! goes round for so long after the last frame before it arms.
 //!
-//! Each network device has an interface of its own, with its own sockets ([`Nic`]): what comes in by one is answered by it, whatever
-//! routes the others have. A connection that the cell opens leaves by the first device that has the peer on its network, else by the
-//! first that has a router ([`Stack::route`]).
+//! Each network device has an interface of its own, with its own sockets ([`Nic`]): what comes in
+//! by one is answered by it, whatever routes the others have. A connection that the cell opens
+//! leaves by the first device that has the peer on its network, else by the first that has a router
+//! ([`Stack::route`]).
 //!
-//! All state is in [`Stack`], borrowed for the length of one call; tasks hold a [`Net`](crate::Net), a reference to it.
+//! All state is in [`Stack`], borrowed for the length of one call; tasks hold a
+//! [`Net`](crate::Net), a reference to it.
 
 use crate::config::{Config, Ipv4Config, NicConfig, VifConfig};
 use crate::device::{ETHERNET_HEADER_BYTES, Narrowed, NetDevice};
@@ -88,7 +91,8 @@ pub(crate) struct Nic {
     formed: Vec<IpCidr>,
     /// The DNS server that DHCP told.
     dhcp_server: Option<IpAddress>,
-    /// Largest packet that the interface sends, in bytes: that of the device, or a smaller one that a router tells.
+    /// Largest packet that the interface sends, in bytes: that of the device, or a smaller one that
+    /// a router tells.
     mtu: usize,
     seed: u64,
     is_up: bool,
@@ -144,8 +148,8 @@ pub(crate) fn instant(ns: u64) -> Instant {
 }
 
 impl Nic {
-    /// Brings an interface up with what the command line says; DHCP begins at once. `more` are addresses of further vifs of Xen,
-    /// which are in the same device.
+    /// Brings an interface up with what the command line says; DHCP begins at once. `more` are
+    /// addresses of further vifs of Xen, which are in the same device.
     fn new(mut device: NetDevice, nic: &NicConfig, more: &[VifConfig], config: &Config, now_ns: u64, seed: u64) -> Nic {
         let mac = device.mac();
         let mut interface_config = smoltcp::iface::Config::new(mac.into());
@@ -232,7 +236,8 @@ impl Nic {
         permit.map(|permit| permit.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame))).is_some()
     }
 
-    /// Says that packets are about to be sent to `to`, so that its neighbour's address is asked for in time.
+    /// Says that packets are about to be sent to `to`, so that its neighbour's address is asked for
+    /// in time.
     fn expect_sending_to(&mut self, to: IpAddress, now_ns: u64) {
         let Some(next) = self.next_hop(to) else { return };
         let question = match next {
@@ -248,8 +253,8 @@ impl Nic {
         }
     }
 
-    /// The device is another one, or has another place: takes its address, and tells the neighbours of the own IPv4 addresses
-    /// (gratuitous ARP, RFC 5227 §3).
+    /// The device is another one, or has another place: takes its address, and tells the neighbours
+    /// of the own IPv4 addresses (gratuitous ARP, RFC 5227 §3).
     fn announce(&mut self, now_ns: u64) {
         let mac = self.device.mac();
         self.interface.set_hardware_addr(mac.into());
@@ -272,7 +277,8 @@ impl Nic {
         self.interface.ip_addrs().iter().any(|own| own.contains_addr(&to))
     }
 
-    /// The neighbour that a packet to `to` goes through; `None` for groups, own addresses, and what no route leads to.
+    /// The neighbour that a packet to `to` goes through; `None` for groups, own addresses, and what
+    /// no route leads to.
     fn next_hop(&mut self, to: IpAddress) -> Option<IpAddress> {
         let addresses = self.interface.ip_addrs();
         let is_group = to.is_multicast() || to == IpAddress::Ipv4(Ipv4Address::BROADCAST) || to.is_unspecified();
@@ -323,8 +329,9 @@ impl Nic {
         }
     }
 
-    /// Uses the MTU that a router tells, if the device's is larger. The stack reads that of a device when an interface is made.
-    /// So the interface is made again, with its addresses and routes. Sockets ask it for each segment.
+    /// Uses the MTU that a router tells, if the device's is larger. The stack reads that of a
+    /// device when an interface is made. So the interface is made again, with its addresses and
+    /// routes. Sockets ask it for each segment.
     fn fit_mtu(&mut self, now_ns: u64) {
         let mtu = packet_bytes(&self.device.capabilities()).min(self.slaac.mtu().unwrap_or(usize::MAX));
         if mtu == self.mtu {
@@ -349,15 +356,17 @@ impl Nic {
         let wanted: Vec<IpCidr> = slaac.addresses().map(IpCidr::Ipv6).collect();
         let gone: Vec<IpCidr> = formed.iter().filter(|own| !wanted.contains(own)).copied().collect();
         let before: Vec<IpCidr> = interface.ip_addrs().to_vec();
-        // An advertisement with nothing new keeps the neighbours. The stack forgets them at each update, and the next echo
-        // request then gets no reply, since the stack asks for its sender instead.
+        // An advertisement with nothing new keeps the neighbours. The stack forgets them at each
+        // update, and the next echo request then gets no reply, since the stack asks for its sender
+        // instead.
         let new = wanted.iter().any(|address| !before.contains(address)) && before.len() < IFACE_MAX_ADDR_COUNT;
         if new || !gone.is_empty() {
             interface.update_ip_addrs(|addresses| {
                 addresses.retain(|own| !gone.contains(own));
                 formed.retain(|own| !gone.contains(own));
                 for address in &wanted {
-                    // Where there is no room for it, or the command line gives it, it is not of these.
+                    // Where there is no room for it, or the command line gives it, it is not of
+                    // these.
                     if !addresses.contains(address) && addresses.push(*address).is_ok() {
                         formed.push(*address);
                     }
@@ -417,7 +426,8 @@ impl Nic {
                 }
             };
         self.interface.update_ip_addrs(|addresses| {
-            // Those of further vifs stay, and come after it: the first one is also for packets to other networks.
+            // Those of further vifs stay, and come after it: the first one is also for packets to
+            // other networks.
             let stays = |a: &IpCidr| config.vifs.iter().any(|vif| vif.addresses().contains(a));
             addresses.retain(|a| !matches!(a, IpCidr::Ipv4(_)) || stays(a));
             if let Some(address) = address {
@@ -505,8 +515,8 @@ impl Stack {
         self.next_port
     }
 
-    /// The device that packets to `to` leave by, where they answer none: the first with that network, else the first with a router,
-    /// else the first.
+    /// The device that packets to `to` leave by, where they answer none: the first with that
+    /// network, else the first with a router, else the first.
     pub(crate) fn route(&mut self, to: IpAddress) -> usize {
         if to.is_multicast() || to.is_unspecified() {
             return 0;
@@ -515,7 +525,8 @@ impl Stack {
         near.or_else(|| self.nics.iter_mut().position(|nic| nic.next_hop(to).is_some())).unwrap_or(0)
     }
 
-    /// Says that packets are about to be sent to `to` by a device, so that its neighbour's address is asked for in time.
+    /// Says that packets are about to be sent to `to` by a device, so that its neighbour's address
+    /// is asked for in time.
     pub(crate) fn expect_sending_to(&mut self, nic: usize, to: IpAddress, now_ns: u64) {
         self.nics[nic].expect_sending_to(to, now_ns);
     }
@@ -568,7 +579,8 @@ impl Stack {
     }
 }
 
-/// Takes up to `budget` frames of each device; returns how many there were, and whether a budget was used up.
+/// Takes up to `budget` frames of each device; returns how many there were, and whether a budget
+/// was used up.
 fn ingress(shared: &Shared, budget: usize) -> (usize, bool) {
     let stack = &mut *shared.stack.borrow_mut();
     let now = shared.now();
@@ -617,7 +629,8 @@ fn egress(shared: &Shared) -> bool {
 pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
     let mut busy_until_ns = 0;
-    // The app's listeners are there before the first frame is looked at, which would be refused else.
+    // The app's listeners are there before the first frame is looked at, which would be refused
+    // else.
     shared.executor.run_round();
     {
         let stack = &mut *shared.stack.borrow_mut();
@@ -686,8 +699,8 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     }
 }
 
-/// Sleeps until an interrupt comes, or until `until_ns`. A little later it looks at the device once more, since a machine's
-/// memory fences may do nothing ([`tombolo_ring::virtio::notify`]).
+/// Sleeps until an interrupt comes, or until `until_ns`. A little later it looks at the device once
+/// more, since a machine's memory fences may do nothing ([`tombolo_ring::virtio::notify`]).
 fn sleep(shared: &Shared, until_ns: Option<u64>) {
     let recheck_ns = shared.now_ns() + RECHECK_NS;
     if !shared.stack.borrow().nics.iter().any(|nic| nic.device.wants_recheck())

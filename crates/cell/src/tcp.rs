@@ -1,16 +1,19 @@
 //! TCP: listeners and streams.
 //!
-//! The stack below has no backlog: one socket takes one connection. So a listener keeps a few sockets listening. It
-//! adds one more as soon as one is taken, up to the limit of connections. It checks after each frame that asks for a
-//! connection, so a burst finds enough sockets. Closed connections give their socket, with its buffers, to the next.
+//! The stack below has no backlog: one socket takes one connection. So a listener keeps a few
+//! sockets listening. It adds one more as soon as one is taken, up to the limit of connections. It
+//! checks after each frame that asks for a connection, so a burst finds enough sockets. Closed
+//! connections give their socket, with its buffers, to the next.
 //!
-//! The stack sends in the order of its sockets and stops when the transmit ring is full. So early sockets could starve
-//! late ones. Therefore all streams together have no more on the way than half of what the ring's buffers hold. Each
-//! stream may have written, and not yet acknowledged, an equal share of that, at least [`MIN_SHARE_BYTES`].
+//! The stack sends in the order of its sockets and stops when the transmit ring is full. So early
+//! sockets could starve late ones. Therefore all streams together have no more on the way than half
+//! of what the ring's buffers hold. Each stream may have written, and not yet acknowledged, an
+//! equal share of that, at least [`MIN_SHARE_BYTES`].
 //!
-//! In the other direction the peers may send what the windows allow, all at a time. The receive ring loses what it
-//! cannot hold. So the windows of some dozens of sockets together stay within the ring. Each new socket gets at most a
-//! quarter of what the others have left of seven eighths of it, at least [`MIN_WINDOW_BYTES`].
+//! In the other direction the peers may send what the windows allow, all at a time. The receive
+//! ring loses what it cannot hold. So the windows of some dozens of sockets together stay within
+//! the ring. Each new socket gets at most a quarter of what the others have left of seven eighths
+//! of it, at least [`MIN_WINDOW_BYTES`].
 
 use crate::Net;
 use crate::machine::heap;
@@ -45,7 +48,8 @@ const MIN_WINDOW_BYTES: usize = 4096;
 /// What a listener gives each of its connections, and how many there may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpOptions {
-    /// Bytes received and not yet read: the window that the peer sees; less where there are many connections.
+    /// Bytes received and not yet read: the window that the peer sees; less where there are many
+    /// connections.
     pub receive_bytes: usize,
     /// Bytes written and not yet acknowledged.
     pub send_bytes: usize,
@@ -100,7 +104,8 @@ pub(crate) struct Closing {
     pub(crate) deadline_ns: u64,
 }
 
-/// The window of a new socket that wants `wanted` bytes, where those of the others are `taken` of the `whole`.
+/// The window of a new socket that wants `wanted` bytes, where those of the others are `taken` of
+/// the `whole`.
 fn window_bytes(wanted: usize, whole: usize, taken: usize) -> usize {
     wanted.min(((whole - whole / 8).saturating_sub(taken) / 4).max(MIN_WINDOW_BYTES))
 }
@@ -137,8 +142,8 @@ impl Stack {
         self.nics[handle.nic].sockets.get_mut(handle.socket)
     }
 
-    /// Sees that each listener has enough sockets that listen at each device. A limit holds for all devices together; where it is
-    /// nearly reached, each may still take one connection.
+    /// Sees that each listener has enough sockets that listen at each device. A limit holds for all
+    /// devices together; where it is nearly reached, each may still take one connection.
     pub(crate) fn refill_listeners(&mut self) {
         let Stack { nics, listeners, stats, .. } = self;
         for listener in listeners {
@@ -207,7 +212,8 @@ impl Stack {
         }
     }
 
-    /// Replaces listening sockets that were made when there were many connections by some with the windows of now.
+    /// Replaces listening sockets that were made when there were many connections by some with the
+    /// windows of now.
     fn renew_listeners(&mut self) {
         let Stack { nics, listeners, .. } = self;
         let mut renewed = false;
@@ -220,7 +226,8 @@ impl Stack {
                 let socket = nic.sockets.get::<tcp::Socket<'_>>(handle.socket);
                 let window = socket.recv_capacity();
                 let fresh = window_bytes(listener.options.receive_bytes, whole, *taken - window);
-                // Half of it is good enough, so that not each end of a connection costs two sockets.
+                // Half of it is good enough, so that not each end of a connection costs two
+                // sockets.
                 let keep = !socket.is_listening() || 2 * window > fresh;
                 if !keep {
                     *taken -= window;
@@ -247,8 +254,8 @@ impl Stack {
             let nic = &mut self.nics[handle.nic];
             let whole = nic.receive_bytes();
             let socket = nic.sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
-            // TIME-WAIT is left at once: the peer has said its last word and was answered in the turn before; one that
-            // says it again gets a reset.
+            // TIME-WAIT is left at once: the peer has said its last word and was answered in the
+            // turn before; one that says it again gets a reset.
             let ended = matches!(socket.state(), State::Closed | State::TimeWait);
             if !ended && now_ns < deadline_ns {
                 at += 1;
@@ -268,7 +275,8 @@ impl Stack {
             let reused = listener.is_some_and(|index| {
                 let listener = &mut self.listeners[index];
                 listener.accepted -= 1;
-                // One that was made when there were many others has too small a window for its successor.
+                // One that was made when there were many others has too small a window for its
+                // successor.
                 let fits = window == window_bytes(listener.options.receive_bytes, whole, taken);
                 let waiting = listener.backlog.iter().filter(|other| other.nic == handle.nic).count();
                 let keep = fits && waiting < *BACKLOG.end() && socket.listen(listener.port).is_ok();
@@ -390,8 +398,8 @@ impl TcpStream {
         self.with(|socket| socket.local_endpoint())
     }
 
-    /// Waits for bytes and hands `take` what is there, without a copy; it says how many it has used up. `Ok(None)`: the
-    /// peer has sent its last byte.
+    /// Waits for bytes and hands `take` what is there, without a copy; it says how many it has used
+    /// up. `Ok(None)`: the peer has sent its last byte.
     pub async fn read_with<R>(&mut self, mut take: impl FnMut(&mut [u8]) -> (usize, R)) -> Result<Option<R>, TcpError> {
         poll_fn(|cx| {
             self.with(|socket| {
@@ -434,7 +442,8 @@ impl TcpStream {
         })
     }
 
-    /// Waits for room and lets `fill` write into it, without a copy; it says how many bytes it has written.
+    /// Waits for room and lets `fill` write into it, without a copy; it says how many bytes it has
+    /// written.
     pub async fn write_with<R>(&mut self, mut fill: impl FnMut(&mut [u8]) -> (usize, R)) -> Result<R, TcpError> {
         poll_fn(|cx| {
             self.with_room(|socket, room| {
@@ -456,8 +465,8 @@ impl TcpStream {
         .await
     }
 
-    /// Waits until there are bytes to read or there is room to write, and does what is possible of both: `take` and `fill`
-    /// say how many bytes they have used.
+    /// Waits until there are bytes to read or there is room to write, and does what is possible of
+    /// both: `take` and `fill` say how many bytes they have used.
     pub async fn exchange(
         &mut self,
         mut take: impl FnMut(&mut [u8]) -> usize,

@@ -33,8 +33,9 @@ impl fmt::Display for UdpError {
     }
 }
 
-/// A UDP socket; its port is free again when it is dropped. It receives by every network device. What is sent to a peer leaves by the
-/// device that the peer's last datagram came by, where that was the last one received; else by the route.
+/// A UDP socket; its port is free again when it is dropped. It receives by every network device.
+/// What is sent to a peer leaves by the device that the peer's last datagram came by, where that
+/// was the last one received; else by the route.
 pub struct UdpSocket {
     net: Net,
     /// For each device, in their order.
@@ -76,7 +77,8 @@ impl UdpSocket {
         Ok(UdpSocket { net, handles, first: 0, sender: None, last: None })
     }
 
-    /// The next datagram of any device, or `None` where there is none; then `waker` is woken when one comes.
+    /// The next datagram of any device, or `None` where there is none; then `waker` is woken when
+    /// one comes.
     fn take<R>(&mut self, waker: Option<&Waker>, take: impl FnOnce(&[u8], IpEndpoint) -> R) -> Option<R> {
         let UdpSocket { net, handles, first, sender, .. } = self;
         net.with(|stack| {

@@ -1,4 +1,5 @@
-//! `tombolo apply`: the running fabric becomes what its edited file says; what did not change runs on.
+//! `tombolo apply`: the running fabric becomes what its edited file says; what did not change runs
+//! on.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! `tombolo service bridge`: a service of a cell's or guest's becomes one of this machine, and the reverse.
+//! `tombolo service bridge`: a service of a cell's or guest's becomes one of this machine, and the
+//! reverse.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
@@ -22,7 +23,8 @@ pub(crate) struct Bridge {
     /// Direct link of the fabric with a free peer ID: its name, or the path of its socket
     #[arg(conflicts_with = "tcp")]
     link: Option<String>,
-    /// Use TCP instead of a link: connect to a peer that listens for calls, such as a forwarded port of a cell
+    /// Use TCP instead of a link: connect to a peer that listens for calls, such as a forwarded
+    /// port of a cell
     #[arg(long, value_name = "ADDRESS:PORT")]
     tcp: Option<String>,
     /// Name under which the peer's service is registered here [default: the link's]

@@ -85,22 +85,23 @@ pub(crate) struct Attach {
     /// Which program takes the frames
     #[arg(long, value_enum, default_value = "auto")]
     mode: ModeArg,
-    /// Milliseconds before one frame of a flow takes the kernel's path again, 20 to 10000, for all interfaces of the
-    /// namespace [default: 1000, or unchanged]
+    /// Milliseconds before one frame of a flow takes the kernel's path again, 20 to 10000, for all
+    /// interfaces of the namespace [default: 1000, or unchanged]
     #[arg(long, value_name = "MS", value_parser = number::milliseconds, allow_hyphen_values = true)]
     lease: Option<Duration>,
     /// Attach even if older tc filters at the ingress then do not see the frames that are taken
     #[arg(long)]
     past_filters: bool,
-    /// What happens to traffic if the controller is killed, for all interfaces of the namespace [default: stay, or
-    /// unchanged]
+    /// What happens to traffic if the controller is killed, for all interfaces of the namespace
+    /// [default: stay, or unchanged]
     #[arg(long, alias = "if-keeper-dies", value_enum, value_name = "WHAT", conflicts_with = "no_controller")]
     if_controller_dies: Option<IfControllerDies>,
-    /// How to treat firewall rules that judge each frame (limit, log, matches on the payload), for all interfaces of
-    /// the namespace [default: obey, or unchanged]
+    /// How to treat firewall rules that judge each frame (limit, log, matches on the payload), for
+    /// all interfaces of the namespace [default: obey, or unchanged]
     #[arg(long, value_enum, value_name = "WHAT")]
     judging_rules: Option<JudgingRules>,
-    /// Start no controller: no changes of mode, and no new TCP connections through connection tracking
+    /// Start no controller: no changes of mode, and no new TCP connections through connection
+    /// tracking
     #[arg(long, alias = "no-keeper")]
     no_controller: bool,
     #[command(flatten)]
@@ -129,8 +130,8 @@ pub(crate) struct Status {
     /// Print it as JSON
     #[arg(long)]
     json: bool,
-    /// Print the counters as Prometheus text, with the names and labels of a fabric's metrics; the namespace, as given,
-    /// takes the place of a network
+    /// Print the counters as Prometheus text, with the names and labels of a fabric's metrics; the
+    /// namespace, as given, takes the place of a network
     #[arg(long, conflicts_with = "json")]
     metrics: bool,
 }
@@ -499,7 +500,8 @@ pub(crate) fn end_of(detached: bool) -> Exit {
     Exit::Done
 }
 
-/// Becomes true with the first SIGINT or SIGTERM; the second one ends the process, also where it waits for its reader.
+/// Becomes true with the first SIGINT or SIGTERM; the second one ends the process, also where it
+/// waits for its reader.
 pub(crate) fn stop_flag() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {

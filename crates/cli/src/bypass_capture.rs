@@ -28,8 +28,8 @@ pub(crate) struct Capture {
     /// File to write; - is standard output, which is the default in a pipe
     #[arg(short, long, value_name = "FILE")]
     write: Option<PathBuf>,
-    /// Only frames from or to this end: `10.1.0.2`, `10.1.0.0/24`, `:53`, `10.1.0.2:53`, `[fd01::2]:53`. Given twice: between
-    /// the two, in both directions
+    /// Only frames from or to this end: `10.1.0.2`, `10.1.0.0/24`, `:53`, `10.1.0.2:53`,
+    /// `[fd01::2]:53`. Given twice: between the two, in both directions
     #[arg(long, value_name = "ADDRESS:PORT", value_parser = typed_end)]
     end: Vec<TypedEnd>,
     /// Only this protocol: tcp, udp, icmp (of both families), or its number
@@ -172,7 +172,8 @@ impl Output {
     }
 }
 
-/// Whether an IPv6 address that was given without brackets also reads as a shorter address and a port.
+/// Whether an IPv6 address that was given without brackets also reads as a shorter address and a
+/// port.
 fn is_ambiguous(text: &str) -> bool {
     let shorter = text.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
     shorter.is_some_and(|(host, _)| host.parse::<Ipv6Addr>().is_ok()) && text.parse::<Ipv6Addr>().is_ok()

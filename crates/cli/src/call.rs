@@ -17,7 +17,8 @@ use crate::service::time;
 
 /// Longest reply, in bytes, that is repeated in a message.
 const MOST_WORDS: usize = 200;
-/// How long a service may take to let us in, however short the call is to be: on a busy machine a good one needs a while.
+/// How long a service may take to let us in, however short the call is to be: on a busy machine a
+/// good one needs a while.
 const LEAST_TIMEOUT: Duration = Duration::from_millis(100);
 /// Between two looks for a service that is waited for.
 const LOOK: Duration = Duration::from_millis(20);
@@ -145,7 +146,8 @@ impl Call {
         CallOptions { deadline, wait_late, timeout: self.timeout, ttl: self.ttl, ..CallOptions::default() }
     }
 
-    /// A connection to the service, which may be waited for. To be let in takes no longer than the call may.
+    /// A connection to the service, which may be waited for. To be let in takes no longer than the
+    /// call may.
     fn connect(&self) -> Result<Client, ConnectError> {
         let until = Instant::now() + self.wait.unwrap_or_default();
         let mut options = ConnectOptions::default();

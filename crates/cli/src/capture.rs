@@ -52,7 +52,8 @@ pub(crate) struct Capture {
     snaplen: Option<u32>,
 }
 
-/// A file for our own user only: it holds what others said to each other. What is no file, like a pipe, stays as it is.
+/// A file for our own user only: it holds what others said to each other. What is no file, like a
+/// pipe, stays as it is.
 fn private(path: &Path) -> io::Result<File> {
     let file = File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     if file.metadata()?.is_file() {

@@ -56,7 +56,8 @@ pub(crate) struct Run {
     /// IPv4 address that is leased to it
     #[arg(long, conflicts_with = "sections")]
     ip: Option<String>,
-    /// IPv6 address or prefix that the guard allows, besides the link-local one of its MAC; repeat it for more
+    /// IPv6 address or prefix that the guard allows, besides the link-local one of its MAC; repeat
+    /// it for more
     #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]
     ip6: Vec<String>,
     /// QEMU's machine type: microvm or q35
@@ -83,7 +84,8 @@ pub(crate) struct Run {
     /// Extra line for xl's configuration; repeat it for more
     #[arg(long, value_name = "LINE", conflicts_with = "sections")]
     xl: Vec<String>,
-    /// Run all [cell.NAME] and [vm.NAME] sections of this file, or none if one fails; - is standard input
+    /// Run all [cell.NAME] and [vm.NAME] sections of this file, or none if one fails; - is standard
+    /// input
     #[arg(long, value_name = "FILE")]
     sections: Option<PathBuf>,
     /// Print the new machines as JSON
@@ -219,8 +221,8 @@ impl Stop {
     }
 }
 
-/// The same bytes with a carriage return before each line feed that has none: a raw terminal adds none, and the next line
-/// would begin below the end of this one. `last` is the byte before.
+/// The same bytes with a carriage return before each line feed that has none: a raw terminal adds
+/// none, and the next line would begin below the end of this one. `last` is the byte before.
 fn with_returns(piece: &[u8], last: &mut u8) -> Vec<u8> {
     let mut out = Vec::with_capacity(piece.len() + piece.len() / 16);
     for byte in piece {
@@ -233,7 +235,8 @@ fn with_returns(piece: &[u8], last: &mut u8) -> Vec<u8> {
     out
 }
 
-/// Prints what comes, except for the first `skip` bytes, and counts it. `raw`: to a terminal that is raw.
+/// Prints what comes, except for the first `skip` bytes, and counts it. `raw`: to a terminal that
+/// is raw.
 fn printer(skip: usize, seen: &std::cell::Cell<usize>, raw: bool) -> impl FnMut(&[u8]) -> io::Result<ControlFlow<()>> {
     let (mut skip, mut last) = (skip, 0);
     move |piece| {

@@ -1,4 +1,5 @@
-//! `tombolo check`: every fault of a fabric file and of what it needs of this machine, before anything is started.
+//! `tombolo check`: every fault of a fabric file and of what it needs of this machine, before
+//! anything is started.
 
 use std::path::{Path, PathBuf};
 

@@ -1,14 +1,16 @@
-//! Completion at a shell's prompt: `tombolo completions SHELL` prints a script that runs this program with
-//! `$_TOMBOLO_COMPLETE` and the words typed so far, and the program answers with what fits there.
+//! Completion at a shell's prompt: `tombolo completions SHELL` prints a script that runs this
+//! program with `$_TOMBOLO_COMPLETE` and the words typed so far, and the program answers with what
+//! fits there.
 //!
-//! Commands, flags and paths come from the definition of the flags. This file adds the names of things: fabrics, networks,
-//! machines, ports, links, services, groups, forwards, rules and keys with their values. They come from the running fabric,
-//! or from the fabric's file if it does not run.
+//! Commands, flags and paths come from the definition of the flags. This file adds the names of
+//! things: fabrics, networks, machines, ports, links, services, groups, forwards, rules and keys
+//! with their values. They come from the running fabric, or from the fabric's file if it does not
+//! run.
 //!
-//! - Completion never waits longer than [`LIMIT`] for names, whatever the daemon, a file or a file system does. Each
-//!   question is asked in a separate thread, which ends with the process.
-//! - What is neither a plain name nor an address, key or value is not offered, since shells would take it apart and
-//!   terminals would interpret it.
+//! - Completion never waits longer than [`LIMIT`] for names, whatever the daemon, a file or a file
+//!   system does. Each question is asked in a separate thread, which ends with the process.
+//! - What is neither a plain name nor an address, key or value is not offered, since shells would
+//!   take it apart and terminals would interpret it.
 //! - Completion never fails: without an answer there is nothing to offer.
 
 use std::ffi::{OsStr, OsString};
@@ -153,8 +155,9 @@ pub(crate) fn script(shell: &str) -> io::Result<String> {
     Ok(text)
 }
 
-/// What the script for bash has in place of clap's. Bash breaks words at `:` and `=`, so that `127.0.0.1:8080`, `web:80`
-/// and `--from=web` come as three. Those are one word for the program, and of what it offers bash wants the last part only.
+/// What the script for bash has in place of clap's. Bash breaks words at `:` and `=`, so that
+/// `127.0.0.1:8080`, `web:80` and `--from=web` come as three. Those are one word for the program,
+/// and of what it offers bash wants the last part only.
 const BASH: &[(&str, &str)] = &[
     (
         r#"    local words=("${COMP_WORDS[@]}")
@@ -322,7 +325,8 @@ fn key(section: &str, name: &str) -> Option<&'static Key> {
     SECTIONS.iter().find(|s| s.name == section)?.keys().find(|key| key.name == name)
 }
 
-/// The words that a key may have as its value: those in quotes of what it expects, and true and false.
+/// The words that a key may have as its value: those in quotes of what it expects, and true and
+/// false.
 fn values(section: &str, name: &str) -> Vec<Name> {
     let Some(key) = key(section, name) else { return vec![] };
     let is_word = |word: &str| word.bytes().all(|b| b.is_ascii_lowercase() || b == b'-');

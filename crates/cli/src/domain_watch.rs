@@ -1,4 +1,5 @@
-//! `tombolo domain-watch`: what a daemon starts for a domain of Xen that was restored; not for people.
+//! `tombolo domain-watch`: what a daemon starts for a domain of Xen that was restored; not for
+//! people.
 
 use std::path::PathBuf;
 

@@ -30,7 +30,8 @@ pub(crate) struct Events {
     /// Print further events as they happen, until the fabric is down
     #[arg(short = 'F', long)]
     follow: bool,
-    /// Only events from then on: 90s, 10m, 2h or 1d ago, a day (2026-11-21), or a time in UTC (21:43, 2026-11-21T21:43:05Z)
+    /// Only events from then on: 90s, 10m, 2h or 1d ago, a day (2026-11-21), or a time in UTC
+    /// (21:43, 2026-11-21T21:43:05Z)
     #[arg(long, value_name = "WHEN", allow_hyphen_values = true)]
     since: Option<String>,
     /// Only events of this kind; repeat it for more
@@ -113,7 +114,8 @@ impl Events {
                 Ok(ControlFlow::Continue(()))
             });
             match ending {
-                // A daemon that hands over ends its answers; the next one goes on with the same numbers.
+                // A daemon that hands over ends its answers; the next one goes on with the same
+                // numbers.
                 Ok(Ending::Fabric) => {}
                 Ok(_) => return Ok(Exit::Done),
                 Err(error) if error.is_absent() => {

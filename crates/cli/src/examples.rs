@@ -1,7 +1,8 @@
-//! Examples at the end of each command's `--help`, in its manual page and in docs/cli.md. A test has the parser read each line,
-//! so that an example which does not work any more fails.
+//! Examples at the end of each command's `--help`, in its manual page and in docs/cli.md. A test
+//! has the parser read each line, so that an example which does not work any more fails.
 //!
-//! Commands that explain more than examples can (captures, events, logs, …) have theirs beside their flags.
+//! Commands that explain more than examples can (captures, events, logs, …) have theirs beside
+//! their flags.
 
 /// A command, and its examples: the line, and what it is for where the line does not say it.
 type Examples = (&'static str, &'static [(&'static str, &'static str)]);
@@ -331,7 +332,8 @@ mod tests {
         out
     }
 
-    /// What of a line is for the program: from its name on, up to what is for the shell or for the reader.
+    /// What of a line is for the program: from its name on, up to what is for the shell or for the
+    /// reader.
     fn call(line: &str) -> Vec<String> {
         let start = line.find("tombolo ").unwrap_or_else(|| panic!("no call of the program: {line}"));
         let all = words(line[start..].split("  ").next().unwrap_or_default());

@@ -1,4 +1,5 @@
-//! `tombolo forward` and `tombolo rule`: forwards and rules of a running fabric, which are lists in its file.
+//! `tombolo forward` and `tombolo rule`: forwards and rules of a running fabric, which are lists in
+//! its file.
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Map, Value, json};
@@ -90,7 +91,8 @@ pub(crate) enum Rule {
 pub(crate) struct AddRule {
     /// What happens to the connections that it is about, such as allow or deny
     action: String,
-    /// Who opens the connection: a member, a group or outside; repeat it for more [default: everybody]
+    /// Who opens the connection: a member, a group or outside; repeat it for more [default:
+    /// everybody]
     #[arg(long, value_name = "WHO")]
     from: Vec<String>,
     /// Who it is opened to; repeat it for more [default: everybody]

@@ -3,8 +3,8 @@
 //! The package is the folder `lab` of the repository. It is looked for in `$TOMBOLO_LAB`; in the
 //! checkout that this program was built in, if the program lies in a `target` folder; and in
 //! `../share/tombolo/lab` beside the program. The interpreter is the first of `python3` in PATH and
-//! `/usr/bin/python3` that has the libraries of the lab, which Debian packages: a Python of one's own
-//! in PATH often lacks them. Without them the lab still measures; only its reports need them.
+//! `/usr/bin/python3` that has the libraries of the lab, which Debian packages: a Python of one's
+//! own in PATH often lacks them. Without them the lab still measures; only its reports need them.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -23,7 +23,8 @@ const MARK: &str = "tombolo_lab/__init__.py";
 const DEBIAN_PYTHON: &str = "/usr/bin/python3";
 /// The libraries of statistics and reports. Debian's package of each is `python3-NAME`.
 const LIBRARIES: [&str; 6] = ["numpy", "pandas", "scipy", "statsmodels", "matplotlib", "jinja2"];
-/// Ends with 3 where Python is too old for the lab; otherwise prints the libraries that are missing.
+/// Ends with 3 where Python is too old for the lab; otherwise prints the libraries that are
+/// missing.
 const PROBE: &str = "\
 import sys
 if sys.version_info < (3, 11): sys.exit(3)

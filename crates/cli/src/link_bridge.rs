@@ -1,4 +1,5 @@
-//! `tombolo link-bridge`: what a daemon starts for a link with `service` or `to`; not for people, who have `tombolo service bridge`.
+//! `tombolo link-bridge`: what a daemon starts for a link with `service` or `to`; not for people,
+//! who have `tombolo service bridge`.
 
 use std::path::PathBuf;
 

@@ -1,7 +1,8 @@
 //! `tombolo logs`: the daemon's log and the consoles of the machines, in the order of time.
 //!
-//! It reads the files of the runtime folder, and of a fabric that is down those that `down` kept. So it works without a daemon,
-//! and costs one that runs nothing. The times of a console's lines are those that the daemon noted ([`tombolo_host::stamps`]).
+//! It reads the files of the runtime folder, and of a fabric that is down those that `down` kept.
+//! So it works without a daemon, and costs one that runs nothing. The times of a console's lines
+//! are those that the daemon noted ([`tombolo_host::stamps`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,7 +24,8 @@ use crate::select::Select;
 
 /// How often followed files are looked at.
 const LOOK: Duration = Duration::from_millis(200);
-/// A last line without an end is printed as it is once nothing has come for so many looks: a prompt.
+/// A last line without an end is printed as it is once nothing has come for so many looks: a
+/// prompt.
 const PROMPT_LOOKS: u32 = 5;
 /// Most bytes of a console that are held back until they have a time.
 const HELD_BYTES: usize = 64 << 10;
@@ -51,7 +53,8 @@ pub(crate) struct Logs {
     /// Print further lines as they are written, until the fabric is down
     #[arg(short = 'F', long)]
     follow: bool,
-    /// Only lines from then on: 90s, 10m, 2h or 1d ago, a day (2026-11-21), or a time in UTC (21:43, 2026-11-21T21:43:05Z)
+    /// Only lines from then on: 90s, 10m, 2h or 1d ago, a day (2026-11-21), or a time in UTC
+    /// (21:43, 2026-11-21T21:43:05Z)
     #[arg(long, value_name = "WHEN", allow_hyphen_values = true)]
     since: Option<String>,
     /// Only the last N of the lines that there are
@@ -68,7 +71,8 @@ struct LogLine {
     time: String,
     unix_ms: u64,
     member: String,
-    /// "daemon", "console", or the program that complained: "qemu", "passt", or "bridge" for what passes calls on.
+    /// "daemon", "console", or the program that complained: "qemu", "passt", or "bridge" for what
+    /// passes calls on.
     source: &'static str,
     text: String,
 }
@@ -88,8 +92,9 @@ struct Source {
     kind: Kind,
     offset: u64,
     inode: u64,
-    /// When the file of a console's times was made: a machine that starts again writes the same file from its beginning,
-    /// and may have written as much as before, but its times are a new file.
+    /// When the file of a console's times was made: a machine that starts again writes the same
+    /// file from its beginning, and may have written as much as before, but its times are a new
+    /// file.
     born: Option<SystemTime>,
     /// A line whose end has not come yet, and where it begins.
     pending: Vec<u8>,
@@ -189,7 +194,8 @@ impl Source {
     }
 }
 
-/// A line without the escape sequences that colour it or move the cursor (ECMA-48: CSI, and OSC up to its end).
+/// A line without the escape sequences that colour it or move the cursor (ECMA-48: CSI, and OSC up
+/// to its end).
 fn plain(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text.chars().peekable();

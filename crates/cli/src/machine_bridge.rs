@@ -1,5 +1,5 @@
-//! `tombolo machine-bridge`: what a daemon starts for an `[export.NAME]` or `[import.NAME]`; not for people, who have
-//! `tombolo service export` and `import`.
+//! `tombolo machine-bridge`: what a daemon starts for an `[export.NAME]` or `[import.NAME]`; not
+//! for people, who have `tombolo service export` and `import`.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! The program `tombolo`.
 //!
-//! One definition per flag (clap's derive) gives the parser, the help, the completions and the man pages. Each group of
-//! commands has a file, with its flags, what they do, and their tests.
+//! One definition per flag (clap's derive) gives the parser, the help, the completions and the man
+//! pages. Each group of commands has a file, with its flags, what they do, and their tests.
 
 mod apply;
 mod bridge;
@@ -73,7 +73,8 @@ Variables (one that is set to nothing is not set):
   TOMBOLO_LAB      folder of the lab, instead of that of the checkout or of ../share/tombolo/lab beside the program
   TOMBOLO_PROGRAM  the program that the lab measures, instead of this one";
 
-/// Connects VMs, unikernels, taps and processes of one machine to one Ethernet network, through shared memory.
+/// Connects VMs, unikernels, taps and processes of one machine to one Ethernet network, through
+/// shared memory.
 #[derive(Debug, Parser)]
 #[command(name = "tombolo", version, after_help = AFTER, max_term_width = 100, propagate_version = false)]
 struct Cli {
@@ -87,11 +88,13 @@ struct Cli {
 enum Command {
     /// Start a fabric from its file
     Up(up::Up),
-    /// Find every fault of a fabric file, and of what it needs of this machine, without starting anything
+    /// Find every fault of a fabric file, and of what it needs of this machine, without starting
+    /// anything
     Check(check::Check),
     /// Change a running fabric to what its edited file says; what did not change runs on
     Apply(apply::Apply),
-    /// Change keys of a running fabric without its file; the next `apply` makes it what the file says
+    /// Change keys of a running fabric without its file; the next `apply` makes it what the file
+    /// says
     Set(set::Set),
     /// Remove keys or sections from a running fabric without its file
     Unset(set::Unset),
@@ -134,7 +137,8 @@ enum Command {
     Cell(cell::Cell),
     /// Run a command in a VM, by the QEMU guest agent
     Exec(exec::Exec),
-    /// Let traffic between taps, veths and cards skip the kernel's forwarding; NAT and firewall still apply
+    /// Let traffic between taps, veths and cards skip the kernel's forwarding; NAT and firewall
+    /// still apply
     #[command(subcommand)]
     Bypass(bypass::Bypass),
     /// List and watch the services that run, and bridge them to cells and guests
@@ -160,7 +164,8 @@ enum Command {
     /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
     #[command(name = "keeper", hide = true)]
     FdStore(fd_store::FdStore),
-    /// Pass calls on between a link of a fabric and the services of this machine; the daemon starts it
+    /// Pass calls on between a link of a fabric and the services of this machine; the daemon starts
+    /// it
     #[command(hide = true)]
     LinkBridge(link_bridge::LinkBridge),
     /// Pass calls on between this machine and others; started by a daemon
@@ -175,9 +180,9 @@ enum Command {
 }
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
-    // What the program and its children make is for its own user: sockets of QEMU, folders of the bypass. This is the one
-    // instant at which the process has a single thread. Manual pages are for everybody; files of the lab are its user's
-    // affair.
+    // What the program and its children make is for its own user: sockets of QEMU, folders of the
+    // bypass. This is the one instant at which the process has a single thread. Manual pages are
+    // for everybody; files of the lab are its user's affair.
     if !matches!(cli.command, Command::Man(_) | Command::Lab(_)) {
         rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     }
@@ -223,7 +228,8 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
     }
 }
 
-/// The command line. What stands behind `lab` is not read here, so that also `--help` and flags of ours reach the lab.
+/// The command line. What stands behind `lab` is not read here, so that also `--help` and flags of
+/// ours reach the lab.
 fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> {
     let words: Vec<_> = words.into_iter().collect();
     match words.get(1) {
@@ -236,8 +242,8 @@ fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> 
     }
 }
 
-/// `-f` is `--file` of every command, and what other programs' `logs -f` follows with. So after `logs` and `events` it is `-F`,
-/// unless a file follows it.
+/// `-f` is `--file` of every command, and what other programs' `logs -f` follows with. So after
+/// `logs` and `events` it is `-F`, unless a file follows it.
 fn followed(mut words: Vec<OsString>) -> Vec<OsString> {
     let is_file = |word: &OsString| {
         let path = Path::new(word);

@@ -62,7 +62,8 @@ pub(crate) struct Man {
     /// Page to print, such as tombolo-up or tombolo.toml [default: tombolo]
     #[arg(value_name = "PAGE", conflicts_with = "out")]
     page: Option<String>,
-    /// Folder for the pages of all commands (tombolo.1, tombolo-up.1, …) and of the fabric file (tombolo.toml.5); created if it does not exist
+    /// Folder for the pages of all commands (tombolo.1, tombolo-up.1, …) and of the fabric file
+    /// (tombolo.toml.5); created if it does not exist
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }

@@ -1,10 +1,12 @@
 //! `tombolo metrics`: the fabric's metrics, printed once or served to Prometheus.
 //!
-//! The API is a Unix socket through which a fabric can be changed, and Prometheus reads over TCP. What listens here gives the
-//! metrics and nothing else. It is not a general HTTP server: it reads one request per connection, answers and hangs up.
+//! The API is a Unix socket through which a fabric can be changed, and Prometheus reads over TCP.
+//! What listens here gives the metrics and nothing else. It is not a general HTTP server: it reads
+//! one request per connection, answers and hangs up.
 //!
-//! Limits: 8 connections at a time (further ones are closed at once), 5 s and 8 KiB for a request, 5 s for a client that
-//! does not read. A fabric that does not answer is a 503, so its alert is raised; the next request asks it again.
+//! Limits: 8 connections at a time (further ones are closed at once), 5 s and 8 KiB for a request,
+//! 5 s for a client that does not read. A fabric that does not answer is a 503, so its alert is
+//! raised; the next request asks it again.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -110,7 +112,8 @@ fn answer(mut stream: TcpStream, page: &dyn Fn() -> Result<String, String>) -> i
         stream.write_all(body.as_bytes())?;
     }
     stream.shutdown(std::net::Shutdown::Write)?;
-    // What the client still sends would reset the connection before it has read all; but it is not read for long.
+    // What the client still sends would reset the connection before it has read all; but it is not
+    // read for long.
     stream.set_read_timeout(Some(Duration::from_millis(200)))?;
     io::copy(&mut stream.take(REQUEST_LIMIT_BYTES), &mut io::sink()).map(drop)
 }

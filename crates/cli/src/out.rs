@@ -6,8 +6,8 @@ use tombolo_host::environment::variable;
 
 use crate::exit::Failure;
 
-/// Writes a line to standard error. Unlike `eprintln!` it does not panic where that is full or closed: a daemon whose log
-/// is on a full disk lives on.
+/// Writes a line to standard error. Unlike `eprintln!` it does not panic where that is full or
+/// closed: a daemon whose log is on a full disk lives on.
 macro_rules! tell {
     ($($arg:tt)*) => {{
         use std::io::Write as _;
@@ -63,8 +63,8 @@ pub(crate) fn toned(text: &str, tone: Tone, colour: bool) -> String {
     if colour { format!("\x1b[{code}m{text}\x1b[0m") } else { text.into() }
 }
 
-/// A table: headings, rows, and below a row lines of its own. A heading that starts with `>` is of a column of numbers,
-/// aligned to the right.
+/// A table: headings, rows, and below a row lines of its own. A heading that starts with `>` is of
+/// a column of numbers, aligned to the right.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     heads: Vec<&'static str>,
@@ -111,7 +111,8 @@ impl Table {
     }
 }
 
-/// A number with a unit prefix of thousands and three or four digits: "0", "999", "1.50 k", "12.3 M".
+/// A number with a unit prefix of thousands and three or four digits: "0", "999", "1.50 k", "12.3
+/// M".
 pub(crate) fn scaled(value: f64, unit: &str) -> String {
     let mut value = value;
     let mut prefix = "";

@@ -1,7 +1,8 @@
 //! A page of docs/ as a manual page: the Markdown that these pages use in, roff out (groff_man(7)).
 //!
-//! What it knows: headings, paragraphs, lists of one level, fenced blocks, tables, and within a line code, bold and links. A
-//! table becomes a list of terms, since the tables of keys are too wide for a terminal. What it does not know stays as it is.
+//! What it knows: headings, paragraphs, lists of one level, fenced blocks, tables, and within a
+//! line code, bold and links. A table becomes a list of terms, since the tables of keys are too
+//! wide for a terminal. What it does not know stays as it is.
 
 /// A page, `NAME(SECTION)`; `about` is its line in whatis(1), and `see` ends it.
 pub(crate) fn manual(markdown: &str, name: &str, section: u8, about: &str, see: &[&str]) -> String {

@@ -98,13 +98,16 @@ pub(crate) struct Add {
     /// IPv4 address: leased to the peer, or set on the tap
     #[arg(long, conflicts_with = "sections")]
     ip: Option<String>,
-    /// IPv6 address or prefix that the guard `ip` allows, besides the link-local one of its MAC; repeat it for more
+    /// IPv6 address or prefix that the guard `ip` allows, besides the link-local one of its MAC;
+    /// repeat it for more
     #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]
     ip6: Vec<String>,
-    /// Source addresses that it may use. `ip`: its own MAC and IP addresses; `mac`: its own MAC; `off`: any
+    /// Source addresses that it may use. `ip`: its own MAC and IP addresses; `mac`: its own MAC;
+    /// `off`: any
     #[arg(long, conflicts_with = "sections")]
     guard: Option<String>,
-    /// Add all [port.NAME] and [tap.NAME] sections of this file, or none if one fails; - is standard input
+    /// Add all [port.NAME] and [tap.NAME] sections of this file, or none if one fails; - is
+    /// standard input
     #[arg(long, value_name = "FILE")]
     sections: Option<PathBuf>,
     /// Print the new ports as JSON
@@ -116,8 +119,8 @@ pub(crate) struct Add {
 pub(crate) struct Set {
     /// Name of the port
     name: String,
-    /// Limits as in the file's key `rate`, such as send=100M,receive=1G,send_urgent=10M; a limit left out is off;
-    /// `off` turns all off
+    /// Limits as in the file's key `rate`, such as send=100M,receive=1G,send_urgent=10M; a limit
+    /// left out is off; `off` turns all off
     #[arg(long, value_name = "LIMITS")]
     rate: String,
     /// Print the port as JSON
@@ -175,7 +178,8 @@ impl Add {
             Kind::Tap => Section::new("tap", name),
             _ => Section::new("port", name).text("kind", kind.as_deref()),
         };
-        // A flag that is not for the kind is told by the fabric, as the same key in the file would be.
+        // A flag that is not for the kind is told by the fabric, as the same key in the file would
+        // be.
         Ok(section
             .text("network", self.network.as_deref())
             .text("socket", socket.as_deref())
@@ -199,7 +203,8 @@ impl Add {
 }
 
 impl Set {
-    /// The change as text of a fabric file. What the names and values mean is for the fabric to say.
+    /// The change as text of a fabric file. What the names and values mean is for the fabric to
+    /// say.
     fn text(&self) -> Result<String, Failure> {
         if self.rate == "off" {
             return Ok("rate = {}\n".into());

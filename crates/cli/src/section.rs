@@ -26,8 +26,8 @@ pub(crate) fn origin(sections: Option<&Path>) -> Origin<'_> {
     sections.map_or(Origin::Flags, Origin::File)
 }
 
-/// A refusal of sections, told by what the user gave: faults of flags have the flag's name, those of a file its path, and not
-/// places in a text that the user has not seen.
+/// A refusal of sections, told by what the user gave: faults of flags have the flag's name, those
+/// of a file its path, and not places in a text that the user has not seen.
 pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
     let ClientError::Refused { fault, .. } = &error else { return error.into() };
     if fault.problems.is_empty() {
@@ -43,8 +43,8 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
         let hint = p.hint.as_ref().map_or_else(String::new, told);
         let what = format!("expected {}, found {}{hint}", p.expected, p.found);
         match origin {
-            // Of `cell.NAME.memory` the flag is the last word; a section's own fault is that of its name.
-            // The name itself is not a flag of every command.
+            // Of `cell.NAME.memory` the flag is the last word; a section's own fault is that of its
+            // name. The name itself is not a flag of every command.
             Origin::Flags => match p.key.splitn(3, '.').nth(2) {
                 Some(key) => format!("--{}: {what}", key.replace('_', "-")),
                 None => format!("the name: {what}"),

@@ -32,7 +32,8 @@ pub(crate) struct Select {
 /// Which machine of a fabric file for several.
 #[derive(Args, Debug, Default)]
 pub(crate) struct OfMachine {
-    /// Machine of a fabric file for several [default: the only one, or the one with this host's name]
+    /// Machine of a fabric file for several [default: the only one, or the one with this host's
+    /// name]
     #[arg(long, value_name = "NAME")]
     pub(crate) machine: Option<String>,
 }
@@ -110,8 +111,9 @@ impl Select {
         }
     }
 
-    /// The fabric file of a command: the one that it names, else ./tombolo.toml, else that of the running fabric. Where
-    /// another fabric is named than that of ./tombolo.toml, it is that one's file too.
+    /// The fabric file of a command: the one that it names, else ./tombolo.toml, else that of the
+    /// running fabric. Where another fabric is named than that of ./tombolo.toml, it is that one's
+    /// file too.
     pub(crate) fn fabric_file(&self, named: Option<&PathBuf>, of: &OfMachine) -> Result<PathBuf, Failure> {
         if let Some(path) = named.or(self.file.as_ref()) {
             return Ok(path.clone());

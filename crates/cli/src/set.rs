@@ -1,4 +1,5 @@
-//! `tombolo set`, `unset` and `config`: keys of the running fabric's file are changed without the file.
+//! `tombolo set`, `unset` and `config`: keys of the running fabric's file are changed without the
+//! file.
 
 use clap::Args;
 use serde_json::{Map, Value};
@@ -25,8 +26,8 @@ pub(crate) struct How {
 
 #[derive(Args, Debug)]
 pub(crate) struct Set {
-    /// Keys as in the fabric file, with their sections, such as network.lan.uplink=kernel. A value is written as in the
-    /// file; a text may be without quotes
+    /// Keys as in the fabric file, with their sections, such as network.lan.uplink=kernel. A value
+    /// is written as in the file; a text may be without quotes
     #[arg(value_name = "KEY=VALUE", required = true)]
     settings: Vec<String>,
     #[command(flatten)]
@@ -61,14 +62,16 @@ impl How {
     }
 }
 
-/// A value as in the file; what is no TOML is a text. So is what JSON has no number for, such as `nan` and `inf`.
+/// A value as in the file; what is no TOML is a text. So is what JSON has no number for, such as
+/// `nan` and `inf`.
 fn value(text: &str) -> Value {
     let read = config::Document::read(&format!("value = {text}\n"));
     let read = read.and_then(|document| document.root.get("value").cloned());
     read.filter(|value| !config::has_null(value)).unwrap_or_else(|| text.into())
 }
 
-/// Puts `value` at a dotted path of a patch; `None` if the path has an empty part, or runs through another setting.
+/// Puts `value` at a dotted path of a patch; `None` if the path has an empty part, or runs through
+/// another setting.
 fn put(patch: &mut Map<String, Value>, path: &str, value: Value) -> Option<()> {
     let (parents, name) = path.rsplit_once('.')?;
     let mut at = patch;

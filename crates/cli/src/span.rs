@@ -19,7 +19,8 @@ const OLD_S: f64 = 10.0;
 pub(crate) enum Span {
     /// Show the other machines, the networks that they share, and addresses that two of them have
     Status(StatusArgs),
-    /// Print the settings of this machine's tombolo-span, as [span] and [machine.NAME] of the fabric file say them, or with --fabric those of a fabric that runs
+    /// Print the settings of this machine's tombolo-span, as [span] and [machine.NAME] of the
+    /// fabric file say them, or with --fabric those of a fabric that runs
     Settings(OfMachine),
 }
 
@@ -53,7 +54,8 @@ impl Span {
     }
 }
 
-/// Prints what tombolo-span takes with `--config`: as the file says it, or as the named fabric runs.
+/// Prints what tombolo-span takes with `--config`: as the file says it, or as the named fabric
+/// runs.
 fn settings(select: &Select, of: &OfMachine) -> Result<Exit, Failure> {
     let (spec, path) = match (&select.file, &select.fabric) {
         (None, Some(_)) => running(select, of)?,

@@ -123,7 +123,8 @@ fn cut(line: &str, columns: usize) -> String {
 /// Ctrl-], which leaves a console.
 const LEAVE: u8 = 0x1d;
 
-/// What is typed: from a terminal until Ctrl-]; from a pipe until its end, which does not end the console.
+/// What is typed: from a terminal until Ctrl-]; from a pipe until its end, which does not end the
+/// console.
 pub(crate) struct Typing<R> {
     input: R,
     terminal: bool,
@@ -148,7 +149,8 @@ impl<R: Read> Read for Typing<R> {
                 return Ok(at);
             }
         } else if n == 0 {
-            // Nothing more will be typed; what the machine answers is read on, until it or the user ends.
+            // Nothing more will be typed; what the machine answers is read on, until it or the user
+            // ends.
             loop {
                 std::thread::park();
             }

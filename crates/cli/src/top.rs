@@ -182,7 +182,8 @@ fn rate(before: u64, now: u64, seconds: f64) -> f64 {
     now.saturating_sub(before) as f64 / seconds
 }
 
-/// Bits that a frame takes on a wire besides its bytes are not counted: the rates are of what ports carry.
+/// Bits that a frame takes on a wire besides its bytes are not counted: the rates are of what ports
+/// carry.
 const BITS: f64 = 8.0;
 
 /// One row of the ports: what it is sorted by, and its cells.
@@ -193,7 +194,8 @@ struct Row {
     cells: [String; COLUMNS.len()],
 }
 
-/// The columns of the ports, and the order in which they go where a terminal is narrow: the highest first, 0 never.
+/// The columns of the ports, and the order in which they go where a terminal is narrow: the highest
+/// first, 0 never.
 const COLUMNS: [(&str, u8); 9] = [
     ("PORT", 0),
     ("LINK", 1),

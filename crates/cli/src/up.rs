@@ -49,11 +49,12 @@ pub(crate) struct Up {
     /// With --daemon: print the report of `status` as JSON
     #[arg(long, requires = "daemon")]
     json: bool,
-    /// Take over from the running daemon of this fabric while its guests run on; without one, same as plain `up`
+    /// Take over from the running daemon of this fabric while its guests run on; without one, same
+    /// as plain `up`
     #[arg(long)]
     replace: bool,
-    /// On SIGTERM, leave machines and containers running for the next daemon, as on SIGUSR2; for a daemon in a container,
-    /// whose runtime sends SIGTERM when it stops or replaces it
+    /// On SIGTERM, leave machines and containers running for the next daemon, as on SIGUSR2; for a
+    /// daemon in a container, whose runtime sends SIGTERM when it stops or replaces it
     #[arg(long)]
     leave_on_term: bool,
     /// The process in between: starts the daemon and ends
@@ -246,7 +247,8 @@ fn log_path_text(name: &str) -> String {
     format!("the daemon of \"{name}\"")
 }
 
-/// How long machines are watched that have just been started. QEMU that refuses what it was given ends within this.
+/// How long machines are watched that have just been started. QEMU that refuses what it was given
+/// ends within this.
 const AT_ONCE: Duration = Duration::from_secs(1);
 
 /// The status once each machine is on the network or has died, at the latest after [`AT_ONCE`].
@@ -287,7 +289,8 @@ pub(crate) fn missing(status: &Status) -> Vec<(String, String)> {
     machines.map(|m| (m.name.clone(), how(m))).collect()
 }
 
-/// What the user should know of a start: what became of an earlier daemon's things, and what does not work.
+/// What the user should know of a start: what became of an earlier daemon's things, and what does
+/// not work.
 fn tell_all(status: &Status) {
     status.takeover.iter().chain(&status.warnings).for_each(|line| out::tell!("tombolo: {line}"));
 }
@@ -304,8 +307,8 @@ fn summary(status: &Status, took: Duration) -> String {
     )
 }
 
-/// A fabric's file is read again: for the places of faults, by the daemon in the background, and by the daemon that follows. So
-/// it is no pipe.
+/// A fabric's file is read again: for the places of faults, by the daemon in the background, and by
+/// the daemon that follows. So it is no pipe.
 fn is_file(path: &Path) -> Result<(), Failure> {
     match std::fs::metadata(path) {
         Ok(found) if !found.is_file() => Err(Failure::misused(format!(
@@ -329,8 +332,8 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
             out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
         );
     }
-    // Progress is for a terminal only; what happens once the fabric is up is always printed, and is in its log too. Until then the
-    // folder of the log may be another daemon's.
+    // Progress is for a terminal only; what happens once the fabric is up is always printed, and is
+    // in its log too. Until then the folder of the log may be another daemon's.
     let stands = Arc::new(AtomicBool::new(false));
     let aloud = stands.clone();
     let log: Arc<OnceLock<Mutex<log::Log>>> = Arc::default();
@@ -442,7 +445,8 @@ fn serve_as_daemon(path: &Path, which: Which<'_>, start: Start, starter: u32) ->
     }
 }
 
-/// The time at the head of a line of the log, to the millisecond like those of consoles: `tombolo logs` sorts by it.
+/// The time at the head of a line of the log, to the millisecond like those of consoles: `tombolo
+/// logs` sorts by it.
 fn stamp() -> String {
     moment::rfc3339(moment::unix_ms())
 }

@@ -73,7 +73,8 @@ fn is_over(m: &MachineReport) -> bool {
     m.pid.is_none() && m.restart_in_s.is_none() && matches!(m.state.as_str(), "failed" | "stopped")
 }
 
-/// Whether one of the machines that are `late`, as [`missing`] has them, will never be on the network.
+/// Whether one of the machines that are `late`, as [`missing`] has them, will never be on the
+/// network.
 pub(crate) fn is_hopeless(status: &Status, late: &[(String, String)]) -> bool {
     status.machines.iter().any(|m| is_over(m) && late.iter().any(|(name, _)| *name == m.name))
 }
@@ -109,7 +110,8 @@ fn lease(status: &Status, name: &str) -> State {
         true => State::Met(Exit::Done),
         false if is_over(m) => State::Never(how(m)),
         false => {
-            // The networks that it has a device on: a machine's ports have its name, or begin with it and a dot.
+            // The networks that it has a device on: a machine's ports have its name, or begin with
+            // it and a dot.
             let is_its = |port: &&PortReport| port.name == name || port.name.starts_with(&format!("{name}."));
             let full = status.ports.iter().filter(is_its).find_map(|port| {
                 let network = status.networks.iter().find(|network| network.name == port.network)?;
@@ -127,8 +129,8 @@ fn lease(status: &Status, name: &str) -> State {
     }
 }
 
-/// Leases outlive machines: one of an earlier run says nothing of this one. Of a machine that runs on from before this daemon it is
-/// not known when it asked.
+/// Leases outlive machines: one of an earlier run says nothing of this one. Of a machine that runs
+/// on from before this daemon it is not known when it asked.
 fn is_of_this_run(machine: &MachineReport, lease: &LeaseReport) -> bool {
     match (lease.given_s, machine.uptime_s) {
         (Some(given), Some(uptime)) => given <= uptime,

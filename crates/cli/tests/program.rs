@@ -1,4 +1,5 @@
-//! The program as its users run it: fabrics of bare ports, which need no privilege, in folders of their own.
+//! The program as its users run it: fabrics of bare ports, which need no privilege, in folders of
+//! their own.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -184,7 +185,8 @@ fn limits(home: &Home) -> (Option<String>, u64) {
     )
 }
 
-/// Asks the gateway `n` times from the port `guest`, and waits until each answer has come or was counted as dropped.
+/// Asks the gateway `n` times from the port `guest`, and waits until each answer has come or was
+/// counted as dropped.
 fn answers(home: &Home, peer: &mut UnixStream, n: u64) -> u64 {
     let answered = |home: &Home| {
         let port = home.status().ports.into_iter().find(|p| p.name == "guest").expect("a port of the file");

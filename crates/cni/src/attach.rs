@@ -1,20 +1,21 @@
 //! The commands: what is made in the container's namespace and in the fabric, and taken out again.
 //!
 //! # Order
-//! Calls for one attachment come one after the other ([`Fabric::turn`]). An ADD whose runtime has ended while it waited
-//! for its turn does nothing ([`Caller`]): DEL may have come first, and no other one would follow.
-//! ADD makes a persistent tap in the namespace first, then has the fabric attach to it, then adds
-//! the route. So at each step what is left after a kill is in the namespace, and ends with it.
-//! DEL removes the port first: the daemon's descriptor would keep the namespace alive.
+//! Calls for one attachment come one after the other ([`Fabric::turn`]). An ADD whose runtime has
+//! ended while it waited for its turn does nothing ([`Caller`]): DEL may have come first, and no
+//! other one would follow. ADD makes a persistent tap in the namespace first, then has the fabric
+//! attach to it, then adds the route. So at each step what is left after a kill is in the
+//! namespace, and ends with it. DEL removes the port first: the daemon's descriptor would keep the
+//! namespace alive.
 //!
 //! A virtual machine that reaches the fabric by a vhost-user socket has nothing in the namespace.
 //! ADD adds the port, then writes the file for Kata ([`dan`]); DEL removes the port, the file and
 //! the socket.
 //!
 //! # Names
-//! The fabric knows an attachment by the container's ID and CNI_IFNAME, as GC's list does, and MAC addresses follow from
-//! these. The device of a microVM may have another name, of which only ADD is sure to be told. So the other commands find
-//! the device by its MAC address.
+//! The fabric knows an attachment by the container's ID and CNI_IFNAME, as GC's list does, and MAC
+//! addresses follow from these. The device of a microVM may have another name, of which only ADD is
+//! sure to be told. So the other commands find the device by its MAC address.
 //!
 //! # The daemon is away
 //! A persistent tap stays, without carrier, and the next daemon attaches to it again. DEL deletes
@@ -113,8 +114,8 @@ fn id(environment: &Environment, key: &'static str) -> Result<Option<u32>, CniEr
     environment.arg(key).map(number).transpose()
 }
 
-/// The address of the device itself. In a container it is the container's. A microVM's is its guest's, so its tap has another.
-/// Behind a vhost-user socket there is no device but the guest's.
+/// The address of the device itself. In a container it is the container's. A microVM's is its
+/// guest's, so its tap has another. Behind a vhost-user socket there is no device but the guest's.
 fn device_mac(config: &Config, identity: &str) -> Mac {
     match config.vm {
         Some(Vm::Tap) => Mac::derived(&["cni tap", &config.fabric, identity]),
@@ -125,14 +126,15 @@ fn device_mac(config: &Config, identity: &str) -> Mac {
 /// Smallest MTU with which an interface has IPv6 (RFC 8200, section 5).
 const IPV6_MTU: u32 = 1280;
 
-/// Whether an interface of the namespace can have IPv6 addresses: not where the kernel runs without IPv6.
+/// Whether an interface of the namespace can have IPv6 addresses: not where the kernel runs without
+/// IPv6.
 fn has_ipv6(netns: &Netns, mtu: u32) -> Result<bool, CniError> {
     let is_there = netns.run(|| std::path::Path::new("/proc/sys/net/ipv6").exists()).map_err(system)?;
     Ok(is_there && mtu >= IPV6_MTU)
 }
 
-/// Turns IPv6 of an interface on or off. A runtime may have it off by default, for networks that have none. It is off for a
-/// microVM's tap: the namespace has no part in what the guest says.
+/// Turns IPv6 of an interface on or off. A runtime may have it off by default, for networks that
+/// have none. It is off for a microVM's tap: the namespace has no part in what the guest says.
 fn set_ipv6(netns: &Netns, interface: &str, on: bool) -> Result<(), CniError> {
     let file = format!("/proc/sys/net/ipv6/conf/{interface}/disable_ipv6");
     let disable = if on { "0" } else { "1" };
@@ -150,10 +152,12 @@ fn routers_of(place: &Place) -> Routers {
     (place.router, place.six.and_then(|six| six.router))
 }
 
-/// Gives the interface its default routes and its IPv6 address. The IPv4 address is there from the fabric. The IPv6 address is
-/// usable at once: duplicate address detection is off for it, since the fabric's guard lets no other member use it.
+/// Gives the interface its default routes and its IPv6 address. The IPv4 address is there from the
+/// fabric. The IPv6 address is usable at once: duplicate address detection is off for it, since the
+/// fabric's guard lets no other member use it.
 ///
-/// Returns the routers of the routes that it made: a container that has a default route by another interface keeps that one.
+/// Returns the routers of the routes that it made: a container that has a default route by another
+/// interface keeps that one.
 fn configure(netns: &Netns, interface: &str, place: &Place) -> Result<Routers, CniError> {
     let link = Interface::open(Some(netns), interface).map_err(system)?;
     let add = |any: IpAddr, router: IpAddr| link.add_route((any, 0), Some(router)).map_err(system);
@@ -198,14 +202,15 @@ fn add(environment: &Environment, config: &Config, caller: &Caller) -> Result<Va
     // Without a daemon or its network there is nothing to wait for.
     fabric.network(&fabric.status()?)?;
     let _turn = fabric.turn(mac)?;
-    // While this call waited, its runtime may have ended, DEL may have come for the same attachment, and the fabric may have
-    // changed. So everything is looked at from here on.
+    // While this call waited, its runtime may have ended, DEL may have come for the same
+    // attachment, and the fabric may have changed. So everything is looked at from here on.
     caller.check()?;
     let netns = open_container(path)?;
     let status = fabric.status()?;
     let mtu = fabric.network(&status)?.mtu;
     let has_ipv6 = match config.vm {
-        // The guest of a monitor configures IPv6 itself: firecracker-go-sdk takes results with one address only.
+        // The guest of a monitor configures IPv6 itself: firecracker-go-sdk takes results with one
+        // address only.
         Some(Vm::Tap) => false,
         Some(Vm::VhostUser) => mtu >= IPV6_MTU,
         None => has_ipv6(&netns, mtu)?,
@@ -271,8 +276,8 @@ fn add(environment: &Environment, config: &Config, caller: &Caller) -> Result<Va
 
 /// Adds the port of a virtual machine that reaches the fabric by a vhost-user socket.
 ///
-/// Kata's monitor listens at the socket, and takes a path only at which there is nothing yet. So the fabric connects there, and
-/// the path is made free. Other monitors connect to the fabric.
+/// Kata's monitor listens at the socket, and takes a path only at which there is nothing yet. So
+/// the fabric connects there, and the path is made free. Other monitors connect to the fabric.
 fn add_vhost_user(
     fabric: &Fabric<'_>,
     config: &Config,
@@ -300,7 +305,8 @@ fn add_vhost_user(
     Ok(result(config, at, (mac, mac), &place, routers_of(&place), Some(text)))
 }
 
-/// Removes what there is of a virtual machine besides its port: the entry in Kata's file, and the socket.
+/// Removes what there is of a virtual machine besides its port: the entry in Kata's file, and the
+/// socket.
 fn forget_vm(config: &Config, socket: &Path, container: &str, interface: &str) -> Result<(), CniError> {
     if let Some(folder) = &config.dan {
         dan::take(folder, container, interface)?;
@@ -319,9 +325,10 @@ fn forget_vm(config: &Config, socket: &Path, container: &str, interface: &str) -
 
 /// What ADD answers, in the version of the configuration.
 ///
-/// For a microVM it has the pair that firecracker-go-sdk looks for: the tap, and the guest's interface, which has the tap's name
-/// and the container's ID in place of a namespace. The address is the guest's. Behind a `socket` there is the guest's interface
-/// alone. The default routes are those by `routers`.
+/// For a microVM it has the pair that firecracker-go-sdk looks for: the tap, and the guest's
+/// interface, which has the tap's name and the container's ID in place of a namespace. The address
+/// is the guest's. Behind a `socket` there is the guest's interface alone. The default routes are
+/// those by `routers`.
 fn result(
     config: &Config,
     at: (&str, &str, &str),
@@ -403,8 +410,8 @@ fn del(environment: &Environment, config: &Config) -> Result<(), CniError> {
         delete_device(&netns, &device_name(&netns, interface, config, mac)?, mac)
     })();
     match removed {
-        // The next daemon forgets the port when it finds that the device or the namespace is gone. One that is only slow does not
-        // look at the device: the runtime tries again.
+        // The next daemon forgets the port when it finds that the device or the namespace is gone.
+        // One that is only slow does not look at the device: the runtime tries again.
         Err(CniError::Away(why)) => {
             // A runtime that does not read has ended.
             let _ = writeln!(std::io::stderr(), "tombolo-cni: DEL: {why}; the port is forgotten by the next daemon");
@@ -421,8 +428,8 @@ fn told_mtu(before: Option<&Value>, name: &str) -> Option<u32> {
     own.get("mtu")?.as_u64()?.try_into().ok().filter(|mtu| *mtu != 0)
 }
 
-/// The routers of the default routes in an earlier answer of this plugin: those that its addresses have as gateways. Plugins
-/// after it may have added routes, and changed these.
+/// The routers of the default routes in an earlier answer of this plugin: those that its addresses
+/// have as gateways. Plugins after it may have added routes, and changed these.
 fn told_routers(before: &Value) -> Vec<IpAddr> {
     let list = |key: &str| before.get(key).and_then(Value::as_array).into_iter().flatten();
     let address = |entry: &Value, key: &str| entry.get(key).and_then(Value::as_str)?.parse::<IpAddr>().ok();
@@ -451,8 +458,9 @@ impl Routes {
         Ok(Routes { v4, v6 })
     }
 
-    /// Whether the default route by `router` leads through `interface`. The columns are those of `fib_route_seq_show` and
-    /// `rt6_info_route` in Linux: numbers are hexadecimal, and IPv4 addresses are in the machine's byte order.
+    /// Whether the default route by `router` leads through `interface`. The columns are those of
+    /// `fib_route_seq_show` and `rt6_info_route` in Linux: numbers are hexadecimal, and IPv4
+    /// addresses are in the machine's byte order.
     fn has_default(&self, interface: &str, router: IpAddr) -> bool {
         let fields = |line: &str| line.split_whitespace().map(String::from).collect::<Vec<_>>();
         match router {
@@ -474,7 +482,8 @@ impl Routes {
     }
 }
 
-/// Compares the MTU and the default routes of the container's interface with what they were, or are to be.
+/// Compares the MTU and the default routes of the container's interface with what they were, or are
+/// to be.
 fn same_link(netns: &Netns, name: &str, config: &Config, network: &NetworkReport) -> Result<(), CniError> {
     let differs = |what: String| Err(CniError::Differs { what });
     let expected = told_mtu(config.prev_result.as_ref(), name).unwrap_or(network.mtu);
@@ -565,8 +574,9 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     same_addresses(config.prev_result.as_ref(), &held, index, interface, is_fixed).map_err(differs)
 }
 
-/// Compares the addresses that the fabric has for an interface with those of an earlier answer, where there is one. The interface
-/// is at `index` there, and its addresses are those that are `fixed`.
+/// Compares the addresses that the fabric has for an interface with those of an earlier answer,
+/// where there is one. The interface is at `index` there, and its addresses are those that are
+/// `fixed`.
 fn same_addresses(
     before: Option<&Value>,
     held: &[IpAddr],
@@ -620,7 +630,8 @@ fn gc(config: &Config) -> Result<(), CniError> {
     for (container, interface, entry) in config.dan.iter().flat_map(|folder| dan::all_in(folder, fabric.folder())) {
         let identity = config.identity(&container, &interface);
         let socket = fabric.socket(mac_of(config, &identity));
-        // Another network of this fabric may have the folder too; the socket's name tells whose entry it is.
+        // Another network of this fabric may have the folder too; the socket's name tells whose
+        // entry it is.
         if entry == socket && !stay.contains(&identity) {
             failed = forget_vm(config, &socket, &container, &interface).err().or(failed);
         }

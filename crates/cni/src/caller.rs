@@ -1,10 +1,12 @@
 //! The runtime that called the plugin, and whether it is still there.
 //!
-//! A runtime that is killed leaves the calls that it has made. The next one calls DEL for what they were about, and starts a
-//! container again under another name. An ADD that did its work after that DEL would add a port that no one removes before
-//! the namespace ends. So ADD asks here once no other call for its attachment can come before it.
+//! A runtime that is killed leaves the calls that it has made. The next one calls DEL for what they
+//! were about, and starts a container again under another name. An ADD that did its work after that
+//! DEL would add a port that no one removes before the namespace ends. So ADD asks here once no
+//! other call for its attachment can come before it.
 //!
-//! Where the answer goes to a pipe or a socket, its other end tells whether the caller is there; else the plugin's parent does.
+//! Where the answer goes to a pipe or a socket, its other end tells whether the caller is there;
+//! else the plugin's parent does.
 
 use std::io;
 
@@ -31,7 +33,8 @@ impl Caller {
     /// # Errors
     /// It has gone.
     pub(crate) fn check(&self) -> Result<(), CniError> {
-        // Where a process reads the answer, that tells: it may have had another one start the plugin, which has ended since.
+        // Where a process reads the answer, that tells: it may have had another one start the
+        // plugin, which has ended since.
         let why = match is_for_a_process(io::stdout()) {
             true if is_read(io::stdout()) => return Ok(()),
             true => "no one reads its answer any more",
@@ -48,7 +51,8 @@ fn is_for_a_process(output: impl rustix::fd::AsFd) -> bool {
     matches!(kind, Ok(FileType::Fifo | FileType::Socket))
 }
 
-/// Whether something that is written can still be read. A file can, and so can what cannot be asked.
+/// Whether something that is written can still be read. A file can, and so can what cannot be
+/// asked.
 fn is_read(output: impl rustix::fd::AsFd) -> bool {
     let mut asked = [PollFd::new(&output, PollFlags::empty())];
     loop {

@@ -1,4 +1,5 @@
-//! The file by which Kata Containers learns of a sandbox's network devices ("directly attachable network", DAN).
+//! The file by which Kata Containers learns of a sandbox's network devices ("directly attachable
+//! network", DAN).
 //!
 //! Kata's runtime in Rust reads `FOLDER/SANDBOX.json` when it starts the virtual machine of a
 //! sandbox, whose ID is CNI_CONTAINERID. With such a file it looks at no interface of the
@@ -11,8 +12,8 @@
 //!   are, and a file goes with its last entry.
 //! - A file is replaced as a whole, so Kata never reads half of one. The next one is `ID.json.next`
 //!   until then. What a call that was killed has left of that goes with the next call for the
-//!   sandbox, or with GC. A runtime makes one call at a time per container (CNI 1.1), so there is no
-//!   lock.
+//!   sandbox, or with GC. A runtime makes one call at a time per container (CNI 1.1), so there is
+//!   no lock.
 //! - Kata acts on these files as root. So the folder has to be this user's, and no other user may
 //!   write in it.
 
@@ -39,7 +40,8 @@ pub(crate) fn path(folder: &Path, container: &str) -> PathBuf {
     folder.join(format!("{container}.json"))
 }
 
-/// The entry of an interface behind a vhost-user socket. Its one queue pair is what the fabric's port has.
+/// The entry of an interface behind a vhost-user socket. Its one queue pair is what the fabric's
+/// port has.
 pub(crate) fn device(interface: &str, mac: Mac, socket: &str, place: &Place) -> Value {
     let mut addresses = vec![format!("{}/{}", place.ip, place.prefix)];
     addresses.extend(place.six.map(|six| format!("{}/64", six.ip)));
@@ -157,7 +159,8 @@ pub(crate) fn put(folder: &Path, container: &str, device: Value) -> Result<(), C
     write(&path, &value)
 }
 
-/// Removes an entry; one that is not there is fine. A file that is not of this form is left: it is another's.
+/// Removes an entry; one that is not there is fine. A file that is not of this form is left: it is
+/// another's.
 pub(crate) fn take(folder: &Path, container: &str, interface: &str) -> Result<(), CniError> {
     let path = path(folder, container);
     // What a call that was killed has left.
@@ -181,8 +184,8 @@ pub(crate) fn find(folder: &Path, container: &str, interface: &str) -> Result<Op
     Ok(all.and_then(|all| all.iter().find(|device| is_named(device, interface))).cloned())
 }
 
-/// Removes what killed calls have left for sandboxes that no further call is for. Such a file does not tell whose it is, and one
-/// that is young may be one that another call is writing.
+/// Removes what killed calls have left for sandboxes that no further call is for. Such a file does
+/// not tell whose it is, and one that is young may be one that another call is writing.
 ///
 /// # Errors
 /// The system's, the last one; the rest is removed all the same.

@@ -30,7 +30,8 @@ pub(crate) enum CniError {
     /// There is no daemon.
     #[error("{0}")]
     Away(String),
-    /// The daemon is there and did not answer, or another call for the same attachment is under way.
+    /// The daemon is there and did not answer, or another call for the same attachment is under
+    /// way.
     #[error("{0}")]
     Again(String),
     /// The daemon is there and does something else: what was asked for was not done.

@@ -74,8 +74,8 @@ impl From<ClientError> for CniError {
     }
 }
 
-/// What is wrong with the port mappings, if the fabric refused them. It names them as the runtime gave them, not as the fabric has
-/// them.
+/// What is wrong with the port mappings, if the fabric refused them. It names them as the runtime
+/// gave them, not as the fabric has them.
 fn fault_of_mappings(fault: &Fault) -> Option<String> {
     let is_of_forward = |p: &&ProblemReport| p.key.starts_with("forward[");
     let said = |p: &ProblemReport| {
@@ -111,8 +111,8 @@ pub(crate) fn member_name(text: &str) -> Option<String> {
     ok.then(|| text.to_string())
 }
 
-/// The first free address from a place on that follows from `seed`, so that parallel calls seldom want the same one. Where the
-/// network spans machines, only `own` are this one's to give.
+/// The first free address from a place on that follows from `seed`, so that parallel calls seldom
+/// want the same one. Where the network spans machines, only `own` are this one's to give.
 fn free_address(
     subnet: (Ipv4Addr, u8),
     own: Option<RangeReport>,
@@ -135,8 +135,9 @@ fn subnet_of(network: &NetworkReport) -> Option<(Ipv4Addr, u8)> {
     Some((base.parse().ok()?, prefix.parse().ok().filter(|p| (1..=30).contains(p))?))
 }
 
-/// The container's address in the network's IPv6 prefix: the one of the configuration, or the prefix with its IPv4 address as
-/// the last 32 bits. The gateway would lease it the same one, and no two containers have one IPv4 address.
+/// The container's address in the network's IPv6 prefix: the one of the configuration, or the
+/// prefix with its IPv4 address as the last 32 bits. The gateway would lease it the same one, and
+/// no two containers have one IPv4 address.
 ///
 /// # Errors
 /// The one of the configuration is not one that a container of the network can have.
@@ -163,7 +164,8 @@ fn address6(network: &NetworkReport, wanted: Option<Ipv6Addr>, ip: Ipv4Addr) -> 
     Ok(Some(ip6))
 }
 
-/// The address that a host with this MAC address gives itself in the /64 of `ip6` (RFC 4291, appendix A).
+/// The address that a host with this MAC address gives itself in the /64 of `ip6` (RFC 4291,
+/// appendix A).
 fn slaac_address(ip6: Ipv6Addr, mac: Mac) -> Ipv6Addr {
     let [a, b, c, d, e, f] = mac.0;
     let suffix = u64::from_be_bytes([a ^ 2, b, c, 0xff, 0xfe, d, e, f]);
@@ -182,8 +184,9 @@ impl<'c> Fabric<'c> {
         Ok(Fabric { client, config, folder })
     }
 
-    /// The turn of an attachment: calls for it come one after the other, as a runtime may have given up on an ADD that still runs
-    /// when it calls DEL. It ends with the returned file. There is none without the fabric's folder, and so without a daemon.
+    /// The turn of an attachment: calls for it come one after the other, as a runtime may have
+    /// given up on an ADD that still runs when it calls DEL. It ends with the returned file. There
+    /// is none without the fabric's folder, and so without a daemon.
     ///
     /// # Errors
     /// The turn does not come: the call that has it is stopped, or waits for the daemon.
@@ -383,8 +386,8 @@ pub(crate) struct Device<'a> {
 }
 
 impl Device<'_> {
-    /// Its section of a fabric file, with its addresses, and whether mappings lead to it from IPv6 addresses. All values were
-    /// checked to be free of quotes and line ends.
+    /// Its section of a fabric file, with its addresses, and whether mappings lead to it from IPv6
+    /// addresses. All values were checked to be free of quotes and line ends.
     fn section(
         &self,
         name: &str,
@@ -406,8 +409,9 @@ impl Device<'_> {
             "network = \"{network}\"\nnetns = \"{netns}\"\nmac = \"{mac}\"\nip = \"{ip}\"\nguard = \"ip\"\n\
              container = \"{identity}\"\n"
         ));
-        // The kernel of a virtual machine also takes an address from router advertisements, and uses it as source. So the port
-        // learns its addresses, unless the runtime chose one, which then is reserved.
+        // The kernel of a virtual machine also takes an address from router advertisements, and
+        // uses it as source. So the port learns its addresses, unless the runtime chose one, which
+        // then is reserved.
         let listed = match form {
             Form::Tap { .. } => ip6.map(|ip6| vec![ip6]),
             Form::VhostUser { .. } => config.ip6.map(|ip6| vec![ip6, slaac_address(ip6, *mac)]),
@@ -422,7 +426,8 @@ impl Device<'_> {
             [("send", limits.egress_rate, limits.egress_burst), ("receive", limits.ingress_rate, limits.ingress_burst)];
         let of_way = |(key, rate, burst): (&str, Option<u64>, Option<u64>)| {
             let rate = rate.filter(|rate| *rate != 0)?;
-            // 0 is none in the reference plugin. The fabric takes other numbers from 1000 to 10^12; any frame passes a full bucket.
+            // 0 is none in the reference plugin. The fabric takes other numbers from 1000 to 10^12;
+            // any frame passes a full bucket.
             let burst = burst.filter(|burst| *burst != 0).map(|burst| burst.clamp(1_000, 1_000_000_000_000));
             let burst = burst.map(|burst| format!(", {key}_burst = {burst}")).unwrap_or_default();
             Some(format!("{key} = {rate}{burst}"))

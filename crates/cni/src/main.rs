@@ -4,10 +4,10 @@
 //! network configuration on standard input (CNI 0.3.1 to 1.1.0). The container gets a tap of the
 //! fabric's switch directly in its namespace, without a veth pair, so offloads are kept
 //! (docs/kubernetes.md). [`request`] checks what comes in, [`attach`] carries it out, [`fabric`]
-//! talks to the daemon, [`caller`] tells whether the runtime is still there, [`dan`] writes the files
-//! that Kata reads, [`error`] has the codes. Nothing is kept between two calls: what is needed
-//! is in the fabric and follows from the container's ID. So calls for different attachments run in
-//! parallel.
+//! talks to the daemon, [`caller`] tells whether the runtime is still there, [`dan`] writes the
+//! files that Kata reads, [`error`] has the codes. Nothing is kept between two calls: what is
+//! needed is in the fabric and follows from the container's ID. So calls for different attachments
+//! run in parallel.
 #![forbid(unsafe_code)]
 
 mod attach;
@@ -30,7 +30,8 @@ fn answer(environment: &Environment, input: &[u8], caller: &Caller) -> Result<Op
         return Ok(Some(attach::versions(&request::version_of(input))));
     }
     match request::parse(command, input) {
-        // What makes ADD fail must not make DEL fail too: the runtime could not tear down the sandbox.
+        // What makes ADD fail must not make DEL fail too: the runtime could not tear down the
+        // sandbox.
         Err(error) if command == Command::Del && request::is_object(input) => {
             attach::note_nothing_added(&error);
             Ok(None)
@@ -87,7 +88,8 @@ mod tests {
         all.to_string().into_bytes()
     }
 
-    /// What ADD refuses for `code`, DEL carries out. GC and STATUS get as far as the daemon, which is not there.
+    /// What ADD refuses for `code`, DEL carries out. GC and STATUS get as far as the daemon, which
+    /// is not there.
     #[test]
     fn what_add_refuses_does_not_keep_a_sandbox_from_its_end() {
         let mapping = |more: Value| {
@@ -120,7 +122,8 @@ mod tests {
             assert_eq!(code("DEL", &input), None, "{more}");
             assert_eq!((code("GC", &input), code("STATUS", &input)), (Some(11), Some(50)), "{more}");
         }
-        // Without a right place there is nothing that GC and STATUS could look at; DEL has nothing to remove.
+        // Without a right place there is nothing that GC and STATUS could look at; DEL has nothing
+        // to remove.
         for (more, refused) in [
             (json!({ "cniVersion": "9.0.0" }), 1),
             (json!({ "name": "a b" }), 7),

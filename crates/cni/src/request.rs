@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use crate::error::CniError;
 
-/// Longest configuration that is read. With the results of other plugins they are a few kilobytes; a list of attachments for
-/// GC has about 100 bytes for each.
+/// Longest configuration that is read. With the results of other plugins they are a few kilobytes;
+/// a list of attachments for GC has about 100 bytes for each.
 pub(crate) const MAX_INPUT_BYTES: u64 = 8 << 20;
 /// Longest value of a variable.
 const MAX_VARIABLE_BYTES: usize = 4096;
@@ -97,7 +97,8 @@ impl Environment {
         interface_name(name, text)
     }
 
-    /// The name that the device is to have: of a microVM's tap it may be another than that of the interface.
+    /// The name that the device is to have: of a microVM's tap it may be another than that of the
+    /// interface.
     pub(crate) fn device(&self, vm: Option<Vm>) -> Result<&str, CniError> {
         match self.arg("TC_REDIRECT_TAP_NAME").filter(|_| vm == Some(Vm::Tap)) {
             Some(name) => interface_name("CNI_ARGS", name),
@@ -185,7 +186,8 @@ pub(crate) struct Mapping {
     pub(crate) protocol: &'static str,
     /// Where the host listens.
     pub(crate) listen: SocketAddr,
-    /// Whether the runtime left the host's address out, which means all of both families. `listen` is then all of IPv4.
+    /// Whether the runtime left the host's address out, which means all of both families. `listen`
+    /// is then all of IPv4.
     pub(crate) anywhere: bool,
     /// The container's port.
     pub(crate) port: u16,
@@ -291,7 +293,8 @@ impl Config {
         place(self.version) >= place(version)
     }
 
-    /// The configuration with the addresses of CNI_ARGS, which podman's `--ip` gives, where it has none itself.
+    /// The configuration with the addresses of CNI_ARGS, which podman's `--ip` gives, where it has
+    /// none itself.
     ///
     /// # Errors
     /// They are no addresses, or two of one family; or CNI_ARGS has a MAC address.
@@ -306,8 +309,9 @@ impl Config {
         Ok(config)
     }
 
-    /// Where the host listens for the container, and the container's ports. Mappings without an address of the host are also at
-    /// all IPv6 addresses, for a container that is reached by IPv6, unless the runtime gives others of that port itself.
+    /// Where the host listens for the container, and the container's ports. Mappings without an
+    /// address of the host are also at all IPv6 addresses, for a container that is reached by IPv6,
+    /// unless the runtime gives others of that port itself.
     pub(crate) fn listeners(&self, by_ipv6: bool) -> impl Iterator<Item = (&'static str, SocketAddr, u16)> {
         let all: Vec<_> = self.mappings.iter().map(|m| (m.protocol, m.listen, m.port)).collect();
         let given = |proto, port| all.iter().any(|(p, at, _)| (*p, at.port()) == (proto, port) && at.is_ipv6());
@@ -449,7 +453,8 @@ fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// Refuses keys that nothing would come of: a container would get something else than its configuration says.
+/// Refuses keys that nothing would come of: a container would get something else than its
+/// configuration says.
 fn refuse_unknown(input: &[u8]) -> Result<(), CniError> {
     let all: serde_json::Map<String, Value> =
         serde_json::from_slice(input).map_err(|e| CniError::Decode(e.to_string()))?;
@@ -470,8 +475,8 @@ pub(crate) fn is_object(input: &[u8]) -> bool {
     input.len() as u64 <= MAX_INPUT_BYTES && serde_json::from_slice::<Any>(input).is_ok()
 }
 
-/// Reads what `command` needs of a configuration. Other keys are not looked at: a container that ADD refused because of them must
-/// still come to its end by DEL.
+/// Reads what `command` needs of a configuration. Other keys are not looked at: a container that
+/// ADD refused because of them must still come to its end by DEL.
 pub(crate) fn parse(command: Command, input: &[u8]) -> Result<Config, CniError> {
     if input.len() as u64 > MAX_INPUT_BYTES {
         return Err(CniError::Decode(format!("it is longer than {MAX_INPUT_BYTES} bytes")));

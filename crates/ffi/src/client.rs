@@ -1,7 +1,9 @@
-//! The exports of clients: connections, calls, loans, shared memory, replies. The header says what each does.
+//! The exports of clients: connections, calls, loans, shared memory, replies. The header says what
+//! each does.
 //!
 //! # Safety
-//! Of every export: each pointer is null, or points to what the header says. Handles and tokens may be any number.
+//! Of every export: each pointer is null, or points to what the header says. Handles and tokens may
+//! be any number.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -337,7 +339,8 @@ pub unsafe extern "C" fn tombolo_buffer_free(buffer: Handle) -> i32 {
 /// See the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tombolo_reply_get(reply: Handle, info: *mut ReplyInfo) -> i32 {
-    // SAFETY: as for every export. The bytes stay where they are: the table's reply owns them or keeps them mapped.
+    // SAFETY: as for every export. The bytes stay where they are: the table's reply owns them or
+    // keeps them mapped.
     guard(|| unsafe {
         let reply = REPLIES.get(reply.id)?;
         let view = reply.view();

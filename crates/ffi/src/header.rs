@@ -1,4 +1,5 @@
-//! The header says what the source does: prototypes, constants, layouts. Each is taken from both, and compared.
+//! The header says what the source does: prototypes, constants, layouts. Each is taken from both,
+//! and compared.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

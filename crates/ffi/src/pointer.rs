@@ -1,9 +1,11 @@
 //! Pointers from C: the only place where they are followed.
 //!
-//! What a pointer from C points to cannot be known. Checked are null, alignment and length; that the rest is as the header says is the
-//! C side's promise, and the `# Safety` of each function here. References made of them live no longer than the export that got them.
+//! What a pointer from C points to cannot be known. Checked are null, alignment and length; that
+//! the rest is as the header says is the C side's promise, and the `# Safety` of each function
+//! here. References made of them live no longer than the export that got them.
 //!
-//! The answer to a request is the exception: what C holds of it is compared with what this thread serves, and never followed.
+//! The answer to a request is the exception: what C holds of it is compared with what this thread
+//! serves, and never followed.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -45,13 +47,15 @@ pub(crate) unsafe fn slice<'a, T: Copy>(what: &str, from: *const T, len: usize) 
     }
     let from = checked(what, from)?;
     match len.checked_mul(size_of::<T>()) {
-        // SAFETY: not null and aligned (`checked`), at most isize::MAX bytes; the rest is the caller's promise.
+        // SAFETY: not null and aligned (`checked`), at most isize::MAX bytes; the rest is the
+        // caller's promise.
         Some(bytes) if isize::try_from(bytes).is_ok() => Ok(unsafe { std::slice::from_raw_parts(from, len) }),
         _ => argument(what, format_args!("{len} of them are more than memory holds")),
     }
 }
 
-/// `len` bytes to read, which another party may write meanwhile: a request's or a reply's are, where C passes them on.
+/// `len` bytes to read, which another party may write meanwhile: a request's or a reply's are,
+/// where C passes them on.
 ///
 /// # Safety
 /// They may be read during `'a`.
@@ -118,7 +122,8 @@ pub(crate) unsafe fn descriptor(what: &str, fd: i32) -> Result<OwnedFd, Failure>
     if fd < 0 {
         return argument(what, format_args!("{fd}, expected an open descriptor"));
     }
-    // SAFETY: not -1, and used for one call only, which says so where it is not open; the rest is the caller's promise.
+    // SAFETY: not -1, and used for one call only, which says so where it is not open; the rest is
+    // the caller's promise.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let copied = borrowed.try_clone_to_owned();
     copied.or_else(|error| argument(what, format_args!("{fd}, expected an open descriptor: {error}")))
@@ -163,7 +168,8 @@ pub(crate) unsafe fn settings<T: Settings>(what: &str, from: *const T) -> Result
     }
     // SAFETY: as for this function.
     unsafe { check_size(what, from) }?;
-    // SAFETY: not null, aligned and as large as a `T` (`check_size`); all its fields are plain (`Settings`).
+    // SAFETY: not null, aligned and as large as a `T` (`check_size`); all its fields are plain
+    // (`Settings`).
     Ok(unsafe { from.read() })
 }
 
@@ -187,8 +193,9 @@ pub(crate) fn with_answer(
         let text = "this is not the answer to the request that this thread serves; answers end with their handlers";
         return Err(Failure::new(Status::UnknownHandle, text));
     }
-    // SAFETY: `serve` put it there, from a `&mut` that it does not use until the handler has returned, which it has not, since it is on
-    // this thread's stack. No other reference is made of it meanwhile: `body` is ours and calls nothing of C's.
+    // SAFETY: `serve` put it there, from a `&mut` that it does not use until the handler has
+    // returned, which it has not, since it is on this thread's stack. No other reference is made of
+    // it meanwhile: `body` is ours and calls nothing of C's.
     body(unsafe { &mut *answer })
 }
 
@@ -201,7 +208,8 @@ pub(crate) struct Callback {
     context: *mut c_void,
 }
 
-// SAFETY: the context is C's, is passed on and never followed; that several threads may use it is what the header asks of its owner.
+// SAFETY: the context is C's, is passed on and never followed; that several threads may use it is
+// what the header asks of its owner.
 unsafe impl Send for Callback {}
 // SAFETY: as above.
 unsafe impl Sync for Callback {}
@@ -240,7 +248,8 @@ impl Handler for Callback {
         let mark: *mut Reply<'_> = reply;
         ANSWER.set(mark.cast());
         let serving = Serving;
-        // SAFETY: `Callback::new` was promised a function as the header has it, and `info` outlives the call.
+        // SAFETY: `Callback::new` was promised a function as the header has it, and `info` outlives
+        // the call.
         let status = unsafe { (self.function)(self.context, &info, mark.cast()) };
         drop(serving);
         if status != 0 {

@@ -1,8 +1,8 @@
 //! The exports of services: registration, answers, statistics. The header says what each does.
 //!
 //! # Safety
-//! Of every export: each pointer is null, or points to what the header says. Handles may be any number, and so may a
-//! `tombolo_answer *`, which is never followed.
+//! Of every export: each pointer is null, or points to what the header says. Handles may be any
+//! number, and so may a `tombolo_answer *`, which is never followed.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]

@@ -182,7 +182,8 @@ fn words(panic: &(dyn Any + Send)) -> &str {
 
 /// Runs an export's body: its end as a status, its failure remembered, a panic caught.
 pub(crate) fn guard(body: impl FnOnce() -> Result<Status, Failure>) -> i32 {
-    // Nothing that a panic may have left halfway is looked at again: what an export changes is behind locks that recover.
+    // Nothing that a panic may have left halfway is looked at again: what an export changes is
+    // behind locks that recover.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(status)) => status as i32,
         Ok(Err(failure)) => remember(failure),

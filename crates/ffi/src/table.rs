@@ -1,9 +1,11 @@
 //! Handles: numbers that stand for what C holds.
 //!
-//! A number is made of a kind, a generation and a slot. The slot's generation moves on when its handle is closed, so a number that was
-//! closed names nothing, until the slot was used 2^36 times again.
+//! A number is made of a kind, a generation and a slot. The slot's generation moves on when its
+//! handle is closed, so a number that was closed names nothing, until the slot was used 2^36 times
+//! again.
 //!
-//! A fork finds a table unlocked and whole ([`fork::keep`]): what the parent had open a child can close, for itself.
+//! A fork finds a table unlocked and whole ([`fork::keep`]): what the parent had open a child can
+//! close, for itself.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};

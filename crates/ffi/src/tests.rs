@@ -36,8 +36,9 @@ fn is(status: Status, got: i32) {
     assert_eq!(got, status as i32, "{name:?} ({text:?}), expected {status:?}");
 }
 
-/// What the first byte asks for: 'e' the request again, 'f' a failure, 's' the second byte as code, 'l' an answer in place,
-/// 'o' one that is too large and another in its place, 'b' to wait for the gate, 'x' to end the service.
+/// What the first byte asks for: 'e' the request again, 'f' a failure, 's' the second byte as code,
+/// 'l' an answer in place, 'o' one that is too large and another in its place, 'b' to wait for the
+/// gate, 'x' to end the service.
 unsafe extern "C" fn serve(context: *mut c_void, request: *const RequestInfo, answer: *mut AnswerMark) -> i32 {
     // SAFETY: as the header promises; the requests of these tests are not written meanwhile.
     unsafe {

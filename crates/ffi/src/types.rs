@@ -1,4 +1,5 @@
-//! The structs of the header, and what their options mean. Field for field as there; `header` compares the layouts.
+//! The structs of the header, and what their options mean. Field for field as there; `header`
+//! compares the layouts.
 
 use std::ffi::{c_char, c_void};
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Calls with deadlines between two machines: one side, over the sections of a link and over a stream. What the peer writes ends its link at
-//! most; the side's own books stay right.
+//! Calls with deadlines between two machines: one side, over the sections of a link and over a
+//! stream. What the peer writes ends its link at most; the side's own books stay right.
 
 use tombolo_calls::carrier::Carrier;
 use tombolo_calls::frames::{self, Frames};
@@ -110,8 +110,8 @@ impl Side {
     }
 }
 
-/// The flags of each record say what our side does; before that its bytes are written over both output sections at the place that its
-/// first two name, our own included, as a v1 guest can.
+/// The flags of each record say what our side does; before that its bytes are written over both
+/// output sections at the place that its first two name, our own included, as a v1 guest can.
 pub fn calls_link(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = vec![0u8; 2 * OUTPUT_BYTES + 4096];
     let skip = bytes.as_ptr().align_offset(4096);
@@ -144,8 +144,9 @@ pub fn calls_link(input: &[u8], behaviour: &mut Behaviour) {
     }
 }
 
-/// The bytes of each record come from the peer, as many at a time as are wanted; its flags say what our side does then, and how much of what
-/// it has to say is sent. A peer that is found out is followed by the next one.
+/// The bytes of each record come from the peer, as many at a time as are wanted; its flags say what
+/// our side does then, and how much of what it has to say is sent. A peer that is found out is
+/// followed by the next one.
 pub fn calls_stream(input: &[u8], behaviour: &mut Behaviour) {
     let mut side = Side::new(frames::ENTRIES);
     let mut frames = Frames::default();

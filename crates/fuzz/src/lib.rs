@@ -1,18 +1,21 @@
 //! Fuzz targets for everything that reads what a peer wrote, and a runner for them on stable Rust.
 //!
-//! A target is a function from bytes to a [`Behaviour`]: what the code under test did, in a few words (verdicts, errors,
-//! counts), hashed. It panics where a promise is broken. [`run`] mutates the inputs of `corpus/TARGET/` and keeps those that
-//! showed a new behaviour as parents of further ones. That steers as coverage does, by what came out and not by which
-//! lines ran: nothing has to be instrumented, and the cost is that a branch without any effect on the outcome is not
-//! aimed at. The targets are plain functions, so a coverage-guided fuzzer can call the same ones.
+//! A target is a function from bytes to a [`Behaviour`]: what the code under test did, in a few
+//! words (verdicts, errors, counts), hashed. It panics where a promise is broken. [`run`] mutates
+//! the inputs of `corpus/TARGET/` and keeps those that showed a new behaviour as parents of further
+//! ones. That steers as coverage does, by what came out and not by which lines ran: nothing has to
+//! be instrumented, and the cost is that a branch without any effect on the outcome is not aimed
+//! at. The targets are plain functions, so a coverage-guided fuzzer can call the same ones.
 //!
-//! The targets are in [`targets`], and by what they read in [`calls`], [`merge`], [`span`] and [`xen`].
+//! The targets are in [`targets`], and by what they read in [`calls`], [`merge`], [`span`] and
+//! [`xen`].
 //!
-//! * Bounded: a run lasts as long as it is told (`TOMBOLO_FUZZ_SECONDS`, one second otherwise), and keeps at most
-//!   [`MAX_KEPT`] inputs of at most [`MAX_INPUT_BYTES`].
-//! * Repeatable: the seed is printed (`TOMBOLO_SEED` sets it). An input that panics, or takes longer than [`TOO_LONG`], is
-//!   written to a file, and `TOMBOLO_FUZZ_INPUT=FILE` runs just that.
-//! * `./x fuzz [TARGET] [SECONDS]` runs them from outside; without that they are unit tests of a second each.
+//! * Bounded: a run lasts as long as it is told (`TOMBOLO_FUZZ_SECONDS`, one second otherwise), and
+//!   keeps at most [`MAX_KEPT`] inputs of at most [`MAX_INPUT_BYTES`].
+//! * Repeatable: the seed is printed (`TOMBOLO_SEED` sets it). An input that panics, or takes
+//!   longer than [`TOO_LONG`], is written to a file, and `TOMBOLO_FUZZ_INPUT=FILE` runs just that.
+//! * `./x fuzz [TARGET] [SECONDS]` runs them from outside; without that they are unit tests of a
+//!   second each.
 
 pub mod calls;
 pub mod merge;
@@ -32,7 +35,8 @@ use tombolo_testing::Random;
 pub const MAX_KEPT: usize = 4096;
 /// Inputs do not grow beyond this.
 pub const MAX_INPUT_BYTES: usize = 16 << 10;
-/// An input that takes longer, on a machine however busy, has found something that does not end soon enough.
+/// An input that takes longer, on a machine however busy, has found something that does not end
+/// soon enough.
 pub const TOO_LONG: Duration = Duration::from_secs(5);
 
 /// What the code under test did with an input; equal behaviours are not worth a second look.
@@ -51,8 +55,8 @@ impl Behaviour {
     }
 }
 
-/// Cuts an input into records: a byte of flags, a length of two bytes (big-endian), and as many bytes, or what is left.
-/// So one input is a sequence of frames or steps.
+/// Cuts an input into records: a byte of flags, a length of two bytes (big-endian), and as many
+/// bytes, or what is left. So one input is a sequence of frames or steps.
 pub fn records(mut input: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
     std::iter::from_fn(move || {
         let (&[flags, high, low], rest) = input.split_first_chunk()?;
@@ -130,8 +134,8 @@ fn one(name: &str, input: &[u8], keep_at: &Path, target: &impl Fn(&[u8], &mut Be
     behaviour.0.finish()
 }
 
-/// Runs `target` on its corpus and on what becomes of it, for as long as the environment says. Inputs that break a promise
-/// are kept in `keep_at`.
+/// Runs `target` on its corpus and on what becomes of it, for as long as the environment says.
+/// Inputs that break a promise are kept in `keep_at`.
 ///
 /// # Panics
 /// With the panic of the target.
@@ -173,7 +177,8 @@ mod tests {
     #[test]
     fn a_promise_that_one_rare_input_breaks_is_found_and_the_input_kept() {
         let folder = std::env::temp_dir().join(format!("tombolo-fuzz-{}", std::process::id()));
-        // Three bytes in a row that have to be right: one of 16 million at random, a few thousand tries step by step.
+        // Three bytes in a row that have to be right: one of 16 million at random, a few thousand
+        // tries step by step.
         let target = |input: &[u8], behaviour: &mut Behaviour| {
             let right = input.iter().zip(b"BUG").take_while(|(a, b)| a == b).count();
             behaviour.note(right);

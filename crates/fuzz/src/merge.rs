@@ -22,7 +22,8 @@ const MAX_FRAMES: usize = 128;
 /// How often a record's frame follows itself, by two bits of the record's flags.
 const TIMES: [usize; 4] = [1, 2, 5, 40];
 
-/// A TCP or UDP packet that the merger may look at: where its header begins, and where the parts are that name its stream.
+/// A TCP or UDP packet that the merger may look at: where its header begins, and where the parts
+/// are that name its stream.
 struct Packet {
     is_v6: bool,
     protocol: u8,
@@ -91,8 +92,9 @@ impl Packet {
     }
 }
 
-/// The frames of each stream, in order; those of none under an empty name. What says nothing is zero: the identification of a
-/// packet that may not be fragmented, and which of its two forms a checksum of zero has.
+/// The frames of each stream, in order; those of none under an empty name. What says nothing is
+/// zero: the identification of a packet that may not be fragmented, and which of its two forms a
+/// checksum of zero has.
 fn by_stream(frames: &[Vec<u8>]) -> BTreeMap<Vec<u8>, Vec<Vec<u8>>> {
     let mut streams: BTreeMap<Vec<u8>, Vec<Vec<u8>>> = BTreeMap::new();
     for frame in frames {
@@ -124,9 +126,10 @@ fn bytes_of(batch: &Batch<'_>, index: u16) -> Vec<u8> {
     bytes
 }
 
-/// The first byte says what the destination takes. Each record is a frame, of which the flags say whether its lengths and
-/// checksums are made right, whether its receiver vouches for them, how often it follows itself, and where it is cut in two
-/// pieces. All are of one turn. What was merged and is cut again is what came, in the order of each stream.
+/// The first byte says what the destination takes. Each record is a frame, of which the flags say
+/// whether its lengths and checksums are made right, whether its receiver vouches for them, how
+/// often it follows itself, and where it is cut in two pieces. All are of one turn. What was merged
+/// and is cut again is what came, in the order of each stream.
 pub fn merge(input: &[u8], behaviour: &mut Behaviour) {
     let Some((&takes, input)) = input.split_first() else { return };
     let (mut frames, mut states) = (Vec::new(), Vec::new());

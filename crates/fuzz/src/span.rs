@@ -1,4 +1,5 @@
-//! What another machine may tell the control plane. It panics where the code under test breaks a promise.
+//! What another machine may tell the control plane. It panics where the code under test breaks a
+//! promise.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,8 +24,9 @@ fn own() -> Vec<Local> {
         .into()
 }
 
-/// Records are messages of two machines, "b" and "z": changes, answers, questions. Time passes with each, and this
-/// machine's members stay what they are. Afterwards no table has what this machine or another table has.
+/// Records are messages of two machines, "b" and "z": changes, answers, questions. Time passes with
+/// each, and this machine's members stay what they are. Afterwards no table has what this machine
+/// or another table has.
 pub fn span(input: &[u8], behaviour: &mut Behaviour) {
     let mut control = Control::new(Settings::new("m"), 1);
     control.local(NETWORK, None, own(), Duration::ZERO);
@@ -76,8 +78,9 @@ pub fn span(input: &[u8], behaviour: &mut Behaviour) {
     assert!(control.peers(now).iter().all(|peer| peer.members <= MAX_MEMBERS));
 }
 
-/// What the other side of a stream of calls may send. Records are its messages; with each, time passes, and this side
-/// takes and sends some bytes. Whatever comes, no more than the window waits on either side.
+/// What the other side of a stream of calls may send. Records are its messages; with each, time
+/// passes, and this side takes and sends some bytes. Whatever comes, no more than the window waits
+/// on either side.
 pub fn span_stream(input: &[u8], behaviour: &mut Behaviour) {
     let (mut stream, mut now) = (Stream::new(Duration::ZERO), Duration::ZERO);
     let mut sent = 0u64;

@@ -1,4 +1,5 @@
-//! What peers may send, one function per reader of it. Each panics where the code under test breaks a promise.
+//! What peers may send, one function per reader of it. Each panics where the code under test breaks
+//! a promise.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -123,7 +124,8 @@ pub fn ivshmem(input: &[u8], behaviour: &mut Behaviour) {
                 }
             }
             12 => {
-                // What is refused is named; what is taken has its sections inside, and is written as it was read.
+                // What is refused is named; what is taken has its sections inside, and is written
+                // as it was read.
                 let header = Header::read(region.as_foreign());
                 behaviour.note(header.as_ref().map(|h| h.layout.max_peers).map_err(std::mem::discriminant));
                 if let Ok(header) = header {
@@ -172,8 +174,9 @@ const RING_SIZE: u16 = 16;
 const MAX_CHAIN_BYTES: u32 = 4096;
 const MAX_SEGMENTS: u16 = 8;
 
-/// The first record is the ring's memory; of each other one, the flags' low bits say what the device does, and the record
-/// is written over the memory before, at the place that its first two bytes name: the driver never stops.
+/// The first record is the ring's memory; of each other one, the flags' low bits say what the
+/// device does, and the record is written over the memory before, at the place that its first two
+/// bytes name: the driver never stops.
 pub fn ring(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = vec![0u8; RING_BYTES + 128];
     let skip = bytes.as_ptr().align_offset(128);
@@ -253,8 +256,8 @@ pub fn ring(input: &[u8], behaviour: &mut Behaviour) {
 
 // --- the gateway: ARP, IPv4, DHCP, DNS over UDP and TCP ---
 
-/// Each record is a frame, or, with flag 1, the host's answer to the oldest query. Flag 2 has the sums verified, flags 4 and 8
-/// let time pass.
+/// Each record is a frame, or, with flag 1, the host's answer to the oldest query. Flag 2 has the
+/// sums verified, flags 4 and 8 let time pass.
 pub fn gateway(input: &[u8], behaviour: &mut Behaviour) {
     let range = (Ipv4Addr::new(10, 9, 0, 16), Ipv4Addr::new(10, 9, 0, 19));
     let config = GatewayConfig {
@@ -444,7 +447,8 @@ fn translate<A: Address>(mut nat: Nat<A>, hello: &[u8], family: &Family<'_>, inp
                 match out {
                     true => {
                         assert_eq!(frame[..6], UPLINK_MAC);
-                        // What answers the uplink's own host goes there, from where that knows the guest.
+                        // What answers the uplink's own host goes there, from where that knows the
+                        // guest.
                         let (from, to) = (&frame[family.source.clone()], &frame[family.target.clone()]);
                         assert!(from == family.outside || Some((from, to)) == family.host, "from {from:x?} to {to:x?}");
                     }
@@ -549,7 +553,8 @@ pub fn offload(input: &[u8], behaviour: &mut Behaviour) {
 
 // --- the framing of streams ---
 
-/// What a peer writes into a stream, in pieces that the records are; beside a reader that is too simple to be wrong.
+/// What a peer writes into a stream, in pieces that the records are; beside a reader that is too
+/// simple to be wrong.
 pub fn stream(input: &[u8], behaviour: &mut Behaviour) {
     // One reactor per thread: a port's registration is all that it is here for.
     thread_local! { static REACTOR: Reactor = Reactor::new().expect("a reactor"); }
@@ -625,7 +630,8 @@ pub fn typed(input: &[u8], behaviour: &mut Behaviour) {
     }
 }
 
-/// The header of a packet that comes through a VXLAN tunnel; and a frame of a guest that may ask for a member behind it.
+/// The header of a packet that comes through a VXLAN tunnel; and a frame of a guest that may ask
+/// for a member behind it.
 pub fn vxlan(input: &[u8], behaviour: &mut Behaviour) {
     let parsed = vxlan::parse(input);
     behaviour.note(parsed);

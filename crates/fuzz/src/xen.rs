@@ -1,4 +1,5 @@
-//! What the other end of a Xen ring, and XenStore, may write. Each panics where the code under test breaks a promise.
+//! What the other end of a Xen ring, and XenStore, may write. Each panics where the code under test
+//! breaks a promise.
 
 use std::sync::atomic::Ordering;
 use tombolo_ring::mem::ForeignMut;
@@ -20,7 +21,8 @@ fn page_of(bytes: &mut Vec<u8>) -> ForeignMut<'_> {
     ForeignMut::from(&mut bytes[skip..skip + PAGE_BYTES])
 }
 
-/// Writes a record over the page: two bytes of place, then what goes there. With no place, moves one of the indices.
+/// Writes a record over the page: two bytes of place, then what goes there. With no place, moves
+/// one of the indices.
 fn write_over(memory: ForeignMut<'_>, write: &[u8]) {
     if let Some((&place, bytes)) = write.split_first_chunk() {
         memory.skip(usize::from(u16::from_be_bytes(place)) % PAGE_BYTES).write_from(bytes);
@@ -31,7 +33,8 @@ fn write_over(memory: ForeignMut<'_>, write: &[u8]) {
     }
 }
 
-/// Both ends of a transmit ring on one page, over which each record is written first. After an error an end starts again.
+/// Both ends of a transmit ring on one page, over which each record is written first. After an
+/// error an end starts again.
 pub fn xen_transmit(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = Vec::new();
     let memory = page_of(&mut bytes);
@@ -106,7 +109,8 @@ pub fn xen_transmit(input: &[u8], behaviour: &mut Behaviour) {
     }
 }
 
-/// Both ends of a receive ring on one page, over which each record is written first. After an error an end starts again.
+/// Both ends of a receive ring on one page, over which each record is written first. After an error
+/// an end starts again.
 pub fn xen_receive(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = Vec::new();
     let memory = page_of(&mut bytes);
@@ -170,7 +174,8 @@ pub fn xen_receive(input: &[u8], behaviour: &mut Behaviour) {
     }
 }
 
-/// The first byte of the input says how the rest arrives: as a stream of XenStore's in pieces, or over a page of byte rings.
+/// The first byte of the input says how the rest arrives: as a stream of XenStore's in pieces, or
+/// over a page of byte rings.
 pub fn xen_store(input: &[u8], behaviour: &mut Behaviour) {
     let Some((&step, stream)) = input.split_first() else { return };
     if step & 0x80 != 0 {

@@ -8,11 +8,11 @@
 //!   others ([`tombolo_remote::machine`]).
 //!
 //! # Liveness
-//! A bridge begins when the daemon has written it down and says so on its standard input, and not at
-//! all where that ends first. That of a link ends when its connection to the link's server does: the
-//! link is closed, or another one now, or a killed daemon's last machine has ended and the fd store
-//! with it. A bridge ends as well where it can get no seat, name, key or listener. Its standard error
-//! has the reason, and the daemon starts another ([`crate::fabric`]).
+//! A bridge begins when the daemon has written it down and says so on its standard input, and not
+//! at all where that ends first. That of a link ends when its connection to the link's server does:
+//! the link is closed, or another one now, or a killed daemon's last machine has ended and the fd
+//! store with it. A bridge ends as well where it can get no seat, name, key or listener. Its
+//! standard error has the reason, and the daemon starts another ([`crate::fabric`]).
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -208,7 +208,8 @@ impl MachinesSpec {
                 match wanted.start(Arc::new(Tcp::default()), identity, tell) {
                     Ok(importer) => {
                         let why = ended.recv().unwrap_or_else(|_| "the import has ended".into());
-                        // Dropped, it would wait for connections that are being made. The process ends now.
+                        // Dropped, it would wait for connections that are being made. The process
+                        // ends now.
                         std::mem::forget(importer);
                         why
                     }
@@ -274,7 +275,8 @@ pub(crate) fn service_of(words: &[String]) -> Option<&str> {
 
 /// Waits for the daemon's word, and leaves it. Returns the folder of services, which is there.
 fn begin() -> Result<PathBuf, String> {
-    // A terminal's ^C is for the daemon; and a daemon that is killed would take a stopped process of its own session along.
+    // A terminal's ^C is for the daemon; and a daemon that is killed would take a stopped process
+    // of its own session along.
     let _ = rustix::process::setsid();
     let mut go = [0];
     if std::io::stdin().read_exact(&mut go).is_err() || go != [GO] {
@@ -286,7 +288,8 @@ fn begin() -> Result<PathBuf, String> {
     Ok(services)
 }
 
-/// What the hidden subcommand for a link runs, while the process has a single thread. Comes back with why it ended.
+/// What the hidden subcommand for a link runs, while the process has a single thread. Comes back
+/// with why it ended.
 pub fn run(spec: &LinkSpec) -> String {
     match begin() {
         Ok(services) => confine::bridge(&services),

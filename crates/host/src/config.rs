@@ -1,10 +1,12 @@
-//! The configuration that a fabric runs with, as JSON: its file, and what commands and the API have changed since. Pure.
+//! The configuration that a fabric runs with, as JSON: its file, and what commands and the API have
+//! changed since. Pure.
 //!
 //! # Purpose
-//! A change is a JSON merge patch (RFC 7386) of the file's content. [`merge`] carries it out, and [`difference`] finds
-//! the patch between two documents. What was changed since the file was read is kept as one such patch: so a daemon that
-//! follows makes the same changes to the file as it is then. [`Document::text`] writes a document as a fabric file, which
-//! goes the way of every other file: it is read, checked, planned and compared with what runs.
+//! A change is a JSON merge patch (RFC 7386) of the file's content. [`merge`] carries it out, and
+//! [`difference`] finds the patch between two documents. What was changed since the file was read
+//! is kept as one such patch: so a daemon that follows makes the same changes to the file as it is
+//! then. [`Document::text`] writes a document as a fabric file, which goes the way of every other
+//! file: it is read, checked, planned and compared with what runs.
 //!
 //! # Limits
 //! A list (`[[forward]]`, `[[rule]]`) is one value of a patch, so it is replaced as a whole.
@@ -22,7 +24,8 @@ use crate::hash::fnv1a;
 pub struct Document {
     /// The file as JSON: an object of sections.
     pub root: Value,
-    /// Where each key stands in the text, in bytes, by dotted path. The order of networks decides their default subnets.
+    /// Where each key stands in the text, in bytes, by dotted path. The order of networks decides
+    /// their default subnets.
     places: HashMap<String, usize>,
 }
 

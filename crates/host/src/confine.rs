@@ -1,13 +1,15 @@
 //! Confinement: what an attacker who takes over the daemon or a machine's QEMU finds.
 //!
-//! Purpose: everything here takes something away that the process does not need, and nothing here is needed for a fabric to
-//! work. So each part is tried by itself, and one that the kernel does not offer is said and left out.
-//! docs/security.md tells for whom what is done, and what is left off and why.
+//! Purpose: everything here takes something away that the process does not need, and nothing here
+//! is needed for a fabric to work. So each part is tried by itself, and one that the kernel does
+//! not offer is said and left out. docs/security.md tells for whom what is done, and what is left
+//! off and why.
 //!
 //! # Invariants
-//! - [`daemon`] is called before the process has a second thread. What it takes away is gone for all threads and children.
-//! - [`program`] runs in the process that becomes the machine's QEMU, so that the process ID and the arguments that a machine is
-//!   found by are QEMU's own.
+//! - [`daemon`] is called before the process has a second thread. What it takes away is gone for
+//!   all threads and children.
+//! - [`program`] runs in the process that becomes the machine's QEMU, so that the process ID and
+//!   the arguments that a machine is found by are QEMU's own.
 //! - `TOMBOLO_CONFINE=off` leaves all of it out.
 
 use std::collections::BTreeMap;
@@ -26,8 +28,8 @@ use rustix::thread::{
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 
-/// System calls that neither the daemon nor a program that it starts ever makes: those that change the machine itself, or look into
-/// other processes. They fail with EPERM. Numbers of x86-64.
+/// System calls that neither the daemon nor a program that it starts ever makes: those that change
+/// the machine itself, or look into other processes. They fail with EPERM. Numbers of x86-64.
 const DENIED: &[(&str, i64)] = &[
     ("ptrace", 101),
     ("syslog", 103),
@@ -74,10 +76,12 @@ const UNUSED: CapabilitySet = CapabilitySet::SYS_MODULE
     .union(CapabilitySet::AUDIT_CONTROL)
     .union(CapabilitySet::AUDIT_READ);
 
-/// Capabilities that QEMU keeps where root starts it, and bridges: its images, and services that are called, may be other users'.
+/// Capabilities that QEMU keeps where root starts it, and bridges: its images, and services that
+/// are called, may be other users'.
 const OF_QEMU: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::DAC_READ_SEARCH);
 
-/// Whether this process is a confined daemon of the program, whose machines can be confined by [`wrap`].
+/// Whether this process is a confined daemon of the program, whose machines can be confined by
+/// [`wrap`].
 static IS_DAEMON: AtomicBool = AtomicBool::new(false);
 
 /// Whether the user has switched all of it off.
@@ -118,7 +122,8 @@ fn filter() -> Result<(), String> {
 fn drop_capabilities(kept: CapabilitySet) -> Result<(), String> {
     let text = |e: rustix::io::Errno| e.to_string();
     let have = capabilities(None).map_err(text)?;
-    // Without this one the bounding set stays; nor does it then give anything to a user that is not root.
+    // Without this one the bounding set stays; nor does it then give anything to a user that is not
+    // root.
     if have.effective.contains(CapabilitySet::SETPCAP) {
         for one in CapabilitySet::all().difference(kept).iter() {
             // One that the kernel does not know is not in it.
@@ -144,7 +149,8 @@ pub struct Writes {
     pub files: Vec<PathBuf>,
 }
 
-/// The arguments by which the daemon's own program, as `tombolo confine`, becomes that program and confines it first.
+/// The arguments by which the daemon's own program, as `tombolo confine`, becomes that program and
+/// confines it first.
 pub fn wrap(argv: &[String], writes: &Writes) -> Vec<String> {
     let mut out = vec!["confine".to_string(), "--runtime".into(), writes.runtime.display().to_string()];
     for file in &writes.files {
@@ -166,7 +172,8 @@ pub fn fits(qemu: &Path, has_own_arguments: bool) -> bool {
     !has_own_arguments && is_program().unwrap_or(false)
 }
 
-/// The program that starts a machine's QEMU and its arguments: those of `argv`, confined where that is possible.
+/// The program that starts a machine's QEMU and its arguments: those of `argv`, confined where that
+/// is possible.
 pub(crate) fn command(argv: &[String], writes: &Writes, has_own_arguments: bool) -> (Command, Vec<String>) {
     if !IS_DAEMON.load(Ordering::Relaxed) || !fits(Path::new(&argv[0]), has_own_arguments) {
         return (Command::new(&argv[0]), argv[1..].to_vec());
@@ -177,8 +184,9 @@ pub(crate) fn command(argv: &[String], writes: &Writes, has_own_arguments: bool)
     (command, wrap(argv, writes))
 }
 
-/// Becomes the program `argv`, which may write nothing but `writes` and devices, and has no capability but to open files that root
-/// may. Comes back only with why that did not work; what the kernel does not offer is left out.
+/// Becomes the program `argv`, which may write nothing but `writes` and devices, and has no
+/// capability but to open files that root may. Comes back only with why that did not work; what the
+/// kernel does not offer is left out.
 pub fn program(argv: &[String], writes: &Writes) -> String {
     // The daemon has told what is missing on this machine.
     let _ = set_no_new_privs(true);
@@ -188,8 +196,9 @@ pub fn program(argv: &[String], writes: &Writes) -> String {
     format!("starting {}: {error}", argv[0])
 }
 
-/// Confines this process, the bridge of a link, which has no second thread yet: it may write nothing but sockets of services and
-/// their lock, in their folder, and has no capability but to open files that root may.
+/// Confines this process, the bridge of a link, which has no second thread yet: it may write
+/// nothing but sockets of services and their lock, in their folder, and has no capability but to
+/// open files that root may.
 pub fn bridge(services: &Path) {
     if is_off() {
         return;
@@ -201,7 +210,8 @@ pub fn bridge(services: &Path) {
     let _ = drop_capabilities(OF_QEMU);
 }
 
-/// The rights to change what is in a file system, of the first kernels with all of them (6.2); reading and running stay open.
+/// The rights to change what is in a file system, of the first kernels with all of them (6.2);
+/// reading and running stay open.
 fn write_rights() -> landlock::BitFlags<AccessFs> {
     AccessFs::from_write(ABI::V3)
 }

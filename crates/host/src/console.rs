@@ -1,18 +1,22 @@
 //! A machine's console: a file that holds what it printed, and a pipe that takes what is typed.
 //!
-//! QEMU has them as its standard streams. Neither loses or repeats a byte, or lets QEMU wait: a file takes everything at once, and the pipe
-//! keeps what was typed until the guest reads it. QEMU's own pair of a socket and a log would repeat in the log each byte that the socket
-//! had no room for.
+//! QEMU has them as its standard streams. Neither loses or repeats a byte, or lets QEMU wait: a
+//! file takes everything at once, and the pipe keeps what was typed until the guest reads it.
+//! QEMU's own pair of a socket and a log would repeat in the log each byte that the socket had no
+//! room for.
 //!
-//! A domain of Xen prints into such a file through its `xl`. Input goes to the terminal of xenconsoled, which XenStore names.
+//! A domain of Xen prints into such a file through its `xl`. Input goes to the terminal of
+//! xenconsoled, which XenStore names.
 //!
 //! # Invariants
-//! * Both outlive the daemon. QEMU holds both ends of the pipe, so its input never ends, and the next daemon opens it by its name.
-//! * A byte of the file keeps its offset. What is cut off leaves a hole, so that nothing is lost that comes meanwhile, and who
-//!   follows goes on where it was.
+//! * Both outlive the daemon. QEMU holds both ends of the pipe, so its input never ends, and the
+//!   next daemon opens it by its name.
+//! * A byte of the file keeps its offset. What is cut off leaves a hole, so that nothing is lost
+//!   that comes meanwhile, and who follows goes on where it was.
 //!
 //! # Limits
-//! Of output the last 512 KiB to 1 MiB are kept (`KEPT_BYTES`), in whole pages; the pipe holds 64 KiB of what the guest has not read.
+//! Of output the last 512 KiB to 1 MiB are kept (`KEPT_BYTES`), in whole pages; the pipe holds 64
+//! KiB of what the guest has not read.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -112,7 +116,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for round in 0..2 {
             let (mut input, mut output) = make(dir.path(), "web").unwrap();
-            // What was typed stays when its writer goes; more than what was written now would be what an earlier machine left.
+            // What was typed stays when its writer goes; more than what was written now would be
+            // what an earlier machine left.
             OpenOptions::new().write(true).open(tty_path(dir.path(), "web")).unwrap().write_all(b"hello").unwrap();
             if round == 1 {
                 let mut typed = [0; 16];

@@ -7,7 +7,8 @@
 //!
 //! Another daemon may take the fabric over (`up --replace`), and SIGUSR2 leaves it to the next one.
 //! In both cases this process ends and removes nothing. See [`crate::fabric::handover`].
-//! [`Start::leave_on_term`] gives SIGTERM that meaning too: it is all that a container runtime sends.
+//! [`Start::leave_on_term`] gives SIGTERM that meaning too: it is all that a container runtime
+//! sends.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -116,8 +117,8 @@ impl Leaving {
         }
     }
 
-    /// Ends once a signal has come while the fabric was another daemon's. One that comes later waits in `is_asked`: what has
-    /// been begun is brought to its end before it is left.
+    /// Ends once a signal has come while the fabric was another daemon's. One that comes later
+    /// waits in `is_asked`: what has been begun is brought to its end before it is left.
     async fn came_early(&mut self, owns: &AtomicBool, is_asked: &mut bool) {
         self.came().await;
         *is_asked = true;
@@ -127,12 +128,13 @@ impl Leaving {
     }
 }
 
-/// How often, and how many times, a daemon that was told to leave tries to. While an apply changes the fabric it waits for the
-/// end of that, which does not count.
+/// How often, and how many times, a daemon that was told to leave tries to. While an apply changes
+/// the fabric it waits for the end of that, which does not count.
 const LEAVES_AGAIN: Duration = Duration::from_secs(1);
 const LEAVE_TRIES: u32 = 30;
 
-/// Runs a fabric to its end. `ready` is called once it is up and answers, with its report and the time that took.
+/// Runs a fabric to its end. `ready` is called once it is up and answers, with its report and the
+/// time that took.
 ///
 /// # Errors
 /// Why it could not start; then nothing is left.
@@ -231,7 +233,8 @@ async fn live(
     Ok(())
 }
 
-/// Leaves the fabric to the next daemon, which ends this process. Returns if that cannot be; `None` where the fabric is gone.
+/// Leaves the fabric to the next daemon, which ends this process. Returns if that cannot be; `None`
+/// where the fabric is gone.
 async fn leave_when_possible(requests: &Requests, say: &Say) -> Option<()> {
     let mut tries = LEAVE_TRIES;
     let mut said = String::new();
@@ -255,8 +258,9 @@ async fn leave_when_possible(requests: &Requests, say: &Say) -> Option<()> {
     Some(())
 }
 
-/// Tells the service manager, as often as it asks for, that the daemon works. A control plane that hangs says nothing; nor does
-/// one with a worker that does not answer, since it waits for that answer.
+/// Tells the service manager, as often as it asks for, that the daemon works. A control plane that
+/// hangs says nothing; nor does one with a worker that does not answer, since it waits for that
+/// answer.
 async fn feed_watchdog(running: Weak<Mutex<Running>>) {
     let Some(period) = notify::watchdog_period() else { return };
     // systemd's advice: twice per period.
@@ -283,8 +287,9 @@ const ENDS: Duration = Duration::from_secs(30);
 /// How often it is said that it is waited for.
 const PROGRESS: Duration = Duration::from_secs(2);
 
-/// Ends a daemon that does not answer, found by the lock that it holds wherever that file is by now: by SIGTERM, which takes
-/// the fabric down in order or leaves it, and by SIGKILL if it does not end. Then clears up.
+/// Ends a daemon that does not answer, found by the lock that it holds wherever that file is by
+/// now: by SIGTERM, which takes the fabric down in order or leaves it, and by SIGKILL if it does
+/// not end. Then clears up.
 ///
 /// # Errors
 /// If there is no such daemon, or the system refuses.
@@ -309,7 +314,8 @@ pub fn end(fabric: &str, say: &Say) -> Result<(), DaemonError> {
     clean_up(fabric, say.clone()).map(|_| ())
 }
 
-/// Clears up what a killed daemon of this fabric left. Returns what was done, a sentence each; `None` if nothing was left.
+/// Clears up what a killed daemon of this fabric left. Returns what was done, a sentence each;
+/// `None` if nothing was left.
 ///
 /// # Errors
 /// If its daemon runs, or the system refuses.

@@ -1,10 +1,11 @@
-//! What a changed fabric file means for a fabric that runs: which parts come, go, change and restart. Pure.
+//! What a changed fabric file means for a fabric that runs: which parts come, go, change and
+//! restart. Pure.
 //!
 //! # Purpose
 //! [`difference`] compares two [`Model`]s, part by part. A part is a section of the file with what
 //! it comes to on this machine: a worker, a network with its uplink and forwards, a cell or VM with
-//! its ports, a tap, a port or a link. [`Model::with`] applies one change. Applying all changes of a
-//! difference to the old model gives the new one.
+//! its ports, a tap, a port or a link. [`Model::with`] applies one change. Applying all changes of
+//! a difference to the old model gives the new one.
 //!
 //! # What is never done
 //! A part that is equal in both models is in no change: nothing touches it. A change that the
@@ -127,7 +128,8 @@ pub struct Change {
     pub action: Action,
     /// What differs; empty for what is new or gone.
     pub keys: Vec<KeyChange>,
-    /// Why it is restarted or refused, and what comes with a change; empty where nothing is to be said.
+    /// Why it is restarted or refused, and what comes with a change; empty where nothing is to be
+    /// said.
     pub reason: String,
     /// As it runs.
     pub before: Option<Part>,

@@ -1,7 +1,8 @@
 //! What this machine can do, found out by doing it, and what to do about the rest.
 //!
-//! A probe never trusts a file's presence: KVM runs a guest, a tap is made, rules are checked by nft in a namespace of
-//! its own, passt is run. Each says what depends on it, so that a missing part is judged by who needs it.
+//! A probe never trusts a file's presence: KVM runs a guest, a tap is made, rules are checked by
+//! nft in a namespace of its own, passt is run. Each says what depends on it, so that a missing
+//! part is judged by who needs it.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
@@ -353,7 +354,8 @@ fn meminfo() -> String {
     std::fs::read_to_string("/proc/meminfo").unwrap_or_default()
 }
 
-/// Nothing of Tombolo's takes huge pages, but a DPDK program at a vhost-user port has its memory in them.
+/// Nothing of Tombolo's takes huge pages, but a DPDK program at a vhost-user port has its memory in
+/// them.
 fn hugepages(meminfo: &str) -> Finding {
     let number = |key: &str| -> u64 {
         let value = meminfo.lines().find_map(|l| l.strip_prefix(key)?.split_whitespace().next()?.parse().ok());

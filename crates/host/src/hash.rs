@@ -1,4 +1,5 @@
-//! A hash that is the same in each version and on each machine, for what must not change from one start to the next.
+//! A hash that is the same in each version and on each machine, for what must not change from one
+//! start to the next.
 
 /// FNV-1a of 64 bits.
 pub(crate) fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {

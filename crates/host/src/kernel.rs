@@ -1,9 +1,9 @@
 //! The kernel uplink's part in the host: one nftables table named by the fabric, and forwarding.
 //!
 //! The tap itself is a port and goes with the process. The table and the sysctl stay when the
-//! process is killed. They are in the owner record, and the next `up` or `down` of any fabric undoes
-//! them, except for forwarding that a running fabric needs. Fabrics look at each other's records and
-//! change forwarding in turns ([`crate::rundir::shared_turn`]).
+//! process is killed. They are in the owner record, and the next `up` or `down` of any fabric
+//! undoes them, except for forwarding that a running fabric needs. Fabrics look at each other's
+//! records and change forwarding in turns ([`crate::rundir::shared_turn`]).
 //!
 //! # Theory of operation
 //! Guests route through the tap's address. Outwards they are masqueraded. A forward is a DNAT at
@@ -74,8 +74,9 @@ pub fn table(fabric: &str) -> String {
 /// The chain of a table with the forwards of connections from outside.
 const FORWARDS: &str = "forwards";
 
-/// First packets of connections from outside to addresses of a network that no member has shown to be its own: so many in a
-/// second, and so many at once. Each may have the host send three neighbour solicitations to all members.
+/// First packets of connections from outside to addresses of a network that no member has shown to
+/// be its own: so many in a second, and so many at once. Each may have the host send three
+/// neighbour solicitations to all members.
 const SILENT_RATE: u32 = 50;
 const SILENT_BURST: u32 = 100;
 /// How long a member is known after it has answered, and how many are.
@@ -99,10 +100,12 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
     for (i, uplink) in uplinks.iter().enumerate() {
         let (device, subnet) = (&uplink.device, uplink.network.subnet);
         let _ = writeln!(early, "    iifname \"{device}\" ip daddr 127.0.0.0/8 counter drop");
-        // Nobody outside has an address of the network: who says so means to be taken for a member or for the gateway.
+        // Nobody outside has an address of the network: who says so means to be taken for a member
+        // or for the gateway.
         let _ = writeln!(inwards, "    iifname != \"{device}\" oifname \"{device}\" ip saddr {subnet} counter drop");
         let _ = writeln!(source, "    ip saddr {subnet} oifname != \"{device}\" counter masquerade");
-        // A member that comes by a forward to a member of its own network: the answer has to come back through the host.
+        // A member that comes by a forward to a member of its own network: the answer has to come
+        // back through the host.
         let _ = writeln!(source, "    ip saddr {subnet} oifname \"{device}\" ct status dnat counter masquerade");
         let _ = writeln!(source, "    ip saddr 127.0.0.0/8 oifname \"{device}\" counter masquerade");
         if uplink.network.router6().is_some()
@@ -157,13 +160,15 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
     )
 }
 
-/// Bounds the solicitations that packets from outside cause. Behind a prefix of 2^64 addresses nearly all are nobody's: the host
-/// asks all members of the network for each address that a scan tries, and its table of neighbours fills up. Members that answer
-/// are known for a while, and packets to them are not bounded. The limit is where addresses are translated, which sees the first
-/// packets of connections only: in a filter it would judge each frame, so that the bypass could take none that it may concern.
+/// Bounds the solicitations that packets from outside cause. Behind a prefix of 2^64 addresses
+/// nearly all are nobody's: the host asks all members of the network for each address that a scan
+/// tries, and its table of neighbours fills up. Members that answer are known for a while, and
+/// packets to them are not bounded. The limit is where addresses are translated, which sees the
+/// first packets of connections only: in a filter it would judge each frame, so that the bypass
+/// could take none that it may concern.
 ///
-/// A member is known by its neighbour discovery with the host, and by connections that it opens: not every system answers the
-/// host's link-local address from an address of the prefix.
+/// A member is known by its neighbour discovery with the host, and by connections that it opens:
+/// not every system answers the host's link-local address from an address of the prefix.
 fn silent(
     i: usize,
     members: &str,
@@ -192,8 +197,8 @@ fn silent(
     );
 }
 
-/// The rules for IPv6 of one uplink, whose network has the prefix `base`: those of the chains `forward` inwards and outwards,
-/// `forwards` and `source`.
+/// The rules for IPv6 of one uplink, whose network has the prefix `base`: those of the chains
+/// `forward` inwards and outwards, `forwards` and `source`.
 fn six(uplink: &KernelUplink, base: Ipv6Addr, [inwards, outwards, dnat, source]: [&mut String; 4]) {
     let (device, own) = (&uplink.device, format!("{base}/64"));
     let known = match uplink.network.uplink6 {
@@ -242,8 +247,8 @@ pub fn has_table(table: &str) -> Result<bool, KernelError> {
     Ok(String::from_utf8_lossy(&output.stdout).lines().any(|line| line.trim() == format!("table inet {table}")))
 }
 
-/// Listeners that the rules of other fabrics have in this network namespace, each with the fabric's name. No socket shows
-/// them. Without nft, or the right to ask it, none are known.
+/// Listeners that the rules of other fabrics have in this network namespace, each with the fabric's
+/// name. No socket shows them. Without nft, or the right to ask it, none are known.
 pub(crate) fn listeners_of_others(fabric: &str) -> Vec<(String, Proto, SocketAddr)> {
     let Some(program) = which("nft") else { return vec![] };
     let nft = |words: &[&str]| {
@@ -260,8 +265,8 @@ pub(crate) fn listeners_of_others(fabric: &str) -> Vec<(String, Proto, SocketAdd
     out
 }
 
-/// The listeners of a chain of forwards as [`rules`] makes it, from nft's JSON (libnftables-json(5)). What is not understood
-/// is left out.
+/// The listeners of a chain of forwards as [`rules`] makes it, from nft's JSON
+/// (libnftables-json(5)). What is not understood is left out.
 fn listeners(json: &str) -> Vec<(Proto, SocketAddr)> {
     let Ok(value) = serde_json::from_str::<serde_json::Value>(json) else { return vec![] };
     let rules =
@@ -290,13 +295,14 @@ fn listeners(json: &str) -> Vec<(Proto, SocketAddr)> {
     rules.filter_map(of_rule).collect()
 }
 
-/// The set of a network's members that have shown an address to be theirs. Names of networks have no underscore.
+/// The set of a network's members that have shown an address to be theirs. Names of networks have
+/// no underscore.
 fn members_of(network: &str) -> String {
     format!("members_{}", network.replace('-', "_"))
 }
 
-/// Puts the rules in force. Members that are known stay known: the table is another one, and an idle member says nothing before it
-/// is asked.
+/// Puts the rules in force. Members that are known stay known: the table is another one, and an
+/// idle member says nothing before it is asked.
 pub fn apply(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> Result<(), KernelError> {
     let mut text = rules(fabric, uplinks, forwarding);
     let table = table(fabric);
@@ -323,7 +329,8 @@ fn known(table: &str, set: &str) -> Vec<Ipv6Addr> {
     elements(&String::from_utf8_lossy(&said))
 }
 
-/// The elements of a set of addresses, from nft's JSON: each is the address, or has it beside its timeout.
+/// The elements of a set of addresses, from nft's JSON: each is the address, or has it beside its
+/// timeout.
 fn elements(json: &str) -> Vec<Ipv6Addr> {
     let Ok(value) = serde_json::from_str::<serde_json::Value>(json) else { return vec![] };
     let sets = value["nftables"].as_array().into_iter().flatten().filter_map(|object| object["set"]["elem"].as_array());
@@ -338,18 +345,20 @@ pub fn remove(table: &str) -> Result<(), KernelError> {
     nft("-f - (removing the table)", &format!("table inet {table} {{}}\ndelete table inet {table}\n"))
 }
 
-/// How the host looks for guests on its tap (arp(7)): a connection to one that is gone is refused within about a second if it
-/// was silent before, and within four if it was just spoken to; with the kernel's defaults that takes up to a minute. The
-/// neighbours of a guest on the same machine answer within milliseconds. The settings go with the tap.
+/// How the host looks for guests on its tap (arp(7)): a connection to one that is gone is refused
+/// within about a second if it was silent before, and within four if it was just spoken to; with
+/// the kernel's defaults that takes up to a minute. The neighbours of a guest on the same machine
+/// answer within milliseconds. The settings go with the tap.
 pub const NEIGHBOURS: [(&str, &str); 3] =
     [("base_reachable_time_ms", "1000"), ("delay_first_probe_time", "1"), ("retrans_time_ms", "250")];
 
 /// Whether this machine forwards IPv4.
 pub const IP_FORWARD: &str = "net/ipv4/ip_forward";
 
-/// The sysctls that setting and restoring [`IP_FORWARD`] changes, with their values, itself first. The kernel's own changes
-/// (ip-sysctl.rst, "ip_forward"; `inet_forward_change` of net/ipv4/devinet.c): each interface's `forwarding` follows it, and
-/// `accept_redirects` of all becomes its opposite. A machine that forwards already is left as it is.
+/// The sysctls that setting and restoring [`IP_FORWARD`] changes, with their values, itself first.
+/// The kernel's own changes (ip-sysctl.rst, "ip_forward"; `inet_forward_change` of
+/// net/ipv4/devinet.c): each interface's `forwarding` follows it, and `accept_redirects` of all
+/// becomes its opposite. A machine that forwards already is left as it is.
 pub fn forwarding() -> Result<Vec<Sysctl>, KernelError> {
     let own = get(IP_FORWARD)?;
     if own.before == "1" {
@@ -373,8 +382,9 @@ pub fn has_ipv6() -> bool {
     sysctl_path(FORWARD6).exists()
 }
 
-/// As [`forwarding`], for [`FORWARD6`]: each interface's `forwarding` follows it. An interface that takes router advertisements
-/// has to be told that it goes on with that; `accept_ra` is last, so that it is restored when the rest is.
+/// As [`forwarding`], for [`FORWARD6`]: each interface's `forwarding` follows it. An interface that
+/// takes router advertisements has to be told that it goes on with that; `accept_ra` is last, so
+/// that it is restored when the rest is.
 pub fn forwarding6() -> Result<Vec<Sysctl>, KernelError> {
     let own = get(FORWARD6)?;
     if own.before == "1" {
@@ -393,7 +403,8 @@ pub fn forwarding6() -> Result<Vec<Sysctl>, KernelError> {
     Ok(all)
 }
 
-/// Has this machine forward IPv6, and go on with router advertisements where it took them: `before` is from [`forwarding6`].
+/// Has this machine forward IPv6, and go on with router advertisements where it took them: `before`
+/// is from [`forwarding6`].
 pub fn forward6(before: &[Sysctl]) -> Result<(), KernelError> {
     for sysctl in before.iter().filter(|s| s.key.ends_with("/accept_ra")) {
         match set(&sysctl.key, "2") {
@@ -404,7 +415,8 @@ pub fn forward6(before: &[Sysctl]) -> Result<(), KernelError> {
     set(FORWARD6, "1")
 }
 
-/// Whether [`leads_out6`] of a network follows from the host's routes, which have to be looked at again and again.
+/// Whether [`leads_out6`] of a network follows from the host's routes, which have to be looked at
+/// again and again.
 pub fn follows_routes6(network: &crate::file::Network) -> bool {
     network.uplink == Uplink::Kernel
         && network.router6().is_some()
@@ -420,14 +432,16 @@ pub fn leads_out6(network: &crate::file::Network) -> bool {
     }
 }
 
-/// Whether a device has an address that it still looks for duplicates of, from the text of /proc/net/if_inet6.
+/// Whether a device has an address that it still looks for duplicates of, from the text of
+/// /proc/net/if_inet6.
 fn is_tentative(table: &str, device: &str) -> bool {
     routes::addresses6(table).any(|address| address.device == device && address.is_tentative)
 }
 
-/// Switches IPv6 on at the tap of an uplink; with `reset` it loses the addresses that it had. Its link-local address follows from
-/// a MAC address that the switch keeps for it, so it does not look for duplicates: as long as it does, for a second or two,
-/// the kernel asks for no neighbours, and what is forwarded to members is refused.
+/// Switches IPv6 on at the tap of an uplink; with `reset` it loses the addresses that it had. Its
+/// link-local address follows from a MAC address that the switch keeps for it, so it does not look
+/// for duplicates: as long as it does, for a second or two, the kernel asks for no neighbours, and
+/// what is forwarded to members is refused.
 pub fn open_ipv6(device: &str, reset: bool) -> Result<(), KernelError> {
     let key = format!("net/ipv6/conf/{device}/disable_ipv6");
     if !Path::new(&sysctl_path(&key)).exists() {
@@ -440,7 +454,8 @@ pub fn open_ipv6(device: &str, reset: bool) -> Result<(), KernelError> {
     set(&key, "0")
 }
 
-/// Puts sysctls back, in order. One that was not changed is left alone, and one of an interface that is gone is forgotten.
+/// Puts sysctls back, in order. One that was not changed is left alone, and one of an interface
+/// that is gone is forgotten.
 pub fn restore(sysctls: &[Sysctl]) -> Result<(), KernelError> {
     for sysctl in sysctls {
         match get(&sysctl.key) {

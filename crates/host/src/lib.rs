@@ -2,16 +2,20 @@
 //!
 //! * [`file`](mod@file): what `tombolo.toml` says, with every fault placed and told at once.
 //! * [`plan`](mod@plan): what that comes to on this machine; pure.
-//! * [`difference`]: what a changed file means for a fabric that runs; pure. [`preflight`]: what it needs of this machine.
+//! * [`difference`]: what a changed file means for a fabric that runs; pure. [`preflight`]: what it
+//!   needs of this machine.
 //! * [`config`]: the running configuration as JSON, and merge patches that change it; pure.
 //! * [`fabric`]: the plan carried out, kept, changed, taken down.
 //! * [`api`]: HTTP and JSON on a Unix socket, and its client.
-//! * [`qemu`], [`xen`], [`console`], [`kernel`], [`routes`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
+//! * [`qemu`], [`xen`], [`console`], [`kernel`], [`routes`], [`process`], [`rundir`]: the outside
+//!   things that a fabric drives or leaves behind.
 //! * [`bridge`]: the process that passes calls on between a link and the services of this machine.
-//! * [`relay`], [`resolver`]: sockets of this machine for forwards, and for names that guests ask for.
+//! * [`relay`], [`resolver`]: sockets of this machine for forwards, and for names that guests ask
+//!   for.
 //! * [`log`](mod@log), [`stamps`], [`moment`]: what is written for people to read, and when it was.
 //! * [`confine`]: takes from the daemon and its machines what they do not need.
-//! * [`daemon`]: a fabric with its API, from start to end, signals included; [`notify`]: what a service manager hears of it.
+//! * [`daemon`]: a fabric with its API, from start to end, signals included; [`notify`]: what a
+//!   service manager hears of it.
 //! * [`web`]: the page that shows a fabric in a browser, a client of the API.
 //! * [`doctor`]: what this machine can do, probed for real.
 //!

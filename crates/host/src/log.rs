@@ -1,13 +1,13 @@
 //! What a fabric writes for people to read: escaped, cut, bounded, and kept after its end.
 //!
-//! Purpose: a guest decides what its console and the complaints of its QEMU say, and how much. This module keeps that from
-//! a terminal, from the disk and from the daemon's own words.
+//! Purpose: a guest decides what its console and the complaints of its QEMU say, and how much. This
+//! module keeps that from a terminal, from the disk and from the daemon's own words.
 //!
 //! # Invariants
 //! - The daemon's log has at most [`LOG_BYTES`] and one predecessor of that size, `log.1`.
 //! - A line has at most [`LINE_CHARS`] characters and none that a terminal obeys ([`shown`]).
-//! - After `down` the logs of the last two runs are kept in the state folder, `logs` and `logs.1`, each of at most
-//!   [`KEPT_BYTES`] (`keep`).
+//! - After `down` the logs of the last two runs are kept in the state folder, `logs` and `logs.1`,
+//!   each of at most [`KEPT_BYTES`] (`keep`).
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -25,8 +25,9 @@ pub const LINE_CHARS: usize = 1024;
 /// Bytes that are kept of a run that has ended.
 pub const KEPT_BYTES: u64 = 16 << 20;
 
-/// A text that others may have chosen, for a terminal or a log: control characters and those that change the direction of
-/// text are escaped (`\u{1b}`), and all beyond `chars` characters is cut off and replaced by "…".
+/// A text that others may have chosen, for a terminal or a log: control characters and those that
+/// change the direction of text are escaped (`\u{1b}`), and all beyond `chars` characters is cut
+/// off and replaced by "…".
 pub fn shown(text: &str, chars: usize) -> String {
     let mut out = String::new();
     let mut left = chars;
@@ -67,8 +68,8 @@ impl Log {
         Ok(Log { path: path.into(), file: open(path)?, limit: LOG_BYTES })
     }
 
-    /// Writes a message of one or more lines, each escaped and cut; the first begins with `head`, which is taken as it is.
-    /// Whether [`Log::file`] is another one now.
+    /// Writes a message of one or more lines, each escaped and cut; the first begins with `head`,
+    /// which is taken as it is. Whether [`Log::file`] is another one now.
     ///
     /// # Errors
     /// The system's: the disk is full.
@@ -111,8 +112,8 @@ fn is_log(name: &str) -> bool {
     matches!(name, "log" | "log.1") || name.ends_with(".console") || name.ends_with(".log")
 }
 
-/// Copies the logs of a runtime folder into `logs` of the state folder, where those of the run before become `logs.1`. Of a
-/// file that is longer than its share the end is kept.
+/// Copies the logs of a runtime folder into `logs` of the state folder, where those of the run
+/// before become `logs.1`. Of a file that is longer than its share the end is kept.
 pub(crate) fn keep(runtime: &Path, state: &Path) -> Result<(), RunDirError> {
     let entries = fs::read_dir(runtime).map_err(rundir::system("looking into", runtime))?;
     let mut logs: Vec<PathBuf> = entries.flatten().map(|e| e.path()).filter(|p| is_log(&name_of(p))).collect();

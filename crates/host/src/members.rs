@@ -1,15 +1,18 @@
-//! The processes that this daemon runs for its fabric: machines (QEMU) and helpers (passt), started or adopted.
+//! The processes that this daemon runs for its fabric: machines (QEMU) and helpers (passt), started
+//! or adopted.
 //!
 //! # Purpose
-//! They run as the daemon's user, so a guest that has taken its QEMU over could connect to the sockets that are for the
-//! owner: the API, the handover, and the fd store. A peer that is a member, or descends from one, is refused there.
-//! Members are known by number and start time, and not by their command lines, which a process can change.
+//! They run as the daemon's user, so a guest that has taken its QEMU over could connect to the
+//! sockets that are for the owner: the API, the handover, and the fd store. A peer that is a
+//! member, or descends from one, is refused there. Members are known by number and start time, and
+//! not by their command lines, which a process can change.
 //!
-//! A guest may connect as often as it likes. What was found out about a process holds for a second ([`Peers`]), so a
-//! refusal costs three system calls, and not a walk through /proc.
+//! A guest may connect as often as it likes. What was found out about a process holds for a second
+//! ([`Peers`]), so a refusal costs three system calls, and not a walk through /proc.
 //!
 //! # Limits
-//! A process descends from its member only for as long as its parents live. QEMU's own sandbox lets it start none.
+//! A process descends from its member only for as long as its parents live. QEMU's own sandbox lets
+//! it start none.
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
@@ -29,8 +32,8 @@ pub(crate) fn note(pid: u32) {
     let mut members = MEMBERS.lock().unwrap_or_else(PoisonError::into_inner);
     members.retain(|(pid, ticks)| lineage::start_ticks(*pid) == Some(*ticks));
     members.insert((pid, ticks));
-    // Relaxed: the lock orders it for those that look at the members, and a connection that is looked at meanwhile may be
-    // from before or after.
+    // Relaxed: the lock orders it for those that look at the members, and a connection that is
+    // looked at meanwhile may be from before or after.
     NOTED.fetch_add(1, Ordering::Relaxed);
 }
 
@@ -84,7 +87,8 @@ pub(crate) fn all() -> Vec<(u32, u64)> {
     MEMBERS.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
 }
 
-/// The member that a peer is or descends from. A peer without a number here (another PID namespace) is none.
+/// The member that a peer is or descends from. A peer without a number here (another PID namespace)
+/// is none.
 pub(crate) fn member_of(peer: Option<i32>) -> Option<u32> {
     let members = all();
     let pid = u32::try_from(peer?).ok()?;

@@ -1,4 +1,5 @@
-//! Moments of the calendar, in UTC: written as RFC 3339, and read as people write them. The calendar is jiff's.
+//! Moments of the calendar, in UTC: written as RFC 3339, and read as people write them. The
+//! calendar is jiff's.
 
 use jiff::civil::{Date, DateTime, Time};
 use jiff::tz::TimeZone;
@@ -34,8 +35,9 @@ fn utc(moment: DateTime) -> Option<u64> {
     in_ms(TimeZone::UTC.to_timestamp(moment).ok()?)
 }
 
-/// The moment that a user means, in milliseconds since 1970: a span back from `now_ms` (`2h`), a day (`2026-11-21`), a time of
-/// today in UTC (`21:43`), or both (`2026-11-21T21:43:05Z`, also with a blank and without the Z).
+/// The moment that a user means, in milliseconds since 1970: a span back from `now_ms` (`2h`), a
+/// day (`2026-11-21`), a time of today in UTC (`21:43`), or both (`2026-11-21T21:43:05Z`, also with
+/// a blank and without the Z).
 ///
 /// # Errors
 /// What was expected.
@@ -43,7 +45,8 @@ pub fn since(text: &str, now_ms: u64) -> Result<u64, String> {
     let plain = text.trim().trim_end_matches('Z');
     let (date, time) = (|| plain.parse::<Date>().ok(), || plain.parse::<Time>().ok());
     let has = |c| plain.contains(c);
-    // The calendar's own readers take more forms than one can tell apart, like 10 for a time of day.
+    // The calendar's own readers take more forms than one can tell apart, like 10 for a time of
+    // day.
     let found = match plain.as_bytes().first() {
         Some(b'0'..=b'9') if has('-') && (has(':')) => plain.parse::<DateTime>().ok().and_then(utc),
         Some(b'0'..=b'9') if has('-') => date().and_then(|date| utc(date.to_datetime(Time::midnight()))),

@@ -7,9 +7,9 @@
 //! manager would see a main process that ended well. Without `NOTIFY_SOCKET` nothing happens.
 //!
 //! # Watchdog
-//! Where the manager asks for it (`WatchdogSec=`), the daemon says twice per period that its control
-//! plane and its workers turn. systemd tells the period only to the process of `ExecStart=`. So a
-//! reload passes it on to the daemon that it starts.
+//! Where the manager asks for it (`WatchdogSec=`), the daemon says twice per period that its
+//! control plane and its workers turn. systemd tells the period only to the process of
+//! `ExecStart=`. So a reload passes it on to the daemon that it starts.
 
 use std::io::{self, PipeReader};
 use std::os::fd::AsFd;
@@ -41,7 +41,8 @@ pub(crate) fn works() {
     tell("WATCHDOG=1\n");
 }
 
-/// How often the manager expects [`works`], as sd_watchdog_enabled(3) finds it; `None` if it does not.
+/// How often the manager expects [`works`], as sd_watchdog_enabled(3) finds it; `None` if it does
+/// not.
 pub(crate) fn watchdog_period() -> Option<Duration> {
     let [period, pid] = [PERIOD, "WATCHDOG_PID"].map(|name| std::env::var(name).ok());
     period_for(period.as_deref(), pid.as_deref(), std::process::id())
@@ -54,8 +55,8 @@ fn period_for(period: Option<&str>, pid: Option<&str>, me: u32) -> Option<Durati
     pid.is_none_or(|pid| pid.parse() == Ok(me)).then(|| Duration::from_micros(micros))
 }
 
-/// The variable with the watchdog's period for a daemon that a reload starts: that of the main process, which the manager
-/// names to a reload in `MAINPID`.
+/// The variable with the watchdog's period for a daemon that a reload starts: that of the main
+/// process, which the manager names to a reload in `MAINPID`.
 pub fn watchdog_for_daemon() -> Option<(&'static str, String)> {
     variable("NOTIFY_SOCKET")?;
     let main = std::env::var("MAINPID").ok()?.parse().ok().and_then(Pid::from_raw)?;
@@ -69,7 +70,8 @@ fn value_of(name: &str, environment: &[u8]) -> Option<String> {
     all.find_map(|one| one.strip_prefix(name)?.strip_prefix('=').map(str::to_string))
 }
 
-/// Waits until the manager has read what it was told, for a process that is about to end: it hears nothing of one that has.
+/// Waits until the manager has read what it was told, for a process that is about to end: it hears
+/// nothing of one that has.
 pub(crate) fn settle() {
     let Some(socket) = socket() else { return };
     // The manager closes its end once it has read everything before.

@@ -1,5 +1,5 @@
-//! What a fabric file comes to on this machine: ports, processes and rules, with nothing done yet. Pure: the facts about
-//! the machine come in as [`Facts`].
+//! What a fabric file comes to on this machine: ports, processes and rules, with nothing done yet.
+//! Pure: the facts about the machine come in as [`Facts`].
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -118,7 +118,8 @@ pub enum Attachment {
         ip: Option<(Ipv4Addr, u8)>,
         /// MAC of its host side; an adopted one keeps its own.
         mac: Option<Mac>,
-        /// Whether it takes addresses and routes from router advertisements; an adopted one keeps its setting.
+        /// Whether it takes addresses and routes from router advertisements; an adopted one keeps
+        /// its setting.
         accept_ra: bool,
     },
     /// A packet socket on an interface.
@@ -170,8 +171,8 @@ pub struct UserForward {
     pub proto: Proto,
     /// Where passt listens.
     pub listen: SocketAddr,
-    /// The port at passt's one guest that stands for it. passt has one for each transport and port, so the two that listen at
-    /// all addresses of either family share theirs.
+    /// The port at passt's one guest that stands for it. passt has one for each transport and port,
+    /// so the two that listen at all addresses of either family share theirs.
     pub number: u16,
     /// The member.
     pub to: SocketAddr,
@@ -247,8 +248,8 @@ pub struct PortPlan {
 }
 
 impl PortPlan {
-    /// What the policy of its network knows of it: its own name and its machine's, its groups, and of an uplink that it
-    /// is the outside.
+    /// What the policy of its network knows of it: its own name and its machine's, its groups, and
+    /// of an uplink that it is the outside.
     pub fn labels(&self) -> Labels {
         let outside = (self.name == uplink_name(&self.network)).then_some(file::OUTSIDE);
         let own = [Some(self.name.as_str()), self.machine.as_deref(), outside];
@@ -341,8 +342,8 @@ pub fn port_name(machine: &str, i: usize) -> String {
     if i == 0 { machine.to_string() } else { format!("{machine}.{i}") }
 }
 
-/// The host's tap of a kernel uplink: `tb-FABRIC-NETWORK` where that fits the 15 bytes of an interface name, else a
-/// name that starts alike and ends in a hash of both.
+/// The host's tap of a kernel uplink: `tb-FABRIC-NETWORK` where that fits the 15 bytes of an
+/// interface name, else a name that starts alike and ends in a hash of both.
 pub fn kernel_device(fabric: &str, network: &str) -> String {
     let full = format!("tb-{fabric}-{network}");
     if full.len() <= 15 {
@@ -361,8 +362,9 @@ fn short(path: PathBuf) -> Result<PathBuf, PlanError> {
     if path.as_os_str().len() > 107 { Err(PlanError::LongPath { path }) } else { Ok(path) }
 }
 
-/// The words of a cell's command line that give it its fixed IPv6 addresses: in each of its first `nics` networks the first
-/// one of `ip6` within the prefix. Words of the file's own go before them.
+/// The words of a cell's command line that give it its fixed IPv6 addresses: in each of its first
+/// `nics` networks the first one of `ip6` within the prefix. Words of the file's own go before
+/// them.
 pub(crate) fn words6(fabric: &Fabric, m: &Machine, nics: usize) -> Vec<String> {
     let Ip6::Only(list) = &m.ip6 else { return vec![] };
     let word = |(i, nic): (usize, &file::Nic)| {
@@ -504,8 +506,8 @@ struct NetworkEnd<'a> {
     mtu: u16,
 }
 
-/// The link of a port: this process is peer 0, the machine peer 1. `kind` is the server's version, the region's bytes and
-/// the vectors.
+/// The link of a port: this process is peer 0, the machine peer 1. `kind` is the server's version,
+/// the region's bytes and the vectors.
 fn network_link(
     port: &str,
     to: &NetworkEnd<'_>,
@@ -517,7 +519,8 @@ fn network_link(
     let doors = socket.into_iter().map(|path| Door { path, seat: server::Seat::Fixed(1) }).collect();
     let name = format!("port:{port}");
     if version == 2 {
-        // The state table is one page, as Jailhouse has it; what is left is shared out in whole pages.
+        // The state table is one page, as Jailhouse has it; what is left is shared out in whole
+        // pages.
         let output_bytes = (region - PAGE_BYTES) / 2 / PAGE_BYTES * PAGE_BYTES;
         let dialect = Dialect::V2 { protocol: protocol::NETWORK, output_bytes };
         let layout = Layout::v2(PAGE_BYTES, region - PAGE_BYTES - 2 * output_bytes, output_bytes, 2);
@@ -678,7 +681,8 @@ pub fn uplink_name(network: &str) -> String {
     format!("uplink-{network}")
 }
 
-/// Forwards of a user uplink with the ports that stand for them: those below 1024 of passt's guest; see `switch::nat`.
+/// Forwards of a user uplink with the ports that stand for them: those below 1024 of passt's guest;
+/// see `switch::nat`.
 fn numbered(forwards: &[file::Forward]) -> Vec<UserForward> {
     let mut out: Vec<UserForward> = Vec::new();
     let mut last = 0;
@@ -698,7 +702,8 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
     // The router's MAC belongs to it alone, even if a port without a guard sends with it; what it
     // forwards comes from anywhere.
     let guard = PortGuard::new(file::Guard::Mac, mac, None, (&Ip6::Any, None), None);
-    // The host and passt are trusted. Behind a bridge is a real network, whose routers and DHCP servers are not ours to refuse.
+    // The host and passt are trusted. Behind a bridge is a real network, whose routers and DHCP
+    // servers are not ours to refuse.
     let roles = Roles { gateway: !matches!(n.uplink, Uplink::Bridge { .. }), ..Roles::ALL };
     let port = |attachment| PortPlan {
         name: uplink_name(&n.name),
@@ -757,17 +762,20 @@ pub fn plan(fabric: &Fabric, facts: &Facts) -> Result<Plan, PlanError> {
     Ok(plan)
 }
 
-/// The arguments of the passt that serves a user uplink, the program first; it takes its end of the stream as
-/// descriptor `fd`. With `ipv6` it serves IPv6 where the network has a way out for that, which only works where this machine
-/// has a default route for IPv6: without one passt ends at the first IPv6 listener. It leads the host's side: leases, names and router advertisements are the gateway's. It maps its own
-/// address to the host's loopback, without which it loses the answers of UDP forwards; the NAT before it lets nothing
-/// but such answers go there (`switch::nat`), so guests do not reach the host's loopback.
+/// The arguments of the passt that serves a user uplink, the program first; it takes its end of the
+/// stream as descriptor `fd`. With `ipv6` it serves IPv6 where the network has a way out for that,
+/// which only works where this machine has a default route for IPv6: without one passt ends at the
+/// first IPv6 listener. It leads the host's side: leases, names and router advertisements are the
+/// gateway's. It maps its own address to the host's loopback, without which it loses the answers of
+/// UDP forwards; the NAT before it lets nothing but such answers go there (`switch::nat`), so
+/// guests do not reach the host's loopback.
 pub fn passt_argv(program: &Path, uplink: &UserUplink, (mtu, fd): (u16, i32), ipv6: bool) -> Vec<String> {
     let ipv6 = ipv6 && uplink.ipv6.is_some();
     let mut out: Vec<String> = vec![program.display().to_string()];
     let mac = Mac::derived(&[&uplink.mac.to_string(), "passt"]).to_string();
     let mut say = |words: &[&str]| out.extend(words.iter().map(ToString::to_string));
-    // Without IPv6 all is as earlier versions had it: a passt that they started goes on under this one.
+    // Without IPv6 all is as earlier versions had it: a passt that they started goes on under this
+    // one.
     say(&["-f", "-q"]);
     say(if ipv6 { &[] } else { &["-4"] });
     say(&["-a", &OUTSIDE.to_string(), "-n", "29", "-g", &PEER.to_string()]);
@@ -794,11 +802,13 @@ pub fn passt_argv(program: &Path, uplink: &UserUplink, (mtu, fd): (u16, i32), ip
     out
 }
 
-/// The address that passt knows, and its own: of 192.0.0.0/29, which RFC 7335 sets aside for translation on one host.
+/// The address that passt knows, and its own: of 192.0.0.0/29, which RFC 7335 sets aside for
+/// translation on one host.
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 2);
 /// passt's own address on that link.
 pub const PEER: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 1);
-/// The same for IPv6: of 64:ff9b:1::/48, which RFC 8215 sets aside for translation by anyone who needs one.
+/// The same for IPv6: of 64:ff9b:1::/48, which RFC 8215 sets aside for translation by anyone who
+/// needs one.
 pub const OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 2);
 /// As whom members see this machine, where it connects to them through passt.
 pub const HOST6: Ipv6Addr = Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 1);

@@ -59,13 +59,15 @@ impl HostFault {
         places.problem((&self.section, self.key), self.expected, self.found, self.hint)
     }
 
-    /// Whether a daemon that was killed an instant ago may be the cause: the kernel still takes back its taps, sockets and locks.
+    /// Whether a daemon that was killed an instant ago may be the cause: the kernel still takes
+    /// back its taps, sockets and locks.
     pub(crate) fn may_pass(&self) -> bool {
         matches!(self.key, "listen" | "device" | "uplink" | "disk" | "disks")
     }
 }
 
-/// All that the fabric needs and this machine does not have. `standing` is what the fabric has already, where it runs.
+/// All that the fabric needs and this machine does not have. `standing` is what the fabric has
+/// already, where it runs.
 pub fn faults(fabric: &Fabric, standing: Option<&Standing>) -> Vec<HostFault> {
     let mut look = Look { fabric, standing, out: vec![] };
     look.workers();
@@ -358,7 +360,8 @@ impl Look<'_> {
         }
     }
 
-    /// Complains unless the tunnel can receive, has a way to each remote, and frames of its network fit the paths.
+    /// Complains unless the tunnel can receive, has a way to each remote, and frames of its network
+    /// fit the paths.
     fn tunnel(&mut self, at: &str, network: &str, tunnel: &Vxlan) {
         let listen = SocketAddr::new(tunnel.local, tunnel.udp_port);
         if !self.standing.is_some_and(|s| s.listens(Proto::Udp, listen))
@@ -535,7 +538,8 @@ fn why_not(proto: Proto, listen: SocketAddr, error: &std::io::Error) -> (String,
     }
 }
 
-/// Why a port was refused: its number is below the first that every user may take, or something else forbids it.
+/// Why a port was refused: its number is below the first that every user may take, or something
+/// else forbids it.
 fn privileged(it: &str, port: u16) -> (String, String) {
     let path = "/proc/sys/net/ipv4/ip_unprivileged_port_start";
     let first: u16 = fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(1024);
@@ -595,7 +599,8 @@ fn user() -> String {
     }
 }
 
-/// Mode and owner of a file, as far as they can be seen: the folder that hides it is the cause otherwise.
+/// Mode and owner of a file, as far as they can be seen: the folder that hides it is the cause
+/// otherwise.
 fn owner(path: &Path) -> String {
     match fs::metadata(path) {
         Ok(meta) => format!(" (mode {:04o}, owner {}, group {})", meta.mode() & 0o7777, meta.uid(), meta.gid()),

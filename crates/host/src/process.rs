@@ -34,7 +34,8 @@ use tombolo_port::child::inherit_only;
 
 use crate::xen;
 
-/// How long the kernel may take to end a killed process; one that waits for a device in the kernel takes longer.
+/// How long the kernel may take to end a killed process; one that waits for a device in the kernel
+/// takes longer.
 const KILLED: Duration = Duration::from_secs(5);
 
 /// A process that is held by its pidfd.
@@ -67,7 +68,8 @@ pub fn spawn_with(fds: &[OwnedFd], make: impl FnOnce(&[i32]) -> Command) -> io::
     inherit_only(&mut make(&numbers), &numbers).spawn()
 }
 
-/// Start time of a process in clock ticks after boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
+/// Start time of a process in clock ticks after boot: field 22 of /proc/PID/stat
+/// (proc_pid_stat(5)).
 pub fn start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may hold anything; fields are counted behind its last parenthesis.
@@ -79,7 +81,8 @@ pub fn start_ticks(pid: u32) -> Option<u64> {
 pub enum Liveness {
     /// It runs, or is stopped.
     Runs,
-    /// It was killed or ends by itself, and the kernel still takes it apart: about ten taps a second, for one.
+    /// It was killed or ends by itself, and the kernel still takes it apart: about ten taps a
+    /// second, for one.
     Ending,
     /// There is none of that number and start.
     Gone,
@@ -124,7 +127,8 @@ pub fn has_gone(pid: u32, started_ticks: Option<u64>) -> bool {
     }
 }
 
-/// Whether a process is stopped by a signal (state T of proc_pid_stat(5)); one that is traced is not.
+/// Whether a process is stopped by a signal (state T of proc_pid_stat(5)); one that is traced is
+/// not.
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
@@ -137,8 +141,8 @@ pub fn arguments(pid: u32) -> Option<Vec<String>> {
     Some(words.map(|w| String::from_utf8_lossy(w).into_owned()).collect())
 }
 
-/// The environment variable that marks a helper. It is for helpers that are started through a script, which changes the
-/// command line: as its value the helper's name for itself.
+/// The environment variable that marks a helper. It is for helpers that are started through a
+/// script, which changes the command line: as its value the helper's name for itself.
 pub const HELPER_VARIABLE: &str = "_TOMBOLO_HELPER";
 
 /// A helper as the owner record has it.
@@ -152,7 +156,8 @@ pub struct Recorded {
     pub started_ticks: u64,
 }
 
-/// A passt's name for itself, by which it is found again. passt asks only that the last part is `passt`.
+/// A passt's name for itself, by which it is found again. passt asks only that the last part is
+/// `passt`.
 pub fn helper_name(runtime: &Path, port: &str) -> String {
     format!("{}/{port}/passt", runtime.display())
 }
@@ -162,7 +167,8 @@ fn all() -> impl Iterator<Item = (Process, Vec<String>)> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse::<u32>().ok()));
     let others = pids.filter(|pid| *pid != std::process::id());
-    // The pidfd comes first: what is read afterwards is read of a process that we hold, or not at all.
+    // The pidfd comes first: what is read afterwards is read of a process that we hold, or not at
+    // all.
     others.filter_map(|pid| {
         let process = Process::open(pid)?;
         let words = arguments(pid)?;
@@ -237,18 +243,21 @@ pub fn bridges(runtime: &Path, recorded: &[RecordedBridge]) -> Vec<(Process, Vec
     found.collect()
 }
 
-/// Kills processes that have nothing to save, and waits for their ends. Returns those that are still there.
+/// Kills processes that have nothing to save, and waits for their ends. Returns those that are
+/// still there.
 pub fn kill_all(processes: &[&Process]) -> Vec<u32> {
     let deadline = Instant::now() + KILLED;
     for process in processes {
-        // One that has ended meanwhile is no error, and one that may not be signalled is still there below.
+        // One that has ended meanwhile is no error, and one that may not be signalled is still
+        // there below.
         let _ = process.signal(Signal::KILL);
     }
     let left = processes.iter().filter(|p| !p.wait(deadline.saturating_duration_since(Instant::now())));
     left.map(|p| p.pid).collect()
 }
 
-/// Whether a process runs as this one's user. Only passt changes its user; another user's process may carry any words.
+/// Whether a process runs as this one's user. Only passt changes its user; another user's process
+/// may carry any words.
 pub fn is_same_user(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     // Real, effective, saved and file system user (proc_pid_status(5)).
@@ -263,8 +272,8 @@ fn parent(pid: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// The machine whose domain an `xl` with these arguments creates, or a `tombolo domain-watch` watches, if its configuration is
-/// in `runtime`.
+/// The machine whose domain an `xl` with these arguments creates, or a `tombolo domain-watch`
+/// watches, if its configuration is in `runtime`.
 pub(crate) fn machine_of_xl(words: &[String], runtime: &Path) -> Option<String> {
     let path = Path::new(words.last()?);
     let name = path.file_name()?.to_str()?.strip_suffix(".xl")?;
@@ -272,8 +281,9 @@ pub(crate) fn machine_of_xl(words: &[String], runtime: &Path) -> Option<String> 
     (creates || xen::watcher::is_watcher(words, runtime, name)).then(|| name.to_string())
 }
 
-/// Running machines of a fabric whose monitor socket is in `runtime`: (machine's name, process, arguments). They are
-/// found by `-name tombolo/FABRIC/NAME` of a process of the same user; those of Xen by the configuration of their `xl`.
+/// Running machines of a fabric whose monitor socket is in `runtime`: (machine's name, process,
+/// arguments). They are found by `-name tombolo/FABRIC/NAME` of a process of the same user; those
+/// of Xen by the configuration of their `xl`.
 pub fn machines(fabric: &str, runtime: &Path) -> Vec<(String, Process, Vec<String>)> {
     let prefix = format!("tombolo/{fabric}/");
     let qemu = |words: &[String]| {
@@ -295,8 +305,8 @@ pub fn machines(fabric: &str, runtime: &Path) -> Vec<(String, Process, Vec<Strin
     kept.map(|(name, process, words, _)| (name, process, words)).collect()
 }
 
-/// Waits until a process has ended; `false` if it has not within `limit`. A signal to this process, which has handlers, says
-/// nothing of that one.
+/// Waits until a process has ended; `false` if it has not within `limit`. A signal to this process,
+/// which has handlers, says nothing of that one.
 pub(crate) fn ends_within(pidfd: impl AsFd, limit: Duration) -> Result<bool, Errno> {
     let until = Instant::now() + limit;
     loop {
@@ -355,7 +365,8 @@ mod tests {
     fn a_process_is_found_by_its_cookie_and_ended() {
         let dir = tempfile::tempdir().unwrap();
         let monitor = crate::qemu::argv::monitor_path(dir.path(), "vm1").display().to_string();
-        // A shell that keeps QEMU's words on its command line and waits for its standard input to end.
+        // A shell that keeps QEMU's words on its command line and waits for its standard input to
+        // end.
         let mut child = Command::new("sh")
             .args(["-c", "read x", "-name", "tombolo/proctest/vm1", &format!("unix:{monitor}")])
             .stdin(std::process::Stdio::piped())

@@ -1,29 +1,33 @@
-//! Passes connections and datagrams of forwards on between sockets of this machine: between the address families, which the
-//! kernel's translation cannot do, and from ::1 ([`crate::kernel`]).
+//! Passes connections and datagrams of forwards on between sockets of this machine: between the
+//! address families, which the kernel's translation cannot do, and from ::1 ([`crate::kernel`]).
 //!
 //! # Theory of operation
-//! One thread has all listeners. A connection is taken and a second one is made to the member, which sees the host's address on
-//! its network as the peer; bytes are copied both ways, and each end of stream as well. A member that refuses or does not
-//! answer resets the first connection. For UDP each peer of a listener gets a socket of its own towards the member, so that
-//! answers find back. A listener at "all addresses" is one socket for each address that the machine has, looked up again
-//! every two seconds: so answers leave with the address that was asked, and the other family is not touched.
+//! One thread has all listeners. A connection is taken and a second one is made to the member,
+//! which sees the host's address on its network as the peer; bytes are copied both ways, and each
+//! end of stream as well. A member that refuses or does not answer resets the first connection. For
+//! UDP each peer of a listener gets a socket of its own towards the member, so that answers find
+//! back. A listener at "all addresses" is one socket for each address that the machine has, looked
+//! up again every two seconds: so answers leave with the address that was asked, and the other
+//! family is not touched.
 //!
 //! # Limits
-//! Peers inside of a network and outside of it are hostile alike: nothing that they send is interpreted, and each thing that
-//! they can have more of has a limit ([`Limits`]). A forward has at most 1024 TCP connections and 1024 UDP peers, of which one
-//! address (one /64) has at most half. All forwards together have at most a quarter of the descriptors that the process may
-//! open. What is beyond that is refused: a connection is reset, a datagram dropped, and both are counted. A forward that is
-//! full says so as its fault.
+//! Peers inside of a network and outside of it are hostile alike: nothing that they send is
+//! interpreted, and each thing that they can have more of has a limit ([`Limits`]). A forward has
+//! at most 1024 TCP connections and 1024 UDP peers, of which one address (one /64) has at most
+//! half. All forwards together have at most a quarter of the descriptors that the process may open.
+//! What is beyond that is refused: a connection is reset, a datagram dropped, and both are counted.
+//! A forward that is full says so as its fault.
 //!
-//! A place becomes free when a connection ends. Keepalive ends one whose peer or member has gone without a word within two
-//! minutes. So does [`Limits::half_closed`] one whose second direction is silent after the first has ended. A UDP peer is
-//! forgotten by its own timer, so a datagram costs the same however many peers there are. Idle connections cost no memory
-//! here: the thread has one buffer, and a connection has bytes only while its receiver does not read.
+//! A place becomes free when a connection ends. Keepalive ends one whose peer or member has gone
+//! without a word within two minutes. So does [`Limits::half_closed`] one whose second direction is
+//! silent after the first has ended. A UDP peer is forgotten by its own timer, so a datagram costs
+//! the same however many peers there are. Idle connections cost no memory here: the thread has one
+//! buffer, and a connection has bytes only while its receiver does not read.
 //!
 //! # Failure
-//! A listener that cannot be had is a fault of its forward ([`Relay::fault`]) and tried again every two seconds. Connections end
-//! with the daemon, and with a change of their forward. With fixed addresses and no fault the thread sleeps until something
-//! comes.
+//! A listener that cannot be had is a fault of its forward ([`Relay::fault`]) and tried again every
+//! two seconds. Connections end with the daemon, and with a change of their forward. With fixed
+//! addresses and no fault the thread sleeps until something comes.
 
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
@@ -56,9 +60,11 @@ const COPIED: usize = 64 << 10;
 const DATAGRAM: usize = 65_535;
 /// Pause after `accept` failed, as without free descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
-/// A connection that was silent for so long is asked whether its peer is there, at these intervals, and so many times.
+/// A connection that was silent for so long is asked whether its peer is there, at these intervals,
+/// and so many times.
 const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(60), Duration::from_secs(15), 4);
-/// How long data may be unconfirmed before the peer counts as gone, in milliseconds: as long as keepalive takes.
+/// How long data may be unconfirmed before the peer counts as gone, in milliseconds: as long as
+/// keepalive takes.
 const UNCONFIRMED_MS: u32 = 120_000;
 /// Descriptors of a connection, and of a UDP peer.
 const DESCRIPTORS: (u32, u32) = (2, 1);
@@ -79,7 +85,8 @@ pub struct Limits {
     pub descriptors: usize,
     /// A UDP peer that was silent for so long, in both directions, is forgotten.
     pub silent: Duration,
-    /// As `silent`, while the member has not answered it yet. The kernel's translation has the same default.
+    /// As `silent`, while the member has not answered it yet. The kernel's translation has the same
+    /// default.
     pub unanswered: Duration,
     /// A connection of which one direction has ended, and the other was silent for so long, ends.
     pub half_closed: Duration,
@@ -134,7 +141,8 @@ pub struct Relay {
 pub struct Use {
     /// Connections, or UDP peers, that it has.
     pub open: u64,
-    /// Connections that were reset, or datagrams that were dropped, since there was no place for them.
+    /// Connections that were reset, or datagrams that were dropped, since there was no place for
+    /// them.
     pub refused: u64,
 }
 
@@ -157,7 +165,8 @@ impl Relay {
         Ok(Relay { changes, told })
     }
 
-    /// Has these forwards in place of those before; equal ones go on. Returns when they listen, or do not.
+    /// Has these forwards in place of those before; equal ones go on. Returns when they listen, or
+    /// do not.
     pub fn set(&self, routes: Vec<Route>) {
         let (done, wait) = mpsc::channel();
         if self.changes.send((routes, done)).is_ok() {
@@ -358,7 +367,8 @@ fn addresses(listen: IpAddr) -> Vec<IpAddr> {
     }
 }
 
-/// The addresses of this machine in the text of /proc/net/fib_trie: a line with the address, then one that says what it is.
+/// The addresses of this machine in the text of /proc/net/fib_trie: a line with the address, then
+/// one that says what it is.
 fn local4(table: &str) -> Vec<Ipv4Addr> {
     let (mut out, mut last) = (vec![Ipv4Addr::LOCALHOST], None);
     for line in table.lines() {
@@ -375,7 +385,8 @@ fn local4(table: &str) -> Vec<Ipv4Addr> {
     out
 }
 
-/// The addresses of this machine in the text of /proc/net/if_inet6, without link-local and tentative ones.
+/// The addresses of this machine in the text of /proc/net/if_inet6, without link-local and
+/// tentative ones.
 fn local6(table: &str) -> Vec<Ipv6Addr> {
     let usable = routes::addresses6(table).filter(|a| !a.ip.is_unicast_link_local() && !a.is_tentative);
     usable.map(|address| address.ip).collect()
@@ -420,7 +431,8 @@ async fn accept(listener: TcpListener, to: SocketAddr, places: Arc<Places>, limi
                 None => {
                     let _ = stream.set_zero_linger();
                     drop(stream);
-                    // Those who connect again and again do not hold up the connections that there are.
+                    // Those who connect again and again do not hold up the connections that there
+                    // are.
                     tokio::task::yield_now().await;
                 }
             },

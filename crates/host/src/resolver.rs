@@ -1,11 +1,12 @@
 //! Asks the host's name servers what guests want to know of elsewhere.
 //!
-//! A query goes to the servers one after the other, over UDP from a socket of its own (a port that the kernel
-//! chooses, connected, so that only that server's answers are heard), and again over TCP where the answer was cut. A
-//! server that refuses, fails or stays silent is passed over. Nothing is cached: that is the servers' business.
+//! A query goes to the servers one after the other, over UDP from a socket of its own (a port that
+//! the kernel chooses, connected, so that only that server's answers are heard), and again over TCP
+//! where the answer was cut. A server that refuses, fails or stays silent is passed over. Nothing
+//! is cached: that is the servers' business.
 //!
-//! Limits: [`Timing`]; three servers of resolv.conf, as in libc. The number of queries at a time is the gateway's limit.
-//! Failure: without any answer the caller gets `None`, and the guest SERVFAIL.
+//! Limits: [`Timing`]; three servers of resolv.conf, as in libc. The number of queries at a time is
+//! the gateway's limit. Failure: without any answer the caller gets `None`, and the guest SERVFAIL.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -20,8 +21,8 @@ use tombolo_switch::gateway::{GatewayHandle, UpstreamQuery};
 const PORT: u16 = 53;
 /// Servers taken from a resolv.conf (glibc's MAXNS).
 const MAX_SERVERS: usize = 3;
-/// Response codes after which another server may know better (RFC 1035 §4.1.1): server failure, not implemented,
-/// refused.
+/// Response codes after which another server may know better (RFC 1035 §4.1.1): server failure, not
+/// implemented, refused.
 const PASS_ON: [u8; 3] = [2, 4, 5];
 
 /// How long servers are waited for.
@@ -91,12 +92,14 @@ fn modified(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|meta| meta.modified()).ok()
 }
 
-/// The servers that the text of a resolv.conf names. Without any, libc asks the local one; so does this.
+/// The servers that the text of a resolv.conf names. Without any, libc asks the local one; so does
+/// this.
 pub fn parse_resolv_conf(text: &str) -> Vec<SocketAddr> {
     let servers = text.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
         let address = words.next().filter(|word| *word == "nameserver").and(words.next())?;
-        // An address with a zone (fe80::1%eth0) cannot be asked without its interface's number: left out.
+        // An address with a zone (fe80::1%eth0) cannot be asked without its interface's number:
+        // left out.
         Some(SocketAddr::new(address.parse::<IpAddr>().ok()?, PORT))
     });
     let servers: Vec<_> = servers.take(MAX_SERVERS).collect();
@@ -117,8 +120,9 @@ impl Resolver {
         Resolver { servers, timing, queries: JoinSet::new() }
     }
 
-    /// Sends the queries that `gateway` has left on their way; to be called when its event waker rang, within a
-    /// tokio runtime. Each is answered through the handle when the servers have answered or failed.
+    /// Sends the queries that `gateway` has left on their way; to be called when its event waker
+    /// rang, within a tokio runtime. Each is answered through the handle when the servers have
+    /// answered or failed.
     pub fn serve(&mut self, gateway: &GatewayHandle) {
         while self.queries.try_join_next().is_some() {}
         for query in gateway.take_queries() {
@@ -132,7 +136,8 @@ impl Resolver {
     }
 }
 
-/// The answer of the first of `servers` that has one; a failure of theirs where all failed; `None` where none spoke.
+/// The answer of the first of `servers` that has one; a failure of theirs where all failed; `None`
+/// where none spoke.
 pub async fn resolve(query: &UpstreamQuery, servers: &[SocketAddr], timing: Timing) -> Option<Vec<u8>> {
     let end = Instant::now() + timing.total;
     let mut failure = None;

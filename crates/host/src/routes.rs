@@ -1,8 +1,9 @@
-//! Routes of the host that a network's subnet would meet: the host itself is on a network with a kernel uplink, or with a tap
-//! that has an address, so it gets a route to the subnet there.
+//! Routes of the host that a network's subnet would meet: the host itself is on a network with a
+//! kernel uplink, or with a tap that has an address, so it gets a route to the subnet there.
 //!
-//! Two routes to one subnet leave it to chance who gets the packets; that is refused before anything is made. A wider route
-//! (a VPN's 10.0.0.0/8) loses a part of its addresses, which is said. The default route meets everything and does not count.
+//! Two routes to one subnet leave it to chance who gets the packets; that is refused before
+//! anything is made. A wider route (a VPN's 10.0.0.0/8) loses a part of its addresses, which is
+//! said. The default route meets everything and does not count.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -27,7 +28,8 @@ pub enum Clash {
     Shadowed(Route),
 }
 
-/// The routes of /proc/net/route (its columns: Linux, net/ipv4/fib_trie.c), without the default route.
+/// The routes of /proc/net/route (its columns: Linux, net/ipv4/fib_trie.c), without the default
+/// route.
 pub fn parse(table: &str) -> Vec<Route> {
     let address = |word: &str| u32::from_str_radix(word, 16).ok().map(|n| Ipv4Addr::from(n.to_ne_bytes()));
     let row = |line: &str| {
@@ -63,8 +65,8 @@ fn routes6(table: &str) -> impl Iterator<Item = Route6<'_>> {
     })
 }
 
-/// A route to a part of `prefix`, a /64, in the text of /proc/net/ipv6_route, as prefix and device. Routes to single hosts do
-/// not count.
+/// A route to a part of `prefix`, a /64, in the text of /proc/net/ipv6_route, as prefix and device.
+/// Routes to single hosts do not count.
 pub fn taken6(table: &str, prefix: Ipv6Addr, own: &str) -> Option<(String, String)> {
     routes6(table).find_map(|Route6 { to, bits, device, .. }| {
         let inside = (64..128).contains(&bits) && (to.to_bits() ^ prefix.to_bits()) >> 64 == 0;
@@ -72,8 +74,8 @@ pub fn taken6(table: &str, prefix: Ipv6Addr, own: &str) -> Option<(String, Strin
     })
 }
 
-/// Whether there is a default route in the text of /proc/net/ipv6_route. One that rejects packets, as that of the loopback
-/// device, is none.
+/// Whether there is a default route in the text of /proc/net/ipv6_route. One that rejects packets,
+/// as that of the loopback device, is none.
 pub fn has_default6(table: &str) -> bool {
     const RTF_REJECT: u32 = 0x0200;
     routes6(table).any(|r| r.bits == 0 && r.to.is_unspecified() && r.flags & RTF_REJECT == 0 && r.device != "lo")
@@ -94,7 +96,8 @@ pub struct Address6<'t> {
     pub device: &'t str,
 }
 
-/// The addresses in the text of /proc/net/if_inet6 (address, index, prefix length, scope, flags, name).
+/// The addresses in the text of /proc/net/if_inet6 (address, index, prefix length, scope, flags,
+/// name).
 pub fn addresses6(table: &str) -> impl Iterator<Item = Address6<'_>> {
     const TENTATIVE: u32 = 0x40;
     table.lines().filter_map(|line| {
@@ -158,7 +161,8 @@ mod tests {
     use crate::file;
     use std::path::Path;
 
-    /// As Linux prints it: a default route, a wide one, one of another fabric, one to a single host.
+    /// As Linux prints it: a default route, a wide one, one of another fabric, one to a single
+    /// host.
     const TABLE: &str = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
         eth0\t00000000\t0101A8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
         vpn0\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n\

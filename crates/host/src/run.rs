@@ -1,7 +1,8 @@
-//! Short-lived programs (nft, `qemu --version`, probes): run to their end, but no longer than a time limit.
+//! Short-lived programs (nft, `qemu --version`, probes): run to their end, but no longer than a
+//! time limit.
 //!
-//! What a program writes goes into memory files and not into pipes, so that neither a program that writes much nor a child of
-//! its own that keeps a pipe open can hold the caller up.
+//! What a program writes goes into memory files and not into pipes, so that neither a program that
+//! writes much nor a child of its own that keeps a pipe open can hold the caller up.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -62,7 +63,8 @@ fn written(mut file: File) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Waits for a child until `limit`; one that is still there then is killed and reaped, and the answer is `None`.
+/// Waits for a child until `limit`; one that is still there then is killed and reaped, and the
+/// answer is `None`.
 pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty());
     let ended = pidfd.and_then(|pidfd| process::ends_within(pidfd, limit));
@@ -76,7 +78,8 @@ pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<Exit
     }
 }
 
-/// Runs a program with `input` to its end. It dies with the calling thread, and inherits nothing else.
+/// Runs a program with `input` to its end. It dies with the calling thread, and inherits nothing
+/// else.
 ///
 /// # Errors
 /// [`RunError`].

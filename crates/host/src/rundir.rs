@@ -32,17 +32,20 @@ use crate::xen::config::Domain;
 
 /// How long a lock is waited for whose recorded owner has gone.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long a daemon that is ending is waited for: 256 taps took the kernel 22 s, and a guest may take 15 s to shut down.
+/// How long a daemon that is ending is waited for: 256 taps took the kernel 22 s, and a guest may
+/// take 15 s to shut down.
 const ENDING_TIMEOUT: Duration = Duration::from_secs(180);
 /// How often it is said that a daemon is waited for, and how often that one is looked at.
 const PROGRESS: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How long another's turn at shared settings is waited for, which takes two runs of `nft`; and how often it is looked at.
+/// How long another's turn at shared settings is waited for, which takes two runs of `nft`; and how
+/// often it is looked at.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 const TURN_LOOK: Duration = Duration::from_millis(5);
 
-/// Begins what is said while something is waited for: it is for the user even where no other progress is shown.
+/// Begins what is said while something is waited for: it is for the user even where no other
+/// progress is shown.
 pub const WAITING: &str = "waiting ";
 
 /// Why a runtime directory cannot be used.
@@ -145,24 +148,27 @@ pub struct Owner {
     pub bypass: bool,
     /// Members added while running; a daemon that follows a crash adds them again.
     pub additions: Vec<Addition>,
-    /// Rate limits that were changed while it ran: by port, as text of a fabric file. They go before the file's.
+    /// Rate limits that were changed while it ran: by port, as text of a fabric file. They go
+    /// before the file's.
     #[serde(default)]
     pub rates: BTreeMap<String, String>,
-    /// What commands and the API have changed since the file was read: a merge patch of its content. A daemon that follows
-    /// changes the file's content so too.
+    /// What commands and the API have changed since the file was read: a merge patch of its
+    /// content. A daemon that follows changes the file's content so too.
     #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
     pub changes: serde_json::Map<String, serde_json::Value>,
     /// Where the ports of containers lead, by their names.
     #[serde(default)]
     pub containers: BTreeMap<String, ContainerPlace>,
-    /// Machines whose drivers have been seen on the network: only those can be adopted. A QEMU that loses its backend while
-    /// its guest agrees on features agrees on other ones with the next backend.
+    /// Machines whose drivers have been seen on the network: only those can be adopted. A QEMU that
+    /// loses its backend while its guest agrees on features agrees on other ones with the next
+    /// backend.
     #[serde(default)]
     pub settled: Vec<Settled>,
     /// The passts of the user uplinks, beside the marks by which they are found.
     #[serde(default)]
     pub helpers: Vec<Recorded>,
-    /// The bridges of links, beside the marks by which they are found. A bridge does nothing before it is in here.
+    /// The bridges of links, beside the marks by which they are found. A bridge does nothing before
+    /// it is in here.
     #[serde(default)]
     pub bridges: Vec<RecordedBridge>,
     /// Domains of Xen: written before they are created, until they are gone.
@@ -174,7 +180,8 @@ pub struct Owner {
     /// Its daemon has ended and left it to the next one.
     #[serde(default)]
     pub left: bool,
-    /// What a handover leaves as it is; not in a record of a daemon that does not stand yet, or of an older version.
+    /// What a handover leaves as it is; not in a record of a daemon that does not stand yet, or of
+    /// an older version.
     #[serde(default)]
     pub standing: Option<Standing>,
 }
@@ -188,7 +195,8 @@ pub struct Settled {
     pub pid: u32,
     /// Its start, in clock ticks after boot.
     pub started_ticks: u64,
-    /// What the daemon started. The process's own arguments are others where $TOMBOLO_QEMU is a script.
+    /// What the daemon started. The process's own arguments are others where $TOMBOLO_QEMU is a
+    /// script.
     pub argv: Vec<String>,
 }
 
@@ -197,10 +205,11 @@ pub struct Settled {
 pub struct ContainerPlace {
     /// Path of the namespace.
     pub netns: PathBuf,
-    /// Device and inode of that file. A path may lead to another namespace later, such as that of a process whose number was used
-    /// again. Zeros where there was none.
+    /// Device and inode of that file. A path may lead to another namespace later, such as that of a
+    /// process whose number was used again. Zeros where there was none.
     pub inode: (u64, u64),
-    /// What the kernel calls the namespace. An inode is used again, and this number is not. `None` where the kernel does not tell.
+    /// What the kernel calls the namespace. An inode is used again, and this number is not. `None`
+    /// where the kernel does not tell.
     #[serde(default)]
     pub cookie: Option<u64>,
     /// Name and MAC address of the tap in there; nothing for a port without one.
@@ -211,7 +220,8 @@ pub struct ContainerPlace {
 }
 
 impl Owner {
-    /// What that daemon is at. One that is dead and not reaped is gone; one that takes its fabric down is ending.
+    /// What that daemon is at. One that is dead and not reaped is gone; one that takes its fabric
+    /// down is ending.
     pub fn liveness(&self) -> Liveness {
         match process::liveness(self.pid, self.started_ticks) {
             Liveness::Runs if self.ending => Liveness::Ending,
@@ -264,8 +274,8 @@ pub fn link_socket(directory: &Path, link: &str) -> PathBuf {
     directory.join(format!("{link}.link.sock"))
 }
 
-/// Daemons by the locks that they hold, found in their open files: also where the name of the lock, or the whole directory,
-/// was deleted. (fabric, process, whether the name is gone).
+/// Daemons by the locks that they hold, found in their open files: also where the name of the lock,
+/// or the whole directory, was deleted. (fabric, process, whether the name is gone).
 fn holders(root: &Path) -> Vec<(String, u32, bool)> {
     let fabric = |target: &Path| -> Option<(String, bool)> {
         let text = target.to_str()?;
@@ -279,14 +289,16 @@ fn holders(root: &Path) -> Vec<(String, u32, bool)> {
     let mut out = Vec::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
-        // What another user has open is not asked for: it may be on a file system that never answers.
+        // What another user has open is not asked for: it may be on a file system that never
+        // answers.
         if !process::is_same_user(pid) {
             continue;
         }
         // Another user's are not to be seen.
         for file in fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten() {
             let Some((name, is_deleted)) = fs::read_link(file.path()).ok().and_then(|t| fabric(&t)) else { continue };
-            // In a container the same path is another file. A folder of a fabric may be a mount of its own.
+            // In a container the same path is another file. A folder of a fabric may be a mount of
+            // its own.
             let same =
                 |path: &Path| here.is_none() || here == device(path) || device(&root.join(&name)) == device(path);
             if !same(&file.path()) {
@@ -316,7 +328,8 @@ pub fn daemon_of(folder: &Path) -> Option<u32> {
     }
 }
 
-/// Names of the fabrics that run, sorted: those whose lock is held, also where its file was deleted.
+/// Names of the fabrics that run, sorted: those whose lock is held, also where its file was
+/// deleted.
 pub fn running(root: &Path) -> Vec<String> {
     let entries = fs::read_dir(root).into_iter().flatten();
     let mut out: Vec<String> = entries
@@ -364,8 +377,8 @@ pub struct Killed {
 }
 
 impl Killed {
-    /// Those in `root` whose records `wanted` accepts. One that is being started, or looked after by another process, is left
-    /// to that.
+    /// Those in `root` whose records `wanted` accepts. One that is being started, or looked after
+    /// by another process, is left to that.
     pub fn all(root: &Path, wanted: impl Fn(&Owner) -> bool) -> Vec<Killed> {
         let wanted = |owner: &Owner| owner.liveness() == Liveness::Gone && wanted(owner);
         let killed = owners(root).filter(|(_, owner)| wanted(owner)).filter_map(|(folder, _)| {
@@ -386,7 +399,8 @@ impl Killed {
     /// Changes the record, after what it named was undone.
     ///
     /// # Errors
-    /// If it cannot be written: then the fabric's next daemon undoes it once more, which changes nothing.
+    /// If it cannot be written: then the fabric's next daemon undoes it once more, which changes
+    /// nothing.
     pub fn record(&mut self, change: impl FnOnce(&mut Owner)) -> Result<(), RunDirError> {
         change(&mut self.owner);
         let text = serde_json::to_vec_pretty(&self.owner).expect("all map keys in the record are strings");
@@ -394,8 +408,8 @@ impl Killed {
     }
 }
 
-/// A turn at the settings of the machine that fabrics share, such as forwarding: who looks whether others need them, and then
-/// changes them, has one. It ends when the file is dropped.
+/// A turn at the settings of the machine that fabrics share, such as forwarding: who looks whether
+/// others need them, and then changes them, has one. It ends when the file is dropped.
 ///
 /// # Errors
 /// If the lock cannot be made, or another process keeps it.
@@ -427,7 +441,8 @@ pub struct RunDir {
     unwritten: Option<String>,
 }
 
-/// Makes a folder for our own user only, in a folder that others may look into: that one is the services', too.
+/// Makes a folder for our own user only, in a folder that others may look into: that one is the
+/// services', too.
 ///
 /// # Errors
 /// If it is another user's, or the system refuses.
@@ -481,9 +496,10 @@ pub fn read_owner(path: &Path) -> Option<Owner> {
 
 /// Makes the directory and takes its lock; gives the record of the owner before.
 ///
-/// A daemon that is ending is waited for, until its process is gone: the kernel closes its lock before its taps. So is a
-/// child that a killed owner had forked and that has not reached its program yet, which holds the lock still: once the
-/// lock is free, every child there is can be found.
+/// A daemon that is ending is waited for, until its process is gone: the kernel closes its lock
+/// before its taps. So is a child that a killed owner had forked and that has not reached its
+/// program yet, which holds the lock still: once the lock is free, every child there is can be
+/// found.
 async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option<Owner>), RunDirError> {
     let begun = Instant::now();
     let root = path.parent().unwrap_or(path);
@@ -497,13 +513,15 @@ async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option
         let liveness = record.as_ref().map_or(Liveness::Gone, Owner::liveness);
         let pid = record.as_ref().map_or(0, |o| o.pid);
         match (taken, liveness) {
-            // Nothing is recorded: it is the first start, or a daemon runs whose files were deleted and not made again yet.
+            // Nothing is recorded: it is the first start, or a daemon runs whose files were deleted
+            // and not made again yet.
             (Some(_), Liveness::Gone) if record.is_none() && deleted(fabric, root).is_some() => {
                 return Err(RunDirError::Running { name: fabric.into(), pid: deleted(fabric, root).unwrap_or(0) });
             }
             (Some(lock), Liveness::Gone) => return Ok((lock, record)),
             (Some(lock), Liveness::Runs) if pid == std::process::id() => return Ok((lock, record)),
-            // Only the file was deleted: that daemon makes it again, or cannot, and has all else still.
+            // Only the file was deleted: that daemon makes it again, or cannot, and has all else
+            // still.
             (Some(_), Liveness::Runs) if begun.elapsed() >= LOCK_TIMEOUT || deleted(fabric, root).is_some() => {
                 return Err(RunDirError::Running { name: fabric.into(), pid });
             }
@@ -536,12 +554,12 @@ fn deleted(fabric: &str, root: &Path) -> Option<u32> {
 }
 
 impl RunDir {
-    /// Makes the directory, takes its lock and reads what a killed owner left. `say` is told while a daemon that is ending
-    /// is waited for.
+    /// Makes the directory, takes its lock and reads what a killed owner left. `say` is told while
+    /// a daemon that is ending is waited for.
     ///
     /// # Errors
-    /// If a daemon runs, one does not come to its end, or the system refuses. A record that cannot be written is no error:
-    /// see [`RunDir::unwritten`].
+    /// If a daemon runs, one does not come to its end, or the system refuses. A record that cannot
+    /// be written is no error: see [`RunDir::unwritten`].
     pub async fn claim(fabric: &str, file: &Path, say: &Say) -> Result<RunDir, RunDirError> {
         let root = runtime_root()?;
         if place(&root) == place(&state_root()) {
@@ -585,7 +603,8 @@ impl RunDir {
         RunDir { path, state, lock, owner: Owner::default(), leftover: None, unwritten: None }
     }
 
-    /// Takes the directory over from a daemon that handed its lock over. That daemon holds it too, until it ends.
+    /// Takes the directory over from a daemon that handed its lock over. That daemon holds it too,
+    /// until it ends.
     pub fn inherit(fabric: &str, file: &Path, lock: OwnedFd) -> Result<RunDir, RunDirError> {
         let path = runtime_root()?.join(fabric);
         let lock = File::from(lock);
@@ -619,7 +638,8 @@ impl RunDir {
     /// A file for what outlives `down`, in the state folder, which is made.
     ///
     /// # Errors
-    /// If the folder is another user's, or the system refuses. The path is [`RunDir::state_path`] all the same.
+    /// If the folder is another user's, or the system refuses. The path is [`RunDir::state_path`]
+    /// all the same.
     pub fn make_state(&self) -> Result<(), RunDirError> {
         make_dir(&self.state)
     }
@@ -647,7 +667,8 @@ impl RunDir {
         self.unwritten = write_whole(&self.path.join("owner.json"), &text).err().map(|e| e.to_string());
     }
 
-    /// Makes the directory, the lock and the record again where they were deleted. Returns whether something was.
+    /// Makes the directory, the lock and the record again where they were deleted. Returns whether
+    /// something was.
     ///
     /// # Errors
     /// If another daemon has taken the directory meanwhile, or the system refuses.
@@ -674,8 +695,8 @@ impl RunDir {
         Ok(!is_named || !is_recorded)
     }
 
-    /// Why the owner record could not be written. What it does not name the next daemon does not know of: it starts
-    /// machines again that it could have kept.
+    /// Why the owner record could not be written. What it does not name the next daemon does not
+    /// know of: it starts machines again that it could have kept.
     pub fn unwritten(&self) -> Option<&str> {
         self.unwritten.as_deref()
     }
@@ -687,7 +708,8 @@ impl RunDir {
         let kept = crate::log::keep(&self.path, &self.state);
         let Ok(entries) = fs::read_dir(&self.path) else { return Ok(()) };
         for entry in entries.flatten() {
-            // The lock goes last: a daemon that starts meanwhile must not find a half-removed directory unlocked.
+            // The lock goes last: a daemon that starts meanwhile must not find a half-removed
+            // directory unlocked.
             if entry.file_name() != "lock" {
                 match fs::remove_file(entry.path()) {
                     Err(error) if !is_gone(&error) => return Err(system("removing", &entry.path())(error)),
@@ -720,7 +742,8 @@ pub(crate) fn private_file(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Writes a file so that a reader sees the old content or the new, never a part, whenever the writer is killed.
+/// Writes a file so that a reader sees the old content or the new, never a part, whenever the
+/// writer is killed.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> {
     let next = path.with_extension("next");
     let write = || -> io::Result<()> {

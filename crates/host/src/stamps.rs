@@ -1,14 +1,16 @@
-//! When a console grew: its lines carry no time, so the daemon keeps, beside the file, until where it had been written when.
+//! When a console grew: its lines carry no time, so the daemon keeps, beside the file, until where
+//! it had been written when.
 //!
 //! # Files
-//! `NAME.console.times` has a line `MILLISECONDS OFFSET` for each look at which the console had grown: all before that offset was
-//! there at that time (since 1970, UTC). A byte of a console keeps its offset ([`console`](mod@crate::console)), so the two
-//! files need no lock. A console without the file, or one that grew while no daemon looked, has times that are too late,
-//! never too early.
+//! `NAME.console.times` has a line `MILLISECONDS OFFSET` for each look at which the console had
+//! grown: all before that offset was there at that time (since 1970, UTC). A byte of a console
+//! keeps its offset ([`console`](mod@crate::console)), so the two files need no lock. A console
+//! without the file, or one that grew while no daemon looked, has times that are too late, never
+//! too early.
 //!
 //! # Limits
-//! A console that grows without a pause is looked at ten times a second. [`MARKS`] are kept of each: beyond that every second one
-//! of the older half goes.
+//! A console that grows without a pause is looked at ten times a second. [`MARKS`] are kept of
+//! each: beyond that every second one of the older half goes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -135,8 +137,8 @@ impl Watch {
         inotify::add_watch(self.0.get_ref(), folder, flags).is_ok()
     }
 
-    /// Names of consoles that were written since the last call, and whether the folder is still there. `None` if the kernel may have left
-    /// some out.
+    /// Names of consoles that were written since the last call, and whether the folder is still
+    /// there. `None` if the kernel may have left some out.
     async fn written(&self) -> (Option<BTreeSet<String>>, bool) {
         let Ok(mut guard) = self.0.readable().await else { return std::future::pending().await };
         let mut buffer = [MaybeUninit::uninit(); 16 << 10];
@@ -211,7 +213,8 @@ mod tests {
         assert_eq!(marks, stamps.marks);
         let times = [0, 3, 4, 8, 14].map(|at| time_of(&marks, at));
         assert_eq!(times, [Some(1000), Some(1000), Some(3000), Some(3000), None]);
-        // A daemon that comes later goes on; a machine that starts again begins afresh, even if it has printed as much.
+        // A daemon that comes later goes on; a machine that starts again begins afresh, even if it
+        // has printed as much.
         let mut next = Stamps { marks: load(&console), console: console.clone() };
         write("four\n");
         next.look(4000).unwrap();

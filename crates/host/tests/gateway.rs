@@ -1,5 +1,6 @@
-//! The gateway at a real client: busybox's udhcpc and nslookup, and the kernel's ping, ARP and TCP, in a network namespace
-//! behind a tap, with a worker, its reactor and the resolver as they run in the fabric.
+//! The gateway at a real client: busybox's udhcpc and nslookup, and the kernel's ping, ARP and TCP,
+//! in a network namespace behind a tap, with a worker, its reactor and the resolver as they run in
+//! the fabric.
 #![allow(missing_docs)]
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -265,8 +266,8 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     let fabric = Fabric::start(&stored);
     let told = fabric.udhcpc("");
     assert!(told.contains(&format!("ip='{address}'")), "{told}");
-    // Asked to, it gives the address back. It takes the address off the interface right after, so the kernel has to
-    // know the gateway's hardware address beforehand.
+    // Asked to, it gives the address back. It takes the address off the interface right after, so
+    // the kernel has to know the gateway's hardware address beforehand.
     let told = fabric.folder.path().join("told");
     std::fs::remove_file(&told).unwrap();
     let script = fabric.folder.path().join("script");

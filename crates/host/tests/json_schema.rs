@@ -1,5 +1,5 @@
-//! docs/tombolo.schema.json is what the tables of the fabric file give. Validators of others judge it in
-//! tests/daytwo_schema.py.
+//! docs/tombolo.schema.json is what the tables of the fabric file give. Validators of others judge
+//! it in tests/daytwo_schema.py.
 
 use std::path::Path;
 

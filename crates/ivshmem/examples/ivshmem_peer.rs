@@ -12,8 +12,8 @@
 //! $ ivshmem_peer SOCKET serve & ivshmem_peer SOCKET echo & ivshmem_peer SOCKET ping 1000
 //! ```
 //!
-//! `echo` and `ping` sit on the two seats of one link. `arp` is the whole of a protocol stack in thirty lines: it shows frames
-//! going both ways through the fabric's switch.
+//! `echo` and `ping` sit on the two seats of one link. `arp` is the whole of a protocol stack in
+//! thirty lines: it shows frames going both ways through the fabric's switch.
 
 use std::error::Error;
 use std::net::Ipv4Addr;
@@ -167,7 +167,8 @@ fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr, count: usize) -
         let begin = Instant::now();
         let mut start = begin;
         loop {
-            // While the link is down, such as while the fabric restarts, the frame is refused, and asked again.
+            // While the link is down, such as while the fabric restarts, the frame is refused, and
+            // asked again.
             start = if link.peer().send(&request).is_ok() { Instant::now() } else { start };
             link.peer().flush();
             let got = loop {

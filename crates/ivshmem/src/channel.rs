@@ -1,8 +1,10 @@
-//! A record channel for a process: the other end is a cell's control loop, a guest, or another process.
+//! A record channel for a process: the other end is a cell's control loop, a guest, or another
+//! process.
 //!
-//! [`tombolo_ring::ivshmem::channel`] says what a channel is. Here it gets its memory, its states and its doorbells: records are
-//! sent and received by plain calls once the link is up, and the peer is rung where it asked for that. No thread; each call looks at
-//! the peer's state first. Nothing blocks but [`ChannelPeer::wait`].
+//! [`tombolo_ring::ivshmem::channel`] says what a channel is. Here it gets its memory, its states
+//! and its doorbells: records are sent and received by plain calls once the link is up, and the
+//! peer is rung where it asked for that. No thread; each call looks at the peer's state first.
+//! Nothing blocks but [`ChannelPeer::wait`].
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -183,8 +185,8 @@ impl ChannelPeer {
         self.on(|channel, sections| channel.get(sections, to))
     }
 
-    /// Waits until the peer rings, a record is there, or `timeout` has passed. Without a doorbell it looks again and again.
-    /// Returns whether something may have happened.
+    /// Waits until the peer rings, a record is there, or `timeout` has passed. Without a doorbell
+    /// it looks again and again. Returns whether something may have happened.
     pub fn wait(&mut self, timeout: Duration) -> bool {
         self.wait_with(timeout, None)
     }

@@ -143,7 +143,8 @@ impl Server {
     fn doorbells(&self, peer: u32, vectors: u32) -> Option<Box<dyn PeerDoorbells>> {
         let doorbells =
             self.client.peers().get(&peer).filter(|doorbells| doorbells.len() as u64 >= u64::from(vectors))?;
-        // Duplicates, since the conversation keeps its own. Without a descriptor left the peer is as good as absent.
+        // Duplicates, since the conversation keeps its own. Without a descriptor left the peer is
+        // as good as absent.
         duplicates(doorbells).ok().map(|doorbells| Box::new(EventDoorbells::from(doorbells)) as Box<dyn PeerDoorbells>)
     }
 }
@@ -248,29 +249,32 @@ impl Joined {
     /// Takes the seat on a network link, whose other peer is the fabric or a guest.
     ///
     /// # Errors
-    /// [`JoinError::Protocols`] where it is no network link, [`JoinError::End`] where it is not one of two peers.
+    /// [`JoinError::Protocols`] where it is no network link, [`JoinError::End`] where it is not one
+    /// of two peers.
     pub fn network(self) -> Result<Link<NetPeer>, JoinError> {
         self.expect(self.header.protocol == protocol::NETWORK, "1, a network link")?;
         let peer = 1u32.wrapping_sub(self.id);
         self.start(peer, NetPeer::new)
     }
 
-    /// Takes the seat on a link of records, with `peer` as the other end and both sections cut by `shape`.
+    /// Takes the seat on a link of records, with `peer` as the other end and both sections cut by
+    /// `shape`.
     ///
     /// # Errors
-    /// [`JoinError::Protocols`] where the link is of no user's protocol, [`JoinError::End`] where ids or shape do not fit.
+    /// [`JoinError::Protocols`] where the link is of no user's protocol, [`JoinError::End`] where
+    /// ids or shape do not fit.
     pub fn channel(self, peer: u32, shape: Shape) -> Result<Link<ChannelPeer>, JoinError> {
         let users = protocol::USER_FIRST..=protocol::USER_LAST;
         self.expect(users.contains(&self.header.protocol), "0x4000 to 0x7fff, a link for users' own protocols")?;
         self.start(peer, |parts| ChannelPeer::new(parts, shape))
     }
 
-    /// Takes the seat on a link whose protocol is spoken by the caller, with `peer` as the other end. `clear` makes the own output
-    /// section fresh, each time that the link comes up.
+    /// Takes the seat on a link whose protocol is spoken by the caller, with `peer` as the other
+    /// end. `clear` makes the own output section fresh, each time that the link comes up.
     ///
     /// # Errors
-    /// [`JoinError::Protocols`] where the link is not of `protocol`, which is `named` so in the error; [`JoinError::End`] where the ids
-    /// do not fit.
+    /// [`JoinError::Protocols`] where the link is not of `protocol`, which is `named` so in the
+    /// error; [`JoinError::End`] where the ids do not fit.
     pub fn raw(self, peer: u32, protocol: u32, named: &'static str, clear: Clear) -> Result<Link<RawPeer>, JoinError> {
         self.expect(self.header.protocol == protocol, named)?;
         self.start(peer, |parts| RawPeer::new(parts, clear))
@@ -333,7 +337,8 @@ pub struct Link<P> {
 }
 
 impl<P: Meets> Link<P> {
-    /// Hears what the server has said and follows the other peer's state. Returns whether the link is up.
+    /// Hears what the server has said and follows the other peer's state. Returns whether the link
+    /// is up.
     ///
     /// # Errors
     /// [`JoinError`] of the conversation; the link itself may go on.
@@ -381,7 +386,8 @@ impl<P: Meets> Link<P> {
         Ok((duplicates(self.server.client.own()).map_err(JoinError::Socket)?, socket))
     }
 
-    /// Waits until the other peer or the server says something, or `timeout` has passed; then does as [`Link::step`].
+    /// Waits until the other peer or the server says something, or `timeout` has passed; then does
+    /// as [`Link::step`].
     ///
     /// # Errors
     /// As for [`Link::step`].

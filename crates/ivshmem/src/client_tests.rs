@@ -1,4 +1,5 @@
-//! Processes that join a link, against a server's side written here message by message, and against servers that are none.
+//! Processes that join a link, against a server's side written here message by message, and against
+//! servers that are none.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,8 @@
-//! One end of a link: the parts that it is made of ([`LinkEnd`]), and the end of a network link, which has the handshake and
-//! both queue ends ([`NetworkEnd`]).
+//! One end of a link: the parts that it is made of ([`LinkEnd`]), and the end of a network link,
+//! which has the handshake and both queue ends ([`NetworkEnd`]).
 //!
-//! The switch's port and the library for processes ([`peer`](crate::peer)) are thin shells around it. It belongs to one thread.
+//! The switch's port and the library for processes ([`peer`](crate::peer)) are thin shells around
+//! it. It belongs to one thread.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -19,10 +20,11 @@ use tombolo_shm::memory::Mapping;
 
 use super::handshake::Handshake;
 
-/// How a peer is rung: by its eventfds where we are a process ([`EventDoorbells`]), by a register of the device where we are
-/// inside a guest.
+/// How a peer is rung: by its eventfds where we are a process ([`EventDoorbells`]), by a register
+/// of the device where we are inside a guest.
 pub trait PeerDoorbells: Send {
-    /// Rings `vector` of `peer`. Stores made before are visible to the peer when it is woken. Must not block.
+    /// Rings `vector` of `peer`. Stores made before are visible to the peer when it is woken. Must
+    /// not block.
     fn ring(&self, peer: u32, vector: u16);
 }
 
@@ -57,7 +59,8 @@ impl PeerDoorbells for EventDoorbells {
 /// The mapped region of a link.
 #[derive(Debug)]
 pub enum Memory {
-    /// A region that cannot shrink: a sealed memfd, or a device's memory inside a guest. Mapped for writing.
+    /// A region that cannot shrink: a sealed memfd, or a device's memory inside a guest. Mapped for
+    /// writing.
     Mapped(Mapping),
     /// A file of somebody else's, whose pages may go.
     Guest(GuestMapping),
@@ -107,7 +110,8 @@ pub struct LinkEnd {
     pub peer_id: u32,
     /// Vectors of the link's devices: 0 where there is no doorbell at all.
     pub vectors: u32,
-    /// Our receive side: what the peer rings, by vector. Empty where nothing wakes us; then the memory is polled.
+    /// Our receive side: what the peer rings, by vector. Empty where nothing wakes us; then the
+    /// memory is polled.
     pub doorbells: Vec<Doorbell>,
     /// How to ring the peer; `None` where it polls, or is not there yet.
     pub peer_doorbells: Option<Box<dyn PeerDoorbells>>,
@@ -189,8 +193,8 @@ impl Resets {
     }
 }
 
-/// The end of a network link: a [`Handshake`], and both queue ends. The fields are apart, since frames that were received
-/// borrow the memory while others are sent.
+/// The end of a network link: a [`Handshake`], and both queue ends. The fields are apart, since
+/// frames that were received borrow the memory while others are sent.
 pub struct NetworkEnd {
     /// The states of both ends, the memory and the doorbells.
     pub handshake: Handshake,

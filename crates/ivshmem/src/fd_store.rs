@@ -1,42 +1,45 @@
-//! The fd store of a fabric: a small process that holds what must survive the daemon. For ivshmem links
-//! this is regions, doorbells and the connections of the VMMs. For vhost-user ports it is the connection, the guest's
-//! memory and the eventfds. The fd store does not interpret what it holds. It keeps records by name, bytes with
-//! descriptors, and returns them.
+//! The fd store of a fabric: a small process that holds what must survive the daemon. For ivshmem
+//! links this is regions, doorbells and the connections of the VMMs. For vhost-user ports it is the
+//! connection, the guest's memory and the eventfds. The fd store does not interpret what it holds.
+//! It keeps records by name, bytes with descriptors, and returns them.
 //!
-//! A machine without a server continues to ring and read: its memory and eventfds are its own. A killed server takes
-//! with it the other end of each, and the connection through which the machine is told of others. The fd store holds
-//! these too.
+//! A machine without a server continues to ring and read: its memory and eventfds are its own. A
+//! killed server takes with it the other end of each, and the connection through which the machine
+//! is told of others. The fd store holds these too.
 //!
 //! # Life
-//! The fd store ends when it is told to. It also ends when no process is connected and all signs of life in its records
-//! are dead (`life`: pidfds and connections). So it outlives a killed daemon as long as there is a machine to take
-//! over, and not longer. Its listening socket is made, and connected to, before the fd store is started. So there is no
-//! instant at which it runs and cannot be reached. An fd store that has no connection any more when it starts ends at
-//! once.
+//! The fd store ends when it is told to. It also ends when no process is connected and all signs of
+//! life in its records are dead (`life`: pidfds and connections). So it outlives a killed daemon as
+//! long as there is a machine to take over, and not longer. Its listening socket is made, and
+//! connected to, before the fd store is started. So there is no instant at which it runs and cannot
+//! be reached. An fd store that has no connection any more when it starts ends at once.
 //!
 //! # Connections that expect answers
-//! A vhost-user frontend that has sent a request waits for the answer, and its guest may be stopped until it comes.
-//! There is no answer while the daemon is away. Such a connection is kept with PUT_CONNECTION: its first descriptor is
-//! shut down as soon as the peer sends something while no daemon is connected. The frontend then connects again, as
-//! after any crash. DOUBT marks a record while the daemon handles a request, because the fd store cannot know how far a
-//! killed daemon got. A record in doubt is shut down when no daemon is connected, and listed as ENTRY_IN_DOUBT. The
-//! next PUT ends the doubt.
+//! A vhost-user frontend that has sent a request waits for the answer, and its guest may be stopped
+//! until it comes. There is no answer while the daemon is away. Such a connection is kept with
+//! PUT_CONNECTION: its first descriptor is shut down as soon as the peer sends something while no
+//! daemon is connected. The frontend then connects again, as after any crash. DOUBT marks a record
+//! while the daemon handles a request, because the fd store cannot know how far a killed daemon
+//! got. A record in doubt is shut down when no daemon is connected, and listed as ENTRY_IN_DOUBT.
+//! The next PUT ends the doubt.
 //!
 //! # The wire
-//! A SOCK_SEQPACKET Unix socket that only the same user may use. Requests need no answer, except LIST. LIST is answered
-//! by one ENTRY for each record whose name begins with the one given, and an END. A request that was sent is carried
-//! out even if its sender is killed at the next instant.
+//! A SOCK_SEQPACKET Unix socket that only the same user may use. Requests need no answer, except
+//! LIST. LIST is answered by one ENTRY for each record whose name begins with the one given, and an
+//! END. A request that was sent is carried out even if its sender is killed at the next instant.
 //! ```text
 //! 0 kind u8 (1 PUT, 2 FORGET, 3 LIST, 4 QUIT, 5 ENTRY, 6 END, 7 PUT_CONNECTION, 8 DOUBT, 9 ENTRY_IN_DOUBT, 10 LINGER)
 //! 1 life u8 · 2 name's bytes u16 LE · 4 name · record
 //! ```
-//! LINGER carries a u32 LE of seconds: so long the store stays without a daemon even if nothing in it is alive. PUT
-//! replaces the record of that name. Its descriptors come with it; the first `life` of them are signs of life.
+//! LINGER carries a u32 LE of seconds: so long the store stays without a daemon even if nothing in
+//! it is alive. PUT replaces the record of that name. Its descriptors come with it; the first
+//! `life` of them are signs of life.
 //!
 //! # Who may connect
-//! Processes of the same user, except those that a record [`refusal`] names (its bytes: the start time, u64 LE) and
-//! their descendants. So a guest that has taken over its QEMU gets nothing here. For a process that connects again and
-//! again, the fd store checks this once a second. After 64 new connections it serves requests again.
+//! Processes of the same user, except those that a record [`refusal`] names (its bytes: the start
+//! time, u64 LE) and their descendants. So a guest that has taken over its QEMU gets nothing here.
+//! For a process that connects again and again, the fd store checks this once a second. After 64
+//! new connections it serves requests again.
 //!
 //! # A deleted socket
 //! Where nothing has its path any more, the fd store listens there again at the next request.
@@ -80,7 +83,8 @@ const DOUBT: u8 = 8;
 const ENTRY_IN_DOUBT: u8 = 9;
 const LINGER: u8 = 10;
 
-/// How long an fd store may take to answer, or to make room for a request, before it counts as lost.
+/// How long an fd store may take to answer, or to make room for a request, before it counts as
+/// lost.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Connections that are accepted before requests are heard again.
@@ -161,7 +165,8 @@ impl FdStore {
         Ok(FdStore { socket })
     }
 
-    /// Has a record kept, in place of the one of that name. The first `life` descriptors are signs of life.
+    /// Has a record kept, in place of the one of that name. The first `life` descriptors are signs
+    /// of life.
     ///
     /// # Errors
     /// `EMSGSIZE` and `E2BIG` beyond the limits; else the fd store is lost.
@@ -169,7 +174,8 @@ impl FdStore {
         self.say(PUT, life, name, bytes, fds)
     }
 
-    /// As [`FdStore::put`], for a connection whose peer expects answers; see the module's head. Ends its doubt.
+    /// As [`FdStore::put`], for a connection whose peer expects answers; see the module's head.
+    /// Ends its doubt.
     ///
     /// # Errors
     /// As for [`FdStore::put`].
@@ -185,7 +191,8 @@ impl FdStore {
         self.say(DOUBT, 0, name, &[], &[])
     }
 
-    /// Has it stay for `limit` without a daemon, even if nothing in it is alive; for a restart that follows soon.
+    /// Has it stay for `limit` without a daemon, even if nothing in it is alive; for a restart that
+    /// follows soon.
     ///
     /// # Errors
     /// The fd store is lost.
@@ -288,8 +295,8 @@ impl Kept {
     }
 }
 
-/// What shows that the other side of a sign of life has ended: a pidfd becomes readable; of a connection only the
-/// hang-up counts, which is told unasked.
+/// What shows that the other side of a sign of life has ended: a pidfd becomes readable; of a
+/// connection only the hang-up counts, which is told unasked.
 pub(super) fn sign(fd: impl AsFd) -> PollFlags {
     match fstat(fd).map(|s| FileType::from_raw_mode(s.st_mode)) {
         Ok(FileType::Socket) => PollFlags::empty(),
@@ -305,7 +312,8 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
     let me = rustix::process::geteuid().as_raw();
     let mut records: BTreeMap<String, Kept> = BTreeMap::new();
     let mut connections: Vec<OwnedFd> = Vec::new();
-    // Gone before the connections are: a process that sees them end starts another fd store in its place.
+    // Gone before the connections are: a process that sees them end starts another fd store in its
+    // place.
     let mut listener = listener;
     let mut refusals = Verdicts::default();
     let mut linger_until: Option<Instant> = None;
@@ -334,7 +342,8 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
                         Found::Known(false) => is_refused(&records, pid),
                         Found::Known(true) | Found::New(true) => true,
                         Found::New(false) => false,
-                        // What a killed daemon has sent is carried out, and not what a machine sent and then ended.
+                        // What a killed daemon has sent is carried out, and not what a machine sent
+                        // and then ended.
                         Found::Ended => named,
                     },
                 };
@@ -395,8 +404,8 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
         let mut quit = false;
         connections.retain(|connection| {
             at += 1;
-            // All that it has said, before a younger one is heard: a daemon that follows a killed one asks for what that
-            // one's last requests have made.
+            // All that it has said, before a younger one is heard: a daemon that follows a killed
+            // one asks for what that one's last requests have made.
             while ready[at] && !quit {
                 match request(connection, &mut records, &mut quit, &mut linger_until) {
                     Some(true) => {}

@@ -1,5 +1,6 @@
-//! The handshake of two peers of a link: the state words in its memory, and the doorbells that tell of them. All kinds of
-//! links have it in common; what they clear on the way is theirs. [`Machine::follow`] says what is done when.
+//! The handshake of two peers of a link: the state words in its memory, and the doorbells that tell
+//! of them. All kinds of links have it in common; what they clear on the way is theirs.
+//! [`Machine::follow`] says what is done when.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -60,8 +61,8 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// A handshake of `parts`, in RESET, with the offsets of the own and of the peer's section. It does not listen: the doorbells
-    /// are the caller's.
+    /// A handshake of `parts`, in RESET, with the offsets of the own and of the peer's section. It
+    /// does not listen: the doorbells are the caller's.
     pub(crate) fn new(parts: LinkEnd) -> Result<(Handshake, [usize; 2]), EndError> {
         let LinkEnd { memory, layout, own_id, peer_id, vectors, peer_doorbells, peer_present, offloads, .. } = parts;
         if matches!(&memory, Memory::Mapped(mapping) if mapping.view_mut().is_none()) {
@@ -145,8 +146,8 @@ impl Handshake {
         self.words.tell(self.machine.own_word());
     }
 
-    /// Looks at the peer's word and follows it. `act` does to the sections what that needs. Returns whether the own
-    /// state or the peer's changed.
+    /// Looks at the peer's word and follows it. `act` does to the sections what that needs. Returns
+    /// whether the own state or the peer's changed.
     pub(crate) fn follow(&mut self, mut act: impl FnMut(Duty, &Memory)) -> bool {
         let Handshake { words, machine, resets, .. } = self;
         let act = |duty| {
@@ -196,7 +197,8 @@ impl Handshake {
     }
 }
 
-/// A peer's state word. The maker of a region clears it when the peer's process ends, since nothing else does.
+/// A peer's state word. The maker of a region clears it when the peer's process ends, since nothing
+/// else does.
 #[derive(Debug)]
 pub struct PeerWord {
     memory: Arc<Memory>,

@@ -1,15 +1,16 @@
 //! Links of ivshmem devices on Linux: who serves them, and how a process takes part in them.
 //!
 //! A link is a region of shared memory with an output section and a state word per peer
-//! ([`tombolo_ring::ivshmem`] has the layouts and rules). Nothing here knows a switch. The port that
-//! joins a link to a network is `tombolo_port::ivshmem`. A cell has a shell of its own around the same
-//! rules.
+//! ([`tombolo_ring::ivshmem`] has the layouts and rules). Nothing here knows a switch. The port
+//! that joins a link to a network is `tombolo_port::ivshmem`. A cell has a shell of its own around
+//! the same rules.
 //!
 //! A link's server gives each peer the region and all doorbells, and says who comes and goes. The
 //! traffic does not pass through it.
 //!
 //! * [`links`]: the regions, sockets and clients of a fabric's links, in a thread.
-//! * [`server`]: the core of that: who is there, who was told what, what is to be sent; free of I/O.
+//! * [`server`]: the core of that: who is there, who was told what, what is to be sent; free of
+//!   I/O.
 //! * [`v1`]: messages of stock QEMU's server protocol, and a client's reader of them.
 //! * [`v2`]: messages of the protocol of Jailhouse's device in QEMU.
 //!
@@ -23,7 +24,8 @@
 //! * [`client`]: a process that joins a link by its server's socket.
 //! * [`end`]: what an end is made of, and the end of a network link, for ports and processes.
 //! * [`handshake`]: the two state words, followed.
-//! * [`peer`], [`channel`], [`raw`]: an end for a process: frames, records, or a protocol of its own.
+//! * [`peer`], [`channel`], [`raw`]: an end for a process: frames, records, or a protocol of its
+//!   own.
 //!
 //! ```
 //! use std::time::{Duration, Instant};

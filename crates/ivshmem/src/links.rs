@@ -1,28 +1,32 @@
-//! The links of one fabric: their regions, listening sockets and clients. The fd store holds all of these while the
-//! daemon restarts. This module is the shell around [`server`](super::server).
+//! The links of one fabric: their regions, listening sockets and clients. The fd store holds all of
+//! these while the daemon restarts. This module is the shell around [`server`](super::server).
 //!
 //! # Where the I/O runs
-//! One thread does the I/O of the whole fabric. It sleeps in epoll and never blocks on a client. It is not the daemon's
-//! runtime: stock QEMU blocks at its start until it is greeted. A daemon that waits for QEMU (or for nft, or a monitor)
-//! must not also be what QEMU waits for. It is not a worker either, because a greeting must not delay frames. Calls
-//! from other threads act at once, under the same lock.
+//! One thread does the I/O of the whole fabric. It sleeps in epoll and never blocks on a client. It
+//! is not the daemon's runtime: stock QEMU blocks at its start until it is greeted. A daemon that
+//! waits for QEMU (or for nft, or a monitor) must not also be what QEMU waits for. It is not a
+//! worker either, because a greeting must not delay frames. Calls from other threads act at once,
+//! under the same lock.
 //!
 //! # Invariants
-//! - The fd store is told a fact before any client is told what follows from it (see [`server`](super::server)).
-//! - This module writes a region's state word only for a peer that is gone. It writes 0 and rings vector 0 of
-//!   everybody.
+//! - The fd store is told a fact before any client is told what follows from it (see
+//!   [`server`](super::server)).
+//! - This module writes a region's state word only for a peer that is gone. It writes 0 and rings
+//!   vector 0 of everybody.
 //! - Regions are sealed. Only the header page and the state table of a region are mapped here.
 //!
 //! # What failure does
-//! A client that sends anything, or takes nothing for ten seconds, is disconnected, counted, and announced as gone. Its
-//! VMM does not connect again, so its machine must be restarted to come back. An fd store that is lost is replaced, and
-//! the new one is told everything again. If that fails, the links continue, but they do not survive the daemon.
+//! A client that sends anything, or takes nothing for ten seconds, is disconnected, counted, and
+//! announced as gone. Its VMM does not connect again, so its machine must be restarted to come
+//! back. An fd store that is lost is replaced, and the new one is told everything again. If that
+//! fails, the links continue, but they do not survive the daemon.
 //!
-//! A connection for which no seat is free waits for one for five seconds. The peer that it replaces may have been
-//! killed an instant ago. At most eight connections wait at a link. After five seconds the connection is closed and
-//! counted, and the reason is logged.
+//! A connection for which no seat is free waits for one for five seconds. The peer that it replaces
+//! may have been killed an instant ago. At most eight connections wait at a link. After five
+//! seconds the connection is closed and counted, and the reason is logged.
 //!
-//! Limits: those of [`server`](super::server); doorbells and connections are three to five descriptors per peer.
+//! Limits: those of [`server`](super::server); doorbells and connections are three to five
+//! descriptors per peer.
 
 mod shell;
 
@@ -71,8 +75,9 @@ pub enum LinkError {
 pub struct Door {
     /// Path of the socket.
     pub path: PathBuf,
-    /// The seat that a peer gets when it joins through this door. Stock QEMU is behind a door to a fixed seat of a
-    /// version 1 link. It is told of all seats at once; other clients are told when peers join and leave.
+    /// The seat that a peer gets when it joins through this door. Stock QEMU is behind a door to a
+    /// fixed seat of a version 1 link. It is told of all seats at once; other clients are told when
+    /// peers join and leave.
     pub seat: Seat,
 }
 
@@ -91,8 +96,9 @@ pub struct Config {
     pub header: Option<Header>,
     /// The seat of this process itself.
     pub host: Option<u32>,
-    /// The seat of a process that serves this one. It stays on the link while this process is away. It is no reason for
-    /// the fd store to stay: where it is the only peer left, the fd store ends, and its connection with it.
+    /// The seat of a process that serves this one. It stays on the link while this process is away.
+    /// It is no reason for the fd store to stay: where it is the only peer left, the fd store ends,
+    /// and its connection with it.
     pub helper: Option<u32>,
     /// Sockets at which peers join.
     pub doors: Vec<Door>,
@@ -145,7 +151,8 @@ pub enum Event {
     },
 }
 
-/// Is told of a link's events, in the thread of the links or in the caller's thread. It must not call back.
+/// Is told of a link's events, in the thread of the links or in the caller's thread. It must not
+/// call back.
 pub type Watcher = Box<dyn FnMut(Event) + Send>;
 
 /// A link that was made, or taken up again.
@@ -155,7 +162,8 @@ pub struct Opened {
     pub region: OwnedFd,
     /// The doorbells on which this process is rung, by vector.
     pub own: Vec<Doorbell>,
-    /// The peers that were on it before this process was, with their doorbells; of these no [`Event::Joined`] is told.
+    /// The peers that were on it before this process was, with their doorbells; of these no
+    /// [`Event::Joined`] is told.
     pub restored: Vec<(u32, Vec<Doorbell>)>,
 }
 
@@ -216,7 +224,8 @@ struct Member {
 }
 
 impl Member {
-    /// Ends a client's connection, wherever else it is held: the fd store has it too, so closing it is not enough.
+    /// Ends a client's connection, wherever else it is held: the fd store has it too, so closing it
+    /// is not enough.
     fn hang_up(&self) {
         if let (Kind::Client, Some(connection)) = (&self.kind, &self.life) {
             // One that the client has ended is shut already.
@@ -263,7 +272,8 @@ impl Standstill<'_> {
     }
 }
 
-/// The links of one fabric. Dropping it ends the thread and closes all links; it does not end the fd store.
+/// The links of one fabric. Dropping it ends the thread and closes all links; it does not end the
+/// fd store.
 pub struct Links {
     inner: Arc<Mutex<Inner>>,
     doorbell: Arc<Doorbell>,
@@ -330,7 +340,8 @@ impl Links {
         faults
     }
 
-    /// Whether the peer of that link could be taken up from what the fd store of an earlier daemon had.
+    /// Whether the peer of that link could be taken up from what the fd store of an earlier daemon
+    /// had.
     pub fn remembers(&self, config: &Config, id: u32) -> bool {
         let inner = lock(&self.inner);
         let Some(left) = inner.keeping.as_ref().map(|k| &k.left) else { return false };
@@ -348,8 +359,8 @@ impl Links {
         }
     }
 
-    /// Makes a link. Where the fd store of an earlier daemon holds it with the same `config` and a peer is still on it,
-    /// takes that link over instead. No peer can join before [`Links::serve`].
+    /// Makes a link. Where the fd store of an earlier daemon holds it with the same `config` and a
+    /// peer is still on it, takes that link over instead. No peer can join before [`Links::serve`].
     ///
     /// # Errors
     /// The kernel's; nothing is left then.
@@ -372,7 +383,8 @@ impl Links {
         done
     }
 
-    /// Puts a machine without doorbells on its seat, until its process ends. Takes a duplicate of the pidfd.
+    /// Puts a machine without doorbells on its seat, until its process ends. Takes a duplicate of
+    /// the pidfd.
     ///
     /// # Errors
     /// If the seat is taken, or there is none.
@@ -402,8 +414,8 @@ impl Links {
         inner.links.values().map(|link| link.status(kept)).collect()
     }
 
-    /// Until the guard is dropped, no peer joins or leaves, and no peer is told anything: another process takes the
-    /// links over.
+    /// Until the guard is dropped, no peer joins or leaves, and no peer is told anything: another
+    /// process takes the links over.
     pub fn freeze(&self) -> Standstill<'_> {
         Standstill { inner: lock(&self.inner) }
     }
@@ -433,7 +445,8 @@ impl Drop for Links {
         lock(&self.inner).end = true;
         self.doorbell.ring();
         if let Some(thread) = self.thread.take() {
-            // It panics only through a defect in this code, and the panic was already reported where it happened.
+            // It panics only through a defect in this code, and the panic was already reported
+            // where it happened.
             let _ = thread.join();
         }
         let mut inner = lock(&self.inner);
@@ -509,8 +522,8 @@ impl Link {
     /// Writes 0 into the state word of a peer that is gone.
     fn clear_state(&self, id: u32) {
         if let (Some(view), Some(at)) = (self.mapping.view_mut(), self.config.layout.state(id)) {
-            // Release: a reader that sees the word also sees what was said before of the peer's going. Nothing depends
-            // on it.
+            // Release: a reader that sees the word also sees what was said before of the peer's
+            // going. Nothing depends on it.
             let _ = view.store_u32(at, 0, Ordering::Release);
         }
     }

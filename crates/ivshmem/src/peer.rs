@@ -1,8 +1,8 @@
 //! A network link for a process: frames in and out by plain calls.
 //!
-//! A [`NetPeer`] is one end of a network link, as a port of the switch is. It is for users that want
-//! frames and not a port: a test, a protocol stack in user space, a tool. It has no thread: each
-//! call looks at the peer's state first.
+//! A [`NetPeer`] is one end of a network link, as a port of the switch is. It is for users that
+//! want frames and not a port: a test, a protocol stack in user space, a tool. It has no thread:
+//! each call looks at the peer's state first.
 //!
 //! The peer sees sent frames at [`NetPeer::flush`]. Nothing blocks except [`NetPeer::wait`].
 
@@ -17,17 +17,18 @@ use tombolo_shm::doorbell::Doorbell;
 
 use super::end::{EndError, LinkEnd, NetworkEnd, PeerDoorbells, Resets};
 
-/// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is twice as long as the one
-/// before.
+/// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is
+/// twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(4);
-/// With one: from the beginning of a sleep to its second look, since the peer's memory fences may do nothing
-/// ([`tombolo_ring::virtio::notify`]).
+/// With one: from the beginning of a sleep to its second look, since the peer's memory fences may
+/// do nothing ([`tombolo_ring::virtio::notify`]).
 const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
 
-/// Waits until `look` finds something, a doorbell of the peer's or `other` wakes us, or `timeout` has passed; without doorbells it looks again and
-/// again, in pauses that grow. Returns whether something may have happened. `look` says that we are about to sleep; after a
-/// doorbell it is called once more, with `true`, when we are not.
+/// Waits until `look` finds something, a doorbell of the peer's or `other` wakes us, or `timeout`
+/// has passed; without doorbells it looks again and again, in pauses that grow. Returns whether
+/// something may have happened. `look` says that we are about to sleep; after a doorbell it is
+/// called once more, with `true`, when we are not.
 pub(crate) fn wait_until<P>(
     peer: &mut P,
     timeout: Duration,
@@ -201,8 +202,8 @@ impl NetPeer {
         }
     }
 
-    /// Hands the next frame to `take`, and returns what that returned; `None` where there is no frame. The bytes were copied
-    /// first, so they do not change.
+    /// Hands the next frame to `take`, and returns what that returned; `None` where there is no
+    /// frame. The bytes were copied first, so they do not change.
     pub fn receive<T>(&mut self, buffer: &mut Vec<u8>, take: impl FnOnce(&[u8]) -> T) -> Option<T> {
         self.step();
         if !self.end.handshake.machine().may_use_rings() {
@@ -230,8 +231,8 @@ impl NetPeer {
         }
     }
 
-    /// Waits until the peer rings, a frame is there, or `timeout` has passed. Without a doorbell it looks again and again, as a
-    /// port does. Returns whether something may have happened.
+    /// Waits until the peer rings, a frame is there, or `timeout` has passed. Without a doorbell it
+    /// looks again and again, as a port does. Returns whether something may have happened.
     pub fn wait(&mut self, timeout: Duration) -> bool {
         self.wait_with(timeout, None)
     }

@@ -2,9 +2,9 @@
 //! nothing else.
 //!
 //! The content of the sections is up to the user. This module says when they may be looked at:
-//! after both peers have cleared theirs, until one of them stops. Each such time is a *epoch* of the
-//! link, with a number of its own. A user that remembers anything of the sections must forget it
-//! when the number changes. The module has no thread; each call looks at the peer's state first.
+//! after both peers have cleared theirs, until one of them stops. Each such time is a *epoch* of
+//! the link, with a number of its own. A user that remembers anything of the sections must forget
+//! it when the number changes. The module has no thread; each call looks at the peer's state first.
 //! Nothing blocks except the wait of [`super::client::Link`].
 
 use std::os::fd::BorrowedFd;
@@ -81,7 +81,8 @@ impl RawPeer {
         self.handshake.resets()
     }
 
-    /// Our output section and the peer's; to be used while the link is up. `None` where the memory has gone.
+    /// Our output section and the peer's; to be used while the link is up. `None` where the memory
+    /// has gone.
     #[inline]
     pub fn sections(&self) -> Option<(ForeignMut<'_>, Foreign<'_>)> {
         let bytes = self.handshake.memory().bytes();

@@ -1,25 +1,29 @@
-//! The core of an ivshmem server: which peers are on a link, what each has been told of the others, and what is still
-//! to be sent. It does no I/O. It is the same for both versions of the protocol, which differ only in their messages.
+//! The core of an ivshmem server: which peers are on a link, what each has been told of the others,
+//! and what is still to be sent. It does no I/O. It is the same for both versions of the protocol,
+//! which differ only in their messages.
 //!
 //! # Invariants
-//! - A joining peer is unsettled until a socket has taken its own greeting and every announcement of it. A server that
-//!   restarts drops the unsettled peers, because it cannot know which of their messages were sent. All others continue.
-//! - [`Server::changed`] names the peers whose records must be kept before anything more is sent. A record never claims
-//!   less than what a client may have been told.
-//! - A queue is bounded by what there is to say. When a peer leaves, announcements of it that no socket has taken yet
-//!   are withdrawn. So there are at most `vectors + 1` messages about each other peer, and the greeting.
-//! - A client blocks no other client. One that has taken nothing for [`TIMEOUT_NS`] while something waits is
-//!   [`overdue`].
+//! - A joining peer is unsettled until a socket has taken its own greeting and every announcement
+//!   of it. A server that restarts drops the unsettled peers, because it cannot know which of their
+//!   messages were sent. All others continue.
+//! - [`Server::changed`] names the peers whose records must be kept before anything more is sent. A
+//!   record never claims less than what a client may have been told.
+//! - A queue is bounded by what there is to say. When a peer leaves, announcements of it that no
+//!   socket has taken yet are withdrawn. So there are at most `vectors + 1` messages about each
+//!   other peer, and the greeting.
+//! - A client blocks no other client. One that has taken nothing for [`TIMEOUT_NS`] while something
+//!   waits is [`overdue`].
 //! - No client is told twice in a row that the same peer is gone.
 //!
 //! # Stock QEMU is told once
-//! A doorbell belongs to its seat, not to the peer on that seat. A peer that comes back finds the same doorbells, and
-//! others reach it through the same ones. So a client can get all of them in its greeting, whether the seats are taken
-//! or not. It then needs no later message ([`Hears::Seats`]). Stock QEMU must be treated so. When it is told that a
-//! peer is gone, it frees that peer's doorbells (hw/misc/ivshmem.c, `close_peer_eventfds`) but keeps the pointer. It
-//! writes through that pointer when the seat is taken again. The heap of 7.2 is corrupt from then on. Its guest does
-//! not see such messages anyway. It sees by the state word that a peer is gone. Other clients are told as the protocol
-//! has it ([`Hears::Comings`]).
+//! A doorbell belongs to its seat, not to the peer on that seat. A peer that comes back finds the
+//! same doorbells, and others reach it through the same ones. So a client can get all of them in
+//! its greeting, whether the seats are taken or not. It then needs no later message
+//! ([`Hears::Seats`]). Stock QEMU must be treated so. When it is told that a peer is gone, it frees
+//! that peer's doorbells (hw/misc/ivshmem.c, `close_peer_eventfds`) but keeps the pointer. It
+//! writes through that pointer when the seat is taken again. The heap of 7.2 is corrupt from then
+//! on. Its guest does not see such messages anyway. It sees by the state word that a peer is gone.
+//! Other clients are told as the protocol has it ([`Hears::Comings`]).
 //!
 //! # Limits
 //! [`MAX_PEERS`] peers on a link, [`MAX_VECTORS`] vectors each.
@@ -129,7 +133,8 @@ pub enum Hears {
     Nothing,
     /// Its greeting, with the doorbells of all seats, and no more.
     Seats,
-    /// Its greeting, with the doorbells of the peers that are there, and each peer that joins or leaves.
+    /// Its greeting, with the doorbells of the peers that are there, and each peer that joins or
+    /// leaves.
     Comings,
 }
 
@@ -216,10 +221,11 @@ impl Server {
         Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new(), patience_ns: TIMEOUT_NS }
     }
 
-    /// A server that takes over the peers of an earlier one. Clients that were told of a peer that has no record any
-    /// more are told that it is gone. Unsettled peers are not taken over, and nothing is said of them. A client that
-    /// was told of one before finds by the state word that it is gone. A client that was not told of it must not be
-    /// told that it is gone. Returns their ids.
+    /// A server that takes over the peers of an earlier one. Clients that were told of a peer that
+    /// has no record any more are told that it is gone. Unsettled peers are not taken over, and
+    /// nothing is said of them. A client that was told of one before finds by the state word that
+    /// it is gone. A client that was not told of it must not be told that it is gone. Returns their
+    /// ids.
     pub fn restore(shape: Shape, records: &[Record], now_ns: u64) -> (Server, Vec<u32>) {
         let mut server = Server::new(shape);
         let mut out = Vec::new();
@@ -361,8 +367,8 @@ impl Server {
             if peer.told & 1 << gone == 0 {
                 continue;
             }
-            // From here on it must not be said again, and if this server is killed before it is said, it is not said at all:
-            // the doorbells stay right, and the state word says it.
+            // From here on it must not be said again, and if this server is killed before it is
+            // said, it is not said at all: the doorbells stay right, and the state word says it.
             peer.told &= !(1 << gone);
             self.changed.insert(*id);
             let before = peer.queue.len();
@@ -412,7 +418,8 @@ impl Server {
         }
     }
 
-    /// The peers whose records have to be kept, or forgotten where they are gone, before more is sent.
+    /// The peers whose records have to be kept, or forgotten where they are gone, before more is
+    /// sent.
     pub fn changed(&mut self) -> BTreeSet<u32> {
         std::mem::take(&mut self.changed)
     }

@@ -1,17 +1,20 @@
-//! The daemon's side of the fd store, for everything except ivshmem links. Ports put their connections there, and the
-//! next daemon takes them out again. The store itself is [`fd_store`].
+//! The daemon's side of the fd store, for everything except ivshmem links. Ports put their
+//! connections there, and the next daemon takes them out again. The store itself is [`fd_store`].
 //!
 //! # Two uses
-//! - A port keeps its record up to date at each change, so that it survives a daemon that is killed (vhost-user).
-//! - In a planned handover every port puts its final state there (taps, streams, listeners), see docs/upgrade.md.
+//! - A port keeps its record up to date at each change, so that it survives a daemon that is killed
+//!   (vhost-user).
+//! - In a planned handover every port puts its final state there (taps, streams, listeners), see
+//!   docs/upgrade.md.
 //!
 //! # Freezing
-//! Control threads act inside [`Store::enter`]. [`Store::freeze`] waits until no thread is inside, and keeps threads
-//! out until the returned guard is dropped. Work that a thread has begun and does not finish in time is left in doubt
-//! in the store. The next daemon closes that connection.
+//! Control threads act inside [`Store::enter`]. [`Store::freeze`] waits until no thread is inside,
+//! and keeps threads out until the returned guard is dropped. Work that a thread has begun and does
+//! not finish in time is left in doubt in the store. The next daemon closes that connection.
 //!
 //! # Failure
-//! A store that is lost is replaced once per change. If that fails, ports continue, and connect again after a restart.
+//! A store that is lost is replaced once per change. If that fails, ports continue, and connect
+//! again after a restart.
 
 use crate::fd_store::{self, FdStore, Record};
 use rustix::io::Errno;
@@ -99,7 +102,8 @@ impl Store {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing is left half-changed by a panic: fields are set one by one, each with a meaning of its own.
+        // Nothing is left half-changed by a panic: fields are set one by one, each with a meaning
+        // of its own.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -136,7 +140,8 @@ impl Store {
         state.fd_store.as_ref().map_or(Err(error), what)
     }
 
-    /// Keeps a record, in place of the one of that name. What is kept this way is no reason for the store to stay.
+    /// Keeps a record, in place of the one of that name. What is kept this way is no reason for the
+    /// store to stay.
     ///
     /// # Errors
     /// `EMSGSIZE` and `E2BIG` beyond the limits of a record; else there is no store.
@@ -145,7 +150,8 @@ impl Store {
         self.say(|fd_store| fd_store.put(&name, bytes, fds, 0))
     }
 
-    /// Keeps a state of any size up to [`MAX_STATE_BYTES`], with its descriptors, for [`Store::take_state`].
+    /// Keeps a state of any size up to [`MAX_STATE_BYTES`], with its descriptors, for
+    /// [`Store::take_state`].
     ///
     /// # Errors
     /// As for [`Store::put`]; and the kernel's, where there is no memory for it.
@@ -200,7 +206,8 @@ impl Store {
         self.say_here(|fd_store| fd_store.doubt(&format!("{PREFIX}{name}")));
     }
 
-    /// Has the store refuse connections of a process that started at that time, and of those that descend from it.
+    /// Has the store refuse connections of a process that started at that time, and of those that
+    /// descend from it.
     pub fn refuse(&self, pid: u32, start_ticks: u64) {
         self.say_here(|fd_store| fd_store.put(&fd_store::refusal(pid), &start_ticks.to_le_bytes(), &[], 0));
     }
@@ -223,7 +230,8 @@ impl Store {
         self.say(|fd_store| fd_store.linger(limit))
     }
 
-    /// Takes what an earlier daemon left under a name. The store keeps its copy until it is replaced or forgotten.
+    /// Takes what an earlier daemon left under a name. The store keeps its copy until it is
+    /// replaced or forgotten.
     pub fn take(&self, name: &str) -> Option<Record> {
         self.lock().left.remove(name)
     }

@@ -1,7 +1,9 @@
-//! The server's messages of ivshmem version 1, as stock QEMU reads them (QEMU docs/specs/ivshmem-spec.rst,
-//! "Inter-VM Shared Memory server", protocol version 0), and their reader.
+//! The server's messages of ivshmem version 1, as stock QEMU reads them (QEMU
+//! docs/specs/ivshmem-spec.rst, "Inter-VM Shared Memory server", protocol version 0), and their
+//! reader.
 //!
-//! Each message is one signed number of 8 bytes, little-endian, with at most one descriptor. Only the server speaks.
+//! Each message is one signed number of 8 bytes, little-endian, with at most one descriptor. Only
+//! the server speaks.
 //! ```text
 //! 0                      the protocol's version
 //! id                     the client's own id
@@ -11,9 +13,10 @@
 //! peer     + descriptor  later: a peer's next vector; the peer is new with its first
 //! peer                   later, alone: the peer is gone
 //! ```
-//! The reader takes what this project's server or QEMU's own (contrib/ivshmem-server) sends. It is for host processes
-//! that join a link, and for tests. It trusts nothing: a server that breaks the order above is an error, and the error
-//! says what came. Limits: ids to [`MAX_PEERS`], [`MAX_VECTORS`] vectors.
+//! The reader takes what this project's server or QEMU's own (contrib/ivshmem-server) sends. It is
+//! for host processes that join a link, and for tests. It trusts nothing: a server that breaks the
+//! order above is an error, and the error says what came. Limits: ids to [`MAX_PEERS`],
+//! [`MAX_VECTORS`] vectors.
 
 use rustix::io::Errno;
 use std::collections::BTreeMap;

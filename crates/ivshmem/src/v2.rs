@@ -1,8 +1,10 @@
-//! The server's messages of ivshmem version 2, for builds of QEMU that carry that device, and their reader.
+//! The server's messages of ivshmem version 2, for builds of QEMU that carry that device, and their
+//! reader.
 //!
-//! The device comes from Jailhouse (Documentation/ivshmem-v2-specification.md there). Its server protocol was published
-//! with Siemens' QEMU device, which was never merged. This code follows that protocol's header (ivshmem2.h, protocol
-//! version 2). It is tested against our own reader only: there is no such QEMU to test with.
+//! The device comes from Jailhouse (Documentation/ivshmem-v2-specification.md there). Its server
+//! protocol was published with Siemens' QEMU device, which was never merged. This code follows that
+//! protocol's header (ivshmem2.h, protocol version 2). It is tested against our own reader only:
+//! there is no such QEMU to test with.
 //!
 //! Only the server speaks. All fields are little-endian; `len` is that of the whole message.
 //! ```text
@@ -12,9 +14,9 @@
 //! EVENT_FD   type 1, 16 bytes: 8 id · 12 vector; with an eventfd
 //! PEER_GONE  type 2, 12 bytes: 8 id
 //! ```
-//! The shared memory is [State Table][R/W section][one output section per peer]. The size of the R/W section is what is
-//! left. A protocol from 0x8000 on is virtio's: peer 0 is told the back end's number (with bit 0x4000), the others the
-//! front end's.
+//! The shared memory is [State Table][R/W section][one output section per peer]. The size of the
+//! R/W section is what is left. A protocol from 0x8000 on is virtio's: peer 0 is told the back
+//! end's number (with bit 0x4000), the others the front end's.
 
 use std::fmt;
 
@@ -127,7 +129,8 @@ impl Message {
         len
     }
 
-    /// Reads a message from the start of `bytes`: it and its length, or `None` where more has to come.
+    /// Reads a message from the start of `bytes`: it and its length, or `None` where more has to
+    /// come.
     ///
     /// # Errors
     /// What is wrong with it.

@@ -1,5 +1,5 @@
-//! A direct link with its server and two processes that join as QEMU does. A network of links is tested in
-//! `crates/port/tests/ivshmem_links.rs`.
+//! A direct link with its server and two processes that join as QEMU does. A network of links is
+//! tested in `crates/port/tests/ivshmem_links.rs`.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,6 @@
-//! Stock QEMU's two ivshmem devices as peers of this project's links. There is no guest. The tests access the device's
-//! registers through QEMU's qtest protocol, and see its interrupts as what MSI-X is, writes to memory.
+//! Stock QEMU's two ivshmem devices as peers of this project's links. There is no guest. The tests
+//! access the device's registers through QEMU's qtest protocol, and see its interrupts as what
+//! MSI-X is, writes to memory.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd};

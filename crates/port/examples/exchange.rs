@@ -1,12 +1,13 @@
-//! Measures attachments roughly: two ports joined by a loop that gives each frame of one to the other, no switch.
+//! Measures attachments roughly: two ports joined by a loop that gives each frame of one to the
+//! other, no switch.
 //!
 //! ```text
 //! cargo run --release -p tombolo-port --example exchange -- KIND [SECONDS]
 //!   tap, packet   two network namespaces with an interface each, iperf 2 between their kernels (root)
 //!   stream        64 and 1514-byte frames from one socketpair to another, ends in threads
 //! ```
-//! Prints a JSON object per run: what was moved, frames per turn, processor time of the loop per frame. It asserts
-//! nothing, and ends by itself.
+//! Prints a JSON object per run: what was moved, frames per turn, processor time of the loop per
+//! frame. It asserts nothing, and ends by itself.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -4,10 +4,11 @@
 //! cargo run --release -p tombolo-port --example forward -- SOCKET0 SOCKET1 [CPU [SECONDS]]
 //! ```
 //!
-//! It listens at both sockets (or connects to one written `connect:PATH`). With a CPU it pins itself there, polls, and
-//! prints once a second, while frames flow, the rate and the cycles a frame: time of turns that moved frames, over the
-//! frames, times the rate of the time stamp counter. Without one it sleeps when there is nothing to do. No address is
-//! looked at; this is to testpmd's io mode what `tombolo up` is to a learning switch.
+//! It listens at both sockets (or connects to one written `connect:PATH`). With a CPU it pins
+//! itself there, polls, and prints once a second, while frames flow, the rate and the cycles a
+//! frame: time of turns that moved frames, over the frames, times the rate of the time stamp
+//! counter. Without one it sleeps when there is nothing to do. No address is looked at; this is to
+//! testpmd's io mode what `tombolo up` is to a learning switch.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -145,7 +146,8 @@ struct Meter {
 
 impl Meter {
     fn new(reports: bool) -> Result<Meter, Box<dyn Error>> {
-        // The kernel's measure of the time stamp counter is in no file everywhere; "cpu MHz" is close where it is fixed.
+        // The kernel's measure of the time stamp counter is in no file everywhere; "cpu MHz" is
+        // close where it is fixed.
         let info = std::fs::read_to_string("/proc/cpuinfo")?;
         let mhz = info.lines().find_map(|line| line.strip_prefix("cpu MHz")?.split(':').nth(1)?.trim().parse().ok());
         let now = Instant::now();

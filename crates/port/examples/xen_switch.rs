@@ -4,9 +4,10 @@
 //! cargo run --release -p tombolo-port --example xen_switch -- TAP DOMAIN[/DEVICE][=MAC]...
 //! ```
 //!
-//! The tap is made. A guest with a MAC sends from that one only. A guest is named as in its `xl` configuration, whose line for the vif is `vif = ["script=/bin/true"]`; it may come
-//! and go, and so may this program. For each line on standard input it prints the state of all ports, and `end of` with the
-//! line; it ends with the input.
+//! The tap is made. A guest with a MAC sends from that one only. A guest is named as in its `xl`
+//! configuration, whose line for the vif is `vif = ["script=/bin/true"]`; it may come and go, and
+//! so may this program. For each line on standard input it prints the state of all ports, and `end
+//! of` with the line; it ends with the input.
 
 use std::error::Error;
 use std::io::BufRead;

@@ -7,9 +7,9 @@
 use std::os::fd::RawFd;
 use std::process::Command;
 
-/// Has the kernel kill the child when the **thread** that starts it ends (`PR_SET_PDEATHSIG`, prctl(2)), however the
-/// process ends. So it is for children whose end that thread waits for, and for no others: a child of a thread from a
-/// pool would die with its thread.
+/// Has the kernel kill the child when the **thread** that starts it ends (`PR_SET_PDEATHSIG`,
+/// prctl(2)), however the process ends. So it is for children whose end that thread waits for, and
+/// for no others: a child of a thread from a pool would die with its thread.
 ///
 /// A child that changes its user loses the signal (passt does).
 pub fn die_with_parent(command: &mut Command) -> &mut Command {

@@ -1,8 +1,8 @@
 //! The suite that every attachment passes: what [`Port`] promises, checked from both sides.
 //!
-//! A kind of attachment gives a [`Fixture`]: a connected port, and a peer that can send and collect frames,
-//! break the protocol, go and come back. [`conformance_suite!`](crate::conformance_suite) then makes one `#[test]` of
-//! each check:
+//! A kind of attachment gives a [`Fixture`]: a connected port, and a peer that can send and collect
+//! frames, break the protocol, go and come back. [`conformance_suite!`](crate::conformance_suite)
+//! then makes one `#[test]` of each check:
 //!
 //! ```ignore
 //! mod conformance {
@@ -10,12 +10,14 @@
 //! }
 //! ```
 //!
-//! The [`Rig`] plays the worker: it services, receives, releases, arms and sleeps as the switch's poll loop does.
-//! Where it waits for the port it sleeps in the reactor until it is woken, so a missed wake-up is a failed test and
-//! not a slow one. Random choices come from a seed that is printed; `TOMBOLO_SEED` sets it.
+//! The [`Rig`] plays the worker: it services, receives, releases, arms and sleeps as the switch's
+//! poll loop does. Where it waits for the port it sleeps in the reactor until it is woken, so a
+//! missed wake-up is a failed test and not a slow one. Random choices come from a seed that is
+//! printed; `TOMBOLO_SEED` sets it.
 //!
-//! Skipped is not passed: a fixture that cannot run here ([`Fixture::missing`]) prints `skipped: NAME: reason`, and
-//! fails where `CI` is `true`. A check that makes no sense for a kind prints `not applicable: NAME: reason`.
+//! Skipped is not passed: a fixture that cannot run here ([`Fixture::missing`]) prints `skipped:
+//! NAME: reason`, and fails where `CI` is `true`. A check that makes no sense for a kind prints
+//! `not applicable: NAME: reason`.
 
 pub mod checks;
 
@@ -45,8 +47,8 @@ pub struct Abilities {
     pub frame_bytes: (usize, usize),
     /// Offload state is carried: the peer can send it and sees it.
     pub offload: bool,
-    /// The port notices that its peer does not read, and counts `no_buffer`. Otherwise what a peer does not read is
-    /// lost behind the port, such as in the kernel.
+    /// The port notices that its peer does not read, and counts `no_buffer`. Otherwise what a peer
+    /// does not read is lost behind the port, such as in the kernel.
     pub back_pressure: bool,
     /// Frames that may be on their way in one direction without any of them being lost.
     pub window: usize,
@@ -63,7 +65,8 @@ pub enum Violation {
     Impossible(&'static str),
 }
 
-/// A port of one kind with a peer that a test controls. Methods panic where the test's own tools fail.
+/// A port of one kind with a peer that a test controls. Methods panic where the test's own tools
+/// fail.
 pub trait Fixture: Sized {
     /// The kind in the names of skipped checks.
     const KIND: &'static str;
@@ -79,7 +82,8 @@ pub trait Fixture: Sized {
     /// What it can do.
     fn abilities(&self) -> Abilities;
 
-    /// Whether the port is woken by nothing and looks by a timer instead. A timer that is due is a wake-up then.
+    /// Whether the port is woken by nothing and looks by a timer instead. A timer that is due is a
+    /// wake-up then.
     fn polled(&self) -> bool {
         false
     }
@@ -108,8 +112,8 @@ pub trait Fixture: Sized {
     /// The peer breaks the protocol as badly as it can.
     fn break_protocol(&mut self) -> Violation;
 
-    /// Whether a wake-up between port and peer can get lost: they share memory, and decide by words in it. The next three are
-    /// asked only then.
+    /// Whether a wake-up between port and peer can get lost: they share memory, and decide by words
+    /// in it. The next three are asked only then.
     fn loses_wakeups(&self) -> bool {
         false
     }
@@ -119,7 +123,8 @@ pub trait Fixture: Sized {
         unreachable!("this kind loses no wake-ups")
     }
 
-    /// The peer's request for a signal at the next frame becomes visible; it does not look at the ring again.
+    /// The peer's request for a signal at the next frame becomes visible; it does not look at the
+    /// ring again.
     fn ask_for_signals(&mut self) {
         unreachable!("this kind loses no wake-ups")
     }
@@ -129,15 +134,15 @@ pub trait Fixture: Sized {
         unreachable!("this kind loses no wake-ups")
     }
 
-    /// The peer spoils what it gives the port for frames, so that [`Port::transmit`] of 64 frames comes on a fault after
-    /// some of them.
+    /// The peer spoils what it gives the port for frames, so that [`Port::transmit`] of 64 frames
+    /// comes on a fault after some of them.
     fn spoil_transmit(&mut self) -> Violation {
         Violation::Impossible("the peer gives the port nothing that could spoil a transmit")
     }
 }
 
-/// A frame of `len` bytes that carries `number` in its source address, and bytes that follow from it. The type is
-/// one for local experiments, so a kernel takes no notice of it.
+/// A frame of `len` bytes that carries `number` in its source address, and bytes that follow from
+/// it. The type is one for local experiments, so a kernel takes no notice of it.
 pub fn frame(number: u32, len: usize) -> Vec<u8> {
     let [a, b, c, d] = number.to_be_bytes();
     let mut bytes = vec![0x02, 0x54, 0x4d, 0, 0, 1, 0x06, a, b, c, d, 0x42, 0x88, 0xb5];
@@ -149,8 +154,9 @@ pub fn frame(number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A frame of `len` bytes whose transport checksum field holds the pseudo-header's sum only, numbered as [`frame`]: TCP
-/// over IPv4 or IPv6, or UDP over IPv4. If it represents several segments, `segment` is their size in bytes.
+/// A frame of `len` bytes whose transport checksum field holds the pseudo-header's sum only,
+/// numbered as [`frame`]: TCP over IPv4 or IPv6, or UDP over IPv4. If it represents several
+/// segments, `segment` is their size in bytes.
 pub fn partial_frame(number: u32, len: usize, kind: SegmentKind, segment: Option<u16>) -> OwnedFrame {
     let mut bytes = frame(number, len);
     let (ip_bytes, ethertype) = match kind {
@@ -338,8 +344,9 @@ impl<F: Fixture> Rig<F> {
         self.note(result).unwrap_or(true)
     }
 
-    /// One turn: receive with `budget`, release; returns how much of it was used. As a worker does, it services the
-    /// port before that only where it was woken, its timer is due, or it was not serviced for a while.
+    /// One turn: receive with `budget`, release; returns how much of it was used. As a worker does,
+    /// it services the port before that only where it was woken, its timer is due, or it was not
+    /// serviced for a while.
     pub fn turn(&mut self, budget: usize) -> usize {
         self.sleep(Duration::ZERO);
         let now = self.now();
@@ -382,7 +389,8 @@ impl<F: Fixture> Rig<F> {
         let end = Instant::now() + DEADLINE;
         loop {
             let used = self.turn(BUDGET);
-            // First the time, then the question: what is found only because the sleep ended was not woken for.
+            // First the time, then the question: what is found only because the sleep ended was not
+            // woken for.
             let left = end.saturating_duration_since(Instant::now());
             assert!(!left.is_zero(), "{}: not within {DEADLINE:?}: {what}; {:?}", F::KIND, self.port.details());
             if done(self) {
@@ -432,8 +440,8 @@ impl<F: Fixture> Rig<F> {
         assert_eq!(self.received.len(), wanted);
     }
 
-    /// Transmits `frames` in one turn, cut into pieces at random; returns how many the port took, and checks that
-    /// the others were counted and that nothing took long.
+    /// Transmits `frames` in one turn, cut into pieces at random; returns how many the port took,
+    /// and checks that the others were counted and that nothing took long.
     pub fn send(&mut self, frames: &[OwnedFrame]) -> usize {
         let taken = self.transmit(frames);
         let result = self.port.flush();
@@ -476,7 +484,8 @@ impl<F: Fixture> Rig<F> {
         }
     }
 
-    /// Collects `count` frames from the peer while the port is served; strangers' frames are left out.
+    /// Collects `count` frames from the peer while the port is served; strangers' frames are left
+    /// out.
     pub fn collect(&mut self, count: usize) -> Vec<OwnedFrame> {
         let mut got = Vec::new();
         self.until("the peer gets what the port took", |rig| {
@@ -496,7 +505,8 @@ impl<F: Fixture> Rig<F> {
         }
     }
 
-    /// Transmits `frames`, no more at a time than the window, and checks that the peer gets each as it was.
+    /// Transmits `frames`, no more at a time than the window, and checks that the peer gets each as
+    /// it was.
     pub fn deliver(&mut self, frames: &[OwnedFrame]) {
         let window = self.peer.abilities().window;
         for part in frames.chunks(window) {
@@ -518,8 +528,9 @@ pub fn same(wanted: &[OwnedFrame], got: &[OwnedFrame]) {
     assert_eq!(wanted.len(), got.len(), "number of frames");
 }
 
-/// Whether two states say the same. Valid and unverified are the same bytes, and whether somebody vouched for them
-/// may change on the way; the length of the headers is a hint, for which a kernel tells what lies in one piece.
+/// Whether two states say the same. Valid and unverified are the same bytes, and whether somebody
+/// vouched for them may change on the way; the length of the headers is a hint, for which a kernel
+/// tells what lies in one piece.
 fn alike(a: Offload, b: Offload) -> bool {
     let essence = |o: Offload| {
         let checksum = if o.checksum == Checksum::Valid { Checksum::Unverified } else { o.checksum };
@@ -544,7 +555,8 @@ pub fn run<F: Fixture>(name: &str, check: impl FnOnce(&str)) {
     }
 }
 
-/// Runs `body` in a process of its own that runs only the test `name`: for what is counted per process.
+/// Runs `body` in a process of its own that runs only the test `name`: for what is counted per
+/// process.
 pub fn isolated(name: &str, body: impl FnOnce()) {
     const KEY: &str = "TOMBOLO_ISOLATED_TEST";
     if std::env::var(KEY).is_ok_and(|n| n == name) {

@@ -1,5 +1,5 @@
-//! For tests: a network namespace with an interface in it, a packet socket that plays the peer there, and what the fixtures of all
-//! attachments have in common whose peer is the kernel.
+//! For tests: a network namespace with an interface in it, a packet socket that plays the peer
+//! there, and what the fixtures of all attachments have in common whose peer is the kernel.
 
 use crate::conformance::{Abilities, DEADLINE, Fixture, Violation, number};
 use crate::link::{Interface, Netns};
@@ -36,7 +36,8 @@ pub(crate) fn run(netns: &Netns, line: &str) {
     assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Waits until the interface has a carrier that the kernel has caught up with; before, it drops what is sent.
+/// Waits until the interface has a carrier that the kernel has caught up with; before, it drops
+/// what is sent.
 pub(crate) fn await_carrier(netns: &Netns, name: &str) {
     let interface = Interface::open(Some(netns), name).unwrap();
     let end = Instant::now() + DEADLINE;

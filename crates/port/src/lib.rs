@@ -1,7 +1,9 @@
-//! Attachments: each kind of port, behind the one trait of the switch ([`tombolo_switch::port::Port`]).
+//! Attachments: each kind of port, behind the one trait of the switch
+//! ([`tombolo_switch::port::Port`]).
 //!
 //! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
-//! * [`ivshmem`]: a cell, a guest or a process over a shared region, by the frames of the ivshmem-net drivers; a port around `tombolo_ivshmem`.
+//! * [`ivshmem`]: a cell, a guest or a process over a shared region, by the frames of the
+//!   ivshmem-net drivers; a port around `tombolo_ivshmem`.
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
 //! * [`stream`]: QEMU's stream sockets, which passt speaks too.

@@ -90,10 +90,12 @@ impl Netns {
     /// The namespace called `name_or_path`: a name as `ip netns` gives them, or a path such as
     /// `/proc/1234/ns/net`.
     ///
-    /// It does not wait for the other end of a FIFO, which the author of the path may have put there.
+    /// It does not wait for the other end of a FIFO, which the author of the path may have put
+    /// there.
     ///
     /// # Errors
-    /// [`LinkError::Namespace`] where nothing is there, [`LinkError::NotANamespace`] where something else is.
+    /// [`LinkError::Namespace`] where nothing is there, [`LinkError::NotANamespace`] where
+    /// something else is.
     pub fn open(name_or_path: &str) -> Result<Netns, LinkError> {
         let named = !name_or_path.contains('/');
         let path = if named { Path::new("/run/netns").join(name_or_path) } else { PathBuf::from(name_or_path) };
@@ -119,8 +121,9 @@ impl Netns {
         Ok(of(self.as_fd())? == of(Netns::open("/proc/thread-self/ns/net")?.as_fd())?)
     }
 
-    /// What the kernel calls each of the namespaces (`SO_NETNS_COOKIE`): no other one of this boot has the same number, also after
-    /// this one ended. `None` for one that cannot be entered, and for all before Linux 5.14. One thread visits all of them.
+    /// What the kernel calls each of the namespaces (`SO_NETNS_COOKIE`): no other one of this boot
+    /// has the same number, also after this one ended. `None` for one that cannot be entered, and
+    /// for all before Linux 5.14. One thread visits all of them.
     ///
     /// # Errors
     /// [`LinkError::Thread`].
@@ -132,7 +135,8 @@ impl Netns {
         apart(|| all.into_iter().map(cookie).collect())
     }
 
-    /// A new namespace without a name: it goes away with the last descriptor, process or device in it.
+    /// A new namespace without a name: it goes away with the last descriptor, process or device in
+    /// it.
     ///
     /// # Errors
     /// The kernel's; needs `CAP_SYS_ADMIN`. [`LinkError::Thread`].
@@ -143,7 +147,8 @@ impl Netns {
         })?
     }
 
-    /// Runs `work` in this namespace, on a thread of its own; processes that it starts are in it too.
+    /// Runs `work` in this namespace, on a thread of its own; processes that it starts are in it
+    /// too.
     ///
     /// # Errors
     /// [`LinkError::Enter`], [`LinkError::Thread`].
@@ -328,8 +333,9 @@ impl Interface {
         self.request("adding an address", &address_request(index, address, prefix), libc::EEXIST)
     }
 
-    /// Routes what goes to `to` (address and prefix length) through it, by way of the router `via` where there is one. Returns
-    /// whether the route is new: the kernel keeps the one that is there, which may be through another interface.
+    /// Routes what goes to `to` (address and prefix length) through it, by way of the router `via`
+    /// where there is one. Returns whether the route is new: the kernel keeps the one that is
+    /// there, which may be through another interface.
     ///
     /// # Errors
     /// As for [`Interface::set_up`]; `ENETUNREACH` where the router is not on the link.
@@ -341,7 +347,8 @@ impl Interface {
     /// Deletes it; one that is gone meanwhile is fine.
     ///
     /// # Errors
-    /// The kernel's: `EPERM` without `CAP_NET_ADMIN`, `EOPNOTSUPP` for a device that cannot be deleted.
+    /// The kernel's: `EPERM` without `CAP_NET_ADMIN`, `EOPNOTSUPP` for a device that cannot be
+    /// deleted.
     pub fn delete(&self) -> Result<(), LinkError> {
         const RTM_DELLINK: u16 = 17;
         let index = self.index()?;
@@ -352,8 +359,9 @@ impl Interface {
         self.request("deleting", &finished(m), libc::ENODEV)
     }
 
-    /// Deletes the interface `name` of the namespace, if it has this MAC address; whether it had. So an interface of the same
-    /// name that another program made stays. One that goes meanwhile is fine.
+    /// Deletes the interface `name` of the namespace, if it has this MAC address; whether it had.
+    /// So an interface of the same name that another program made stays. One that goes meanwhile is
+    /// fine.
     ///
     /// # Errors
     /// As for [`Interface::delete`].
@@ -381,7 +389,8 @@ impl Interface {
     fn request_new(&self, what: &'static str, request: &[u8], fine: i32) -> Result<bool, LinkError> {
         let failed = |source| LinkError::System { what, name: self.name.clone(), source };
         rustix::io::write(&self.socket, request).map_err(failed)?;
-        // The kernel handles a request within the send, so its answer is there; nlmsghdr 16 bytes, then the error.
+        // The kernel handles a request within the send, so its answer is there; nlmsghdr 16 bytes,
+        // then the error.
         let mut answer = [0; 256];
         let n = rustix::io::read(&self.socket, &mut answer).map_err(failed)?;
         let error = answer[..n].get(16..20).and_then(|b| b.try_into().ok()).map_or(-libc::EIO, i32::from_ne_bytes);
@@ -393,7 +402,8 @@ impl Interface {
     }
 }
 
-/// Sysctls by which a peer on the link could change this machine's configuration, and the values that prevent it.
+/// Sysctls by which a peer on the link could change this machine's configuration, and the values
+/// that prevent it.
 const CLOSED: [(&str, &str); 6] = [
     ("ipv6/conf/{}/accept_ra", "0"),
     ("ipv6/conf/{}/autoconf", "0"),
@@ -403,7 +413,8 @@ const CLOSED: [(&str, &str); 6] = [
     ("ipv4/conf/{}/accept_source_route", "0"),
 ];
 
-/// Sets [`CLOSED`] for the interface `name` of the calling thread's namespace. A machine without IPv6 has nothing to close there.
+/// Sets [`CLOSED`] for the interface `name` of the calling thread's namespace. A machine without
+/// IPv6 has nothing to close there.
 ///
 /// # Errors
 /// The system's, such as for a read-only `/proc/sys`.
@@ -434,7 +445,8 @@ fn state_of(socket: &OwnedFd, name: &str) -> Option<LinkState> {
     Some(LinkState { up: bits & IFF_UP != 0, running, mtu: u32::from_ne_bytes(mtu.value()) })
 }
 
-/// The head of a request of rtnetlink that is acknowledged; its length is filled in by [`finished`].
+/// The head of a request of rtnetlink that is acknowledged; its length is filled in by
+/// [`finished`].
 fn message(kind: u16, flags: u16) -> Vec<u8> {
     const NLM_F_REQUEST_ACK: u16 = 0x1 | 0x4;
     let mut m = vec![0; 4];
@@ -511,15 +523,16 @@ fn address_request(index: u32, address: IpAddr, prefix: u8) -> Vec<u8> {
 pub(crate) fn drop_reason(errno: Errno) -> Reason {
     match errno {
         Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM => Reason::NoBuffer,
-        // A tap that is down; a packet socket's interface that is down; a device that is gone, in three voices.
+        // A tap that is down; a packet socket's interface that is down; a device that is gone, in
+        // three voices.
         Errno::IO | Errno::NETDOWN | Errno::NXIO | Errno::NODEV | Errno::BADFD => Reason::LinkDown,
         Errno::MSGSIZE => Reason::TooLong,
         _ => Reason::SystemRefused,
     }
 }
 
-/// Whether one of the messages of rtnetlink(7) in `bytes` is about the interface `index`, or one called `name`; of what
-/// cannot be read, that is assumed.
+/// Whether one of the messages of rtnetlink(7) in `bytes` is about the interface `index`, or one
+/// called `name`; of what cannot be read, that is assumed.
 fn concerns(mut bytes: &[u8], index: u32, name: &str) -> bool {
     const IFLA_IFNAME: u16 = 3;
     let word = |bytes: &[u8], at: usize| bytes.get(at..at + 4)?.try_into().ok().map(u32::from_ne_bytes);
@@ -558,7 +571,8 @@ impl Monitor {
         Self::of(netns, registration, libc::RTMGRP_LINK)
     }
 
-    /// As [`Monitor::open`], also whenever an address of a link changes: those messages have the index at the same place.
+    /// As [`Monitor::open`], also whenever an address of a link changes: those messages have the
+    /// index at the same place.
     pub(crate) fn with_addresses(netns: Option<&Netns>, registration: &Registration) -> Result<Monitor, LinkError> {
         Self::of(netns, registration, libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR)
     }
@@ -570,7 +584,8 @@ impl Monitor {
         Ok(Monitor { socket, _watch: watch })
     }
 
-    /// Whether anything changed since the last time about the interface `index`, or about one that is called `name`.
+    /// Whether anything changed since the last time about the interface `index`, or about one that
+    /// is called `name`.
     pub(crate) fn changed(&self, index: u32, name: &str) -> bool {
         let mut changed = false;
         let mut message = [0; 8192];
@@ -585,8 +600,8 @@ impl Monitor {
         }
     }
 
-    /// What waits at a port's socket, and whether links changed, in one call: the second look of a port that arms. `None` where a
-    /// signal interrupted it.
+    /// What waits at a port's socket, and whether links changed, in one call: the second look of a
+    /// port that arms. `None` where a signal interrupted it.
     pub(crate) fn poll(&self, socket: impl AsFd) -> Result<Option<(PollFlags, bool)>, Errno> {
         let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN), PollFd::new(self, PollFlags::IN)];
         match poll(&mut fds, Some(&Timespec::default())) {
@@ -735,7 +750,8 @@ mod tests {
         }
     }
 
-    /// The kernel counts the threads of a user, but root's. The child of this test is another user, who may have one.
+    /// The kernel counts the threads of a user, but root's. The child of this test is another user,
+    /// who may have one.
     #[test]
     fn without_a_thread_to_enter_a_namespace_there_is_an_error_and_no_panic() {
         const CHILD: &str = "TOMBOLO_TEST_ONE_THREAD";

@@ -42,13 +42,14 @@ const FRAME_AT: usize = 16;
 const VLAN_TAG_BYTES: usize = 4;
 /// Bytes of the two addresses, behind which a VLAN tag goes.
 const ADDRESSES_BYTES: usize = 12;
-/// From slot to slot. 37 cache lines more than a multiple of 4096, so that the first lines of all slots do not share
-/// one set of the first-level cache.
+/// From slot to slot. 37 cache lines more than a multiple of 4096, so that the first lines of all
+/// slots do not share one set of the first-level cache.
 const STRIDE_BYTES: usize = (FRAME_AT + MAX_FRAME_BYTES).next_multiple_of(4096) - 4096 + 37 * 64;
 const _: () = assert!(STRIDE_BYTES >= FRAME_AT + MAX_FRAME_BYTES && STRIDE_BYTES % 4096 == 37 * 64);
 /// The socket's buffer each way: some 1,500 frames of 1500 bytes as the kernel counts them.
 const SOCKET_BYTES: u32 = 4 << 20;
-/// How often a port that never sleeps looks whether its interface changed or the kernel dropped frames.
+/// How often a port that never sleeps looks whether its interface changed or the kernel dropped
+/// frames.
 const LOOK_INTERVAL: Nanos = Nanos(10_000_000);
 
 /// Which interface, and how.
@@ -58,7 +59,8 @@ pub struct PacketConfig {
     pub interface: String,
     /// The namespace that it is in.
     pub netns: Option<Netns>,
-    /// Whether it is to receive frames for every address; a bridge of guests needs that on a network card.
+    /// Whether it is to receive frames for every address; a bridge of guests needs that on a
+    /// network card.
     pub promiscuous: bool,
     /// Whether sending goes past the interface's queue; see the head of this module.
     pub qdisc_bypass: bool,
@@ -174,7 +176,8 @@ impl PacketPort {
         }
     }
 
-    /// Has the worker call [`Port::service`] before it sleeps: it looks at the link there and nowhere else.
+    /// Has the worker call [`Port::service`] before it sleeps: it looks at the link there and
+    /// nowhere else.
     fn ask_for_service(&mut self) {
         self.look_due = true;
         self.registration.wake();
@@ -211,8 +214,8 @@ impl PacketPort {
         Fault { kind: FaultKind::System, detail: format!("{what} `{}`: {errno}", self.name) }
     }
 
-    /// Sends `group`, whose pieces are few enough; counts each frame as sent or dropped. `false` where the socket has
-    /// no room for more in this turn.
+    /// Sends `group`, whose pieces are few enough; counts each frame as sent or dropped. `false`
+    /// where the socket has no room for more in this turn.
     fn send_group(&mut self, batch: &Batch<'_>, group: &[&Frame], sent: &mut Sent, drops: &mut Drops) -> bool {
         self.vnet.clear();
         self.vnet.extend(group.iter().map(|frame| host_order(frame.offload.to_vnet())));
@@ -290,8 +293,8 @@ fn host_order(mut header: [u8; VNET_HEADER_BYTES]) -> [u8; VNET_HEADER_BYTES] {
     header
 }
 
-/// Puts a VLAN tag back behind the addresses of the frame at [`FRAME_AT`], whose beginning moves to the front; the
-/// places that its offload state names move back with the rest.
+/// Puts a VLAN tag back behind the addresses of the frame at [`FRAME_AT`], whose beginning moves to
+/// the front; the places that its offload state names move back with the rest.
 fn insert_tag(slot: &mut [u8], [kind, control]: [u16; 2], offload: &mut Offload) -> usize {
     let at = FRAME_AT - VLAN_TAG_BYTES;
     slot.copy_within(FRAME_AT..FRAME_AT + ADDRESSES_BYTES, at);
@@ -349,7 +352,8 @@ impl Port for PacketPort {
             Ok(()) => {}
             Err(Errno::AGAIN) => return Ok(used),
             Err(Errno::INTR) => return Ok(budget),
-            // A frame whose segmentation the header cannot express (tunnels; before Linux 6.2 UDP); the kernel has dropped it.
+            // A frame whose segmentation the header cannot express (tunnels; before Linux 6.2 UDP);
+            // the kernel has dropped it.
             Err(Errno::INVAL) => {
                 drops.count(Reason::SystemRefused, 1);
                 return Ok(budget);
@@ -430,7 +434,8 @@ impl Port for PacketPort {
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        // Wake-ups are always on; this is the second look, at the frames and at the interface in one call.
+        // Wake-ups are always on; this is the second look, at the frames and at the interface in
+        // one call.
         let seen = self.monitor.poll(&self.socket).map_err(|errno| self.fault("polling", errno))?;
         let Some((socket, links)) = seen else { return Ok(true) };
         if links || socket.contains(PollFlags::ERR) {

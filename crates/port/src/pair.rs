@@ -145,7 +145,8 @@ impl PairPort {
         Ok((PairPort { shared, caps: config.caps, taken, staged, spare }, connector))
     }
 
-    /// Keeps buffers of ordinary frames for the next ones; those of segmented frames are too large to hoard.
+    /// Keeps buffers of ordinary frames for the next ones; those of segmented frames are too large
+    /// to hoard.
     fn keep(&mut self, mut bytes: Vec<u8>) {
         if bytes.capacity() <= 4096 && self.spare.len() < self.shared.capacity {
             bytes.clear();

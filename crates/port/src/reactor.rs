@@ -47,8 +47,8 @@ pub struct Registration {
     token: Token,
 }
 
-/// A descriptor that wakes its port; dropping it ends that. It keeps the descriptor open, since the kernel goes
-/// on reporting an open file that was closed here but lives on in another process.
+/// A descriptor that wakes its port; dropping it ends that. It keeps the descriptor open, since the
+/// kernel goes on reporting an open file that was closed here but lives on in another process.
 #[derive(Debug)]
 pub struct Watch {
     shared: Arc<Shared>,
@@ -88,7 +88,8 @@ impl Registration {
         self.token
     }
 
-    /// Wakes the port whenever `fd` becomes readable (or fails), edge-triggered. Takes a duplicate of `fd`.
+    /// Wakes the port whenever `fd` becomes readable (or fails), edge-triggered. Takes a duplicate
+    /// of `fd`.
     ///
     /// # Errors
     /// The kernel's: a descriptor that cannot be polled (`EPERM`), or none left.

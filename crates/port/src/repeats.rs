@@ -1,25 +1,30 @@
-//! Finds an uplink that storms: one that sends frames without news again and again although nothing asked it to.
+//! Finds an uplink that storms: one that sends frames without news again and again although nothing
+//! asked it to.
 //!
-//! A frame has no news if it tells its receiver nothing that the flow has not told before: a TCP segment that advances neither
-//! the sequence nor the acknowledgement and has the flags and window of the one before, or any other frame that equals
-//! one of the flow's last [`CONTENTS`]. It is unprovoked if no frame of the flow that went to the uplink pays for it. A guest
-//! that sends duplicate acknowledgements makes its peer retransmit, at most once for each: these frames are paid for. An
-//! uplink that repeats by itself soon has no frame left that pays.
+//! A frame has no news if it tells its receiver nothing that the flow has not told before: a TCP
+//! segment that advances neither the sequence nor the acknowledgement and has the flags and window
+//! of the one before, or any other frame that equals one of the flow's last [`CONTENTS`]. It is
+//! unprovoked if no frame of the flow that went to the uplink pays for it. A guest that sends
+//! duplicate acknowledgements makes its peer retransmit, at most once for each: these frames are
+//! paid for. An uplink that repeats by itself soon has no frame left that pays.
 //!
-//! Two limits hold whether a frame is paid for or not: [`REPEATS_PER_SECOND`] of equal frames, and [`STALE_PER_SECOND`] of a
-//! flow's frames without news; what is beyond is dropped. A guest that answers each such frame therefore pays for so many
-//! and no more, so a storm that a guest answers is found. And a loop in which each side answers the other, which is
-//! not blamed on the uplink since a guest can cause it, goes no faster. TCP has no use for more: a sender repeats a segment
+//! Two limits hold whether a frame is paid for or not: [`REPEATS_PER_SECOND`] of equal frames, and
+//! [`STALE_PER_SECOND`] of a flow's frames without news; what is beyond is dropped. A guest that
+//! answers each such frame therefore pays for so many and no more, so a storm that a guest answers
+//! is found. And a loop in which each side answers the other, which is not blamed on the uplink
+//! since a guest can cause it, goes no faster. TCP has no use for more: a sender repeats a segment
 //! by its retransmission timer, and acts on the first few duplicate acknowledgements.
 //!
-//! Looked at: TCP segments, by connection, and ARP and all protocols that only the uplink itself speaks. UDP and ICMP are
-//! not: the uplink relays them for hosts outside, which may send equal ones as often as they like.
+//! Looked at: TCP segments, by connection, and ARP and all protocols that only the uplink itself
+//! speaks. UDP and ICMP are not: the uplink relays them for hosts outside, which may send equal
+//! ones as often as they like.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use tombolo_switch::Nanos;
 
-/// So many unprovoked frames without news in a flow, at no less than [`STORM_PER_SECOND`] for [`STORM_NS`], are a storm.
+/// So many unprovoked frames without news in a flow, at no less than [`STORM_PER_SECOND`] for
+/// [`STORM_NS`], are a storm.
 pub(crate) const STORM_REPEATS: u64 = 5000;
 const STORM_PER_SECOND: u64 = 1000;
 const STORM_NS: u64 = SECOND_NS;
@@ -46,7 +51,8 @@ struct Segment {
     window: u16,
 }
 
-/// Where the source and destination of a frame lie, what else names its flow, and what tells its frames apart.
+/// Where the source and destination of a frame lie, what else names its flow, and what tells its
+/// frames apart.
 struct Parts<'f> {
     source: [&'f [u8]; 2],
     destination: [&'f [u8]; 2],
@@ -105,8 +111,9 @@ pub(crate) struct Repeats {
 #[derive(Clone, Copy, Debug, Default)]
 struct Flow {
     hash: u64,
-    /// Grows with each frame without news and shrinks with each frame of a flow that has no place in the set: at zero that
-    /// one takes it. So a storm keeps its place however many flows there are.
+    /// Grows with each frame without news and shrinks with each frame of a flow that has no place
+    /// in the set: at zero that one takes it. So a storm keeps its place however many flows there
+    /// are.
     hold: u64,
     /// Frames that went to the uplink and have paid for no repeat yet.
     credit: u64,
@@ -228,7 +235,8 @@ impl Flow {
         Seen { surplus, storm: self.storm(now) }
     }
 
-    /// Whether a segment tells something; notes it. Other flags or another window are news only in a frame that is new.
+    /// Whether a segment tells something; notes it. Other flags or another window are news only in
+    /// a frame that is new.
     fn is_news(&mut self, segment: Segment, is_new: bool) -> bool {
         const SYN: u8 = 2;
         let further = |to: u32, from: u32| to.wrapping_sub(from) as i32 > 0;
@@ -313,7 +321,8 @@ mod tests {
 
     #[test]
     fn repeats_that_a_guest_provokes_are_no_storm() {
-        // Each duplicate acknowledgement has its peer retransmit; they come in bursts, which the peer answers later.
+        // Each duplicate acknowledgement has its peer retransmit; they come in bursts, which the
+        // peer answers later.
         let provoked = |repeats: &mut Repeats, n: u64| {
             if n % 1000 == 1 {
                 (0..1000).for_each(|_| repeats.sent(&segment(GUEST, OUTSIDE, 9)));
@@ -416,7 +425,8 @@ mod tests {
     fn many_flows_hide_no_storm() {
         let mut repeats = Repeats::default();
         let hidden = found(&mut repeats, |repeats, n| {
-            // Every other frame belongs to one of many other flows, of which some have the storm's slot.
+            // Every other frame belongs to one of many other flows, of which some have the storm's
+            // slot.
             let [high, low] = (n as u16).to_be_bytes();
             let other = repeats.see(Nanos(n * 100_000), &segment([198, 51, 100, 9, high, low], GUEST, 1));
             assert_eq!(other, Seen::default());

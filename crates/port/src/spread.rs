@@ -9,8 +9,8 @@ pub(crate) struct Spread {
 }
 
 impl Spread {
-    /// Sorts the frames `which` of `batch` by their queue, each looked at once. The result has `queues` lists, which keep the
-    /// order of `which`; `queues` is not 0.
+    /// Sorts the frames `which` of `batch` by their queue, each looked at once. The result has
+    /// `queues` lists, which keep the order of `which`; `queues` is not 0.
     pub(crate) fn sort(&mut self, batch: &Batch<'_>, which: &[u16], queues: usize) -> &[Vec<u16>] {
         if self.lists.len() < queues {
             self.lists.resize_with(queues, Vec::new);
@@ -24,11 +24,11 @@ impl Spread {
     }
 }
 
-/// The queue of a frame among `queues`, which is not 0: by IP addresses, and by the ports of TCP and UDP where every packet of
-/// a flow has them; other frames by MAC addresses and type.
+/// The queue of a frame among `queues`, which is not 0: by IP addresses, and by the ports of TCP
+/// and UDP where every packet of a flow has them; other frames by MAC addresses and type.
 pub(crate) fn queue_of(frame: &Frame, queues: usize) -> usize {
-    // FNV-1a: short inputs, no adversary that could gain more than its own imbalance. The high bits, since the low ones
-    // of this hash know only the low ones of its input.
+    // FNV-1a: short inputs, no adversary that could gain more than its own imbalance. The high
+    // bits, since the low ones of this hash know only the low ones of its input.
     let hash = flow_bytes(frame.head())
         .into_iter()
         .flatten()

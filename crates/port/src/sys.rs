@@ -1,10 +1,10 @@
-//! System calls that no safe crate offers: gathered writes from foreign memory, the tun and interface ioctls,
-//! packet sockets with several messages per call, network namespaces, a death signal and inherited descriptors between fork and exec,
-//! and Xen's event channels and grants.
+//! System calls that no safe crate offers: gathered writes from foreign memory, the tun and
+//! interface ioctls, packet sockets with several messages per call, network namespaces, a death
+//! signal and inherited descriptors between fork and exec, and Xen's event channels and grants.
 //!
-//! Everything here returns what the kernel said and decides nothing. This module is on the list of modules that
-//! may use `unsafe` (ARCHITECTURE.md). Memory that a peer shares reaches the kernel as a bare address in an
-//! iovec; no reference to it is made.
+//! Everything here returns what the kernel said and decides nothing. This module is on the list of
+//! modules that may use `unsafe` (ARCHITECTURE.md). Memory that a peer shares reaches the kernel as
+//! a bare address in an iovec; no reference to it is made.
 #![allow(unsafe_code)]
 #![allow(clippy::unnecessary_cast)] // the type of an ioctl's number differs between C libraries
 
@@ -41,7 +41,8 @@ pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
         // One that had gone before this was asked sends nothing any more.
         if getppid() == Some(parent) { Ok(()) } else { Err(Errno::SRCH.into()) }
     };
-    // SAFETY: between fork and exec `ask` makes two system calls and nothing else: it neither allocates nor locks.
+    // SAFETY: between fork and exec `ask` makes two system calls and nothing else: it neither
+    // allocates nor locks.
     unsafe { command.pre_exec(ask) }
 }
 
@@ -58,7 +59,8 @@ pub(crate) fn inherit_only<'c>(command: &'c mut Command, fds: &[c_int]) -> &'c m
         }
         Ok(())
     };
-    // SAFETY: between fork and exec `close` makes system calls and nothing else: it neither allocates nor locks.
+    // SAFETY: between fork and exec `close` makes system calls and nothing else: it neither
+    // allocates nor locks.
     unsafe { command.pre_exec(close) }
 }
 
@@ -70,7 +72,8 @@ pub(crate) struct Piece<'m> {
     lifetime: PhantomData<Foreign<'m>>,
 }
 
-// SAFETY: a piece is an address with a length, as Foreign is, which is Send; only the kernel dereferences it.
+// SAFETY: a piece is an address with a length, as Foreign is, which is Send; only the kernel
+// dereferences it.
 unsafe impl Send for Piece<'_> {}
 
 impl<'m> From<Foreign<'m>> for Piece<'m> {
@@ -99,12 +102,13 @@ pub(crate) fn recycle<'b>(mut pieces: Vec<Piece<'_>>) -> Vec<Piece<'b>> {
 #[inline]
 pub(crate) fn write_pieces(fd: impl AsFd, pieces: &[Piece<'_>]) -> Result<usize, Errno> {
     let fd = fd.as_fd().as_raw_fd();
-    // SAFETY: `Piece` is an iovec (repr transparent), and each one was made of a Foreign whose bytes stay
-    // readable for its lifetime, which outlives this call; the kernel only reads them.
+    // SAFETY: `Piece` is an iovec (repr transparent), and each one was made of a Foreign whose
+    // bytes stay readable for its lifetime, which outlives this call; the kernel only reads them.
     check(unsafe { libc::writev(fd, pieces.as_ptr().cast(), pieces.len() as c_int) })
 }
 
-/// Sends the pieces on a stream socket without blocking and without SIGPIPE. At most [`MAX_PIECES`].
+/// Sends the pieces on a stream socket without blocking and without SIGPIPE. At most
+/// [`MAX_PIECES`].
 #[inline]
 pub(crate) fn send_pieces(socket: impl AsFd, pieces: &[Piece<'_>]) -> Result<usize, Errno> {
     let fd = socket.as_fd().as_raw_fd();
@@ -123,8 +127,9 @@ pub(crate) struct Headers(Vec<libc::mmsghdr>);
 // SAFETY: the pointers in the headers are rewritten before each call that uses them.
 unsafe impl Send for Headers {}
 
-/// Sends messages on a datagram socket without blocking: message `i` is the pieces up to `ends[i]` from where
-/// the one before ended. Returns how many were sent; an error only where the first could not be.
+/// Sends messages on a datagram socket without blocking: message `i` is the pieces up to `ends[i]`
+/// from where the one before ended. Returns how many were sent; an error only where the first could
+/// not be.
 pub(crate) fn send_many(
     socket: impl AsFd,
     pieces: &[Piece<'_>],
@@ -135,7 +140,8 @@ pub(crate) fn send_many(
     unsafe { send_with(socket, pieces, (0, ends.iter().copied()), headers, |_| ()) }
 }
 
-/// As [`send_many`], from the piece `first` on. `complete` adds to the header of each message in turn.
+/// As [`send_many`], from the piece `first` on. `complete` adds to the header of each message in
+/// turn.
 ///
 /// # Safety
 /// What `complete` puts into a header is valid until this returns, and is only read.
@@ -160,8 +166,9 @@ unsafe fn send_with(
     }
     let fd = socket.as_fd().as_raw_fd();
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: the headers point at `pieces`, which live through the call and are readable as `Piece` promises, and at what the
-    // caller promises; the kernel writes only msg_len of the headers, which are ours alone.
+    // SAFETY: the headers point at `pieces`, which live through the call and are readable as
+    // `Piece` promises, and at what the caller promises; the kernel writes only msg_len of the
+    // headers, which are ours alone.
     check(unsafe { libc::sendmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags) } as isize)
 }
 
@@ -207,8 +214,8 @@ pub(crate) struct Received {
     pub(crate) vlan: Option<[u16; 2]>,
 }
 
-/// Memory for several messages per call, in slots of one stride. Only memory that messages were written to is ever touched, so the
-/// stride may be generous.
+/// Memory for several messages per call, in slots of one stride. Only memory that messages were
+/// written to is ever touched, so the stride may be generous.
 struct Arena {
     bytes: Vec<u8>,
     stride: usize,
@@ -225,11 +232,13 @@ impl Arena {
         Arena { bytes, stride, headers: Headers::default(), iovecs: Vec::with_capacity(count) }
     }
 
-    /// Receives up to `count` messages without blocking, each from the byte `at` of its slot on. `complete` adds to the header of
-    /// each in turn. Returns the headers of those that came; an error only where there is no first one.
+    /// Receives up to `count` messages without blocking, each from the byte `at` of its slot on.
+    /// `complete` adds to the header of each in turn. Returns the headers of those that came; an
+    /// error only where there is no first one.
     ///
     /// # Safety
-    /// What `complete` puts into a header is valid until this returns, to be written by the kernel, and used by nothing else.
+    /// What `complete` puts into a header is valid until this returns, to be written by the kernel,
+    /// and used by nothing else.
     unsafe fn receive(
         &mut self,
         socket: impl AsFd,
@@ -253,8 +262,8 @@ impl Arena {
             headers.push(header);
         }
         let (fd, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT);
-        // SAFETY: each header points at one iovec over its own part of the memory, with its true length, and at what the caller
-        // promises; all of it lives through the call.
+        // SAFETY: each header points at one iovec over its own part of the memory, with its true
+        // length, and at what the caller promises; all of it lives through the call.
         let n =
             unsafe { libc::recvmmsg(fd, headers.as_mut_ptr(), headers.len() as _, flags as _, std::ptr::null_mut()) };
         Ok(&headers[..check(n as isize)?])
@@ -283,8 +292,8 @@ impl Slots {
         self.arena.bytes.chunks_exact_mut(self.arena.stride)
     }
 
-    /// Receives up to `count` messages without blocking, each from the byte `at` of its slot on, and reports
-    /// each. An error only where there is no first one.
+    /// Receives up to `count` messages without blocking, each from the byte `at` of its slot on,
+    /// and reports each. An error only where there is no first one.
     pub(crate) fn receive(
         &mut self,
         socket: impl AsFd,
@@ -313,7 +322,8 @@ impl Slots {
 
 /// The VLAN tag in a message's control data.
 fn vlan_of(message: &libc::msghdr) -> Option<[u16; 2]> {
-    // SAFETY: the kernel filled in msg_control and msg_controllen of a buffer that lives in `Slots::controls`.
+    // SAFETY: the kernel filled in msg_control and msg_controllen of a buffer that lives in
+    // `Slots::controls`.
     let first = unsafe { libc::CMSG_FIRSTHDR(message) };
     if first.is_null() {
         return None;
@@ -334,15 +344,15 @@ fn vlan_of(message: &libc::msghdr) -> Option<[u16; 2]> {
 
 fn set_option<T>(socket: impl AsFd, level: c_int, option: c_int, value: &T) -> Result<(), Errno> {
     let fd = socket.as_fd().as_raw_fd();
-    // SAFETY: the value is size_of::<T>() readable bytes, and every caller below passes plain integers or a
-    // repr(C) struct without padding.
+    // SAFETY: the value is size_of::<T>() readable bytes, and every caller below passes plain
+    // integers or a repr(C) struct without padding.
     let result =
         unsafe { libc::setsockopt(fd, level, option, std::ptr::from_ref(value).cast(), size_of::<T>() as u32) };
     check(result as isize).map(drop)
 }
 
-/// A raw packet socket that receives nothing until [`bind_packet`]: with offload headers and VLAN tags told,
-/// and without what this host itself sends.
+/// A raw packet socket that receives nothing until [`bind_packet`]: with offload headers and VLAN
+/// tags told, and without what this host itself sends.
 pub(crate) fn packet_socket(vnet_header: bool, qdisc_bypass: bool) -> Result<OwnedFd, Errno> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointer is passed; the descriptor, where there is one, is new and ours.
@@ -387,9 +397,11 @@ pub(crate) fn join_promiscuous(socket: impl AsFd, index: u32) -> Result<(), Errn
     set_option(socket, libc::SOL_PACKET, PACKET_ADD_MEMBERSHIP, &membership)
 }
 
-/// What the kernel calls the network namespace of a socket; no two of one boot have the same number.
+/// What the kernel calls the network namespace of a socket; no two of one boot have the same
+/// number.
 pub(crate) fn netns_cookie(socket: impl AsFd) -> Result<u64, Errno> {
-    /// asm-generic/socket.h, since Linux 5.14. The constant of libc is not there for each C library.
+    /// asm-generic/socket.h, since Linux 5.14. The constant of libc is not there for each C
+    /// library.
     const SO_NETNS_COOKIE: c_int = 71;
     let (mut cookie, mut bytes) = (0u64, size_of::<u64>() as u32);
     let fd = socket.as_fd().as_raw_fd();
@@ -472,23 +484,25 @@ pub(crate) enum InterfaceRequest {
 
 /// Asks the kernel about an interface, or changes it.
 pub(crate) fn interface(fd: impl AsFd, request: InterfaceRequest, argument: &mut IfReq) -> Result<(), Errno> {
-    // SAFETY: every request of the enum takes a struct ifreq, for which IfReq has the size and alignment.
+    // SAFETY: every request of the enum takes a struct ifreq, for which IfReq has the size and
+    // alignment.
     check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as _, argument.0.as_mut_ptr()) } as isize).map(drop)
 }
 
-/// Whether the interface has a carrier. Asking makes the kernel catch up with changes of it that it has put off, so
-/// that an interface that is said to have one also sends (Linux 6.8 and later).
+/// Whether the interface has a carrier. Asking makes the kernel catch up with changes of it that it
+/// has put off, so that an interface that is said to have one also sends (Linux 6.8 and later).
 pub(crate) fn carrier(fd: impl AsFd, name: &str) -> Result<bool, Errno> {
     const SIOCETHTOOL: u64 = 0x8946;
     const ETHTOOL_GLINK: u32 = 0x0a;
     let mut value = [ETHTOOL_GLINK, 0];
     let mut argument = IfReq::new(name).ok_or(Errno::INVAL)?;
     argument.set(&(value.as_mut_ptr() as usize).to_ne_bytes());
-    // SAFETY: the request takes a struct ifreq whose pointer leads to a struct ethtool_value, which is two u32, both
-    // alive and writable through the call.
+    // SAFETY: the request takes a struct ifreq whose pointer leads to a struct ethtool_value, which
+    // is two u32, both alive and writable through the call.
     let result = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), SIOCETHTOOL as _, argument.0.as_mut_ptr()) };
     check(result as isize)?;
-    // SAFETY: a plain read of our own array, which the kernel may have written through the pointer above.
+    // SAFETY: a plain read of our own array, which the kernel may have written through the pointer
+    // above.
     Ok(unsafe { std::ptr::read_volatile(&raw const value[1]) } != 0)
 }
 
@@ -532,8 +546,8 @@ pub(crate) fn tun_namespace(fd: impl AsFd) -> Result<OwnedFd, Errno> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
 }
 
-/// A rtnetlink socket that hears of every change of a link in the calling thread's network namespace, where
-/// `groups` is `RTMGRP_LINK`, or of nothing with 0.
+/// A rtnetlink socket that hears of every change of a link in the calling thread's network
+/// namespace, where `groups` is `RTMGRP_LINK`, or of nothing with 0.
 pub(crate) fn netlink_socket(groups: u32) -> Result<OwnedFd, Errno> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointer is passed.
@@ -553,11 +567,13 @@ pub(crate) fn netlink_socket(groups: u32) -> Result<OwnedFd, Errno> {
 
 /// Gives the calling thread a new network namespace of its own.
 pub(crate) fn unshare_network() -> Result<(), Errno> {
-    // SAFETY: the flag does not unshare the table of descriptors, which is what makes the call unsafe.
+    // SAFETY: the flag does not unshare the table of descriptors, which is what makes the call
+    // unsafe.
     unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
 }
 
-// Xen (linux/include/uapi/xen/evtchn.h, gntdev.h): numbers of `_IOC(_IOC_NONE, letter, number, size)`.
+// Xen (linux/include/uapi/xen/evtchn.h, gntdev.h): numbers of `_IOC(_IOC_NONE, letter, number,
+// size)`.
 const IOCTL_EVTCHN_BIND_INTERDOMAIN: u32 = 8 << 16 | (b'E' as u32) << 8 | 1;
 const IOCTL_EVTCHN_NOTIFY: u32 = 4 << 16 | (b'E' as u32) << 8 | 4;
 const IOCTL_GNTDEV_MAP_GRANT_REF: u32 = 24 << 16 | (b'G' as u32) << 8;
@@ -568,7 +584,8 @@ const GNTCOPY_SOURCE_GREF: u16 = 1;
 /// Flag of a copy: the destination is a grant.
 const GNTCOPY_DEST_GREF: u16 = 2;
 
-/// Binds a local event channel port to a domain's unbound one, until the descriptor is closed; returns the local port.
+/// Binds a local event channel port to a domain's unbound one, until the descriptor is closed;
+/// returns the local port.
 pub(crate) fn bind_interdomain(evtchn: impl AsFd, domain: u16, remote_port: u32) -> Result<u32, Errno> {
     let argument = [u32::from(domain), remote_port];
     let fd = evtchn.as_fd().as_raw_fd();
@@ -609,7 +626,8 @@ impl GrantedPage {
         }
         let gntdev = rustix::io::fcntl_dupfd_cloexec(gntdev, 3)?;
         let mut map = Map { count: 1, padding: 0, index: 0, domain: domain.into(), gref };
-        // SAFETY: the request reads and writes a Map with `count` references, which is what it is given.
+        // SAFETY: the request reads and writes a Map with `count` references, which is what it is
+        // given.
         let result =
             unsafe { libc::ioctl(gntdev.as_raw_fd(), IOCTL_GNTDEV_MAP_GRANT_REF as _, std::ptr::from_mut(&mut map)) };
         check(result as isize)?;
@@ -629,12 +647,14 @@ impl GrantedPage {
     }
 
     pub(crate) fn bytes(&self) -> ForeignMut<'_> {
-        // SAFETY: PAGE_BYTES are mapped at `address` until `drop`, and no reference to them is ever made.
+        // SAFETY: PAGE_BYTES are mapped at `address` until `drop`, and no reference to them is ever
+        // made.
         unsafe { ForeignMut::new(self.address, PAGE_BYTES) }
     }
 }
 
-/// Removes a grant from the list of a gntdev descriptor. It fails for one that is not there, which does no harm.
+/// Removes a grant from the list of a gntdev descriptor. It fails for one that is not there, which
+/// does no harm.
 fn forget_grant(gntdev: &OwnedFd, index: u64) {
     /// `struct ioctl_gntdev_unmap_grant_ref`.
     #[repr(C)]
@@ -650,7 +670,8 @@ fn forget_grant(gntdev: &OwnedFd, index: u64) {
 
 impl Drop for GrantedPage {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by `map` with this length, and all views of it borrowed this value.
+        // SAFETY: the mapping was made by `map` with this length, and all views of it borrowed this
+        // value.
         unsafe { libc::munmap(self.address.as_ptr().cast(), PAGE_BYTES) };
         forget_grant(&self.gntdev, self.index);
     }
@@ -672,7 +693,8 @@ struct CopyPage {
     domain: u16,
 }
 
-/// A copy between a piece of a granted page and memory here, in the layout of `struct gntdev_grant_copy_segment`.
+/// A copy between a piece of a granted page and memory here, in the layout of `struct
+/// gntdev_grant_copy_segment`.
 #[repr(C)]
 pub(crate) struct GrantCopy<'m> {
     source: CopyEnd,
@@ -685,11 +707,13 @@ pub(crate) struct GrantCopy<'m> {
 
 const _: () = assert!(size_of::<GrantCopy<'_>>() == 24 && size_of::<CopyPage>() == 8);
 
-// SAFETY: a copy is an address with a length, as ForeignMut is, which is Send; only the kernel dereferences it.
+// SAFETY: a copy is an address with a length, as ForeignMut is, which is Send; only the kernel
+// dereferences it.
 unsafe impl Send for GrantCopy<'_> {}
 
 impl<'m> GrantCopy<'m> {
-    /// From `offset` of the page `gref` of `domain` to all of `to`, which is no longer than the rest of the page.
+    /// From `offset` of the page `gref` of `domain` to all of `to`, which is no longer than the
+    /// rest of the page.
     #[inline]
     pub(crate) fn from_guest(domain: u16, gref: u32, offset: u16, to: ForeignMut<'m>) -> Self {
         GrantCopy {
@@ -721,7 +745,8 @@ impl<'m> GrantCopy<'m> {
         self.status == 0
     }
 
-    /// What the hypervisor would do, for tests without one: `page` finds a domain's page by its grant.
+    /// What the hypervisor would do, for tests without one: `page` finds a domain's page by its
+    /// grant.
     #[cfg(test)]
     pub(crate) fn imitate(&mut self, page: impl FnOnce(u16, u32) -> Option<ForeignMut<'static>>) {
         let from_guest = self.flags == GNTCOPY_SOURCE_GREF;
@@ -738,7 +763,8 @@ impl<'m> GrantCopy<'m> {
             return;
         };
         match from_guest {
-            // SAFETY: the constructor was given a writable view of this length, whose lifetime lasts.
+            // SAFETY: the constructor was given a writable view of this length, whose lifetime
+            // lasts.
             true => piece.as_foreign().copy_to(unsafe { ForeignMut::new(local, len) }),
             // SAFETY: as above, of a readable view.
             false => unsafe { Foreign::new(local, len) }.copy_to(piece),
@@ -746,7 +772,8 @@ impl<'m> GrantCopy<'m> {
     }
 }
 
-/// Empties a list of copies and gives its allocation to copies of another lifetime, as [`recycle`] does.
+/// Empties a list of copies and gives its allocation to copies of another lifetime, as [`recycle`]
+/// does.
 pub(crate) fn recycle_copies<'b>(mut copies: Vec<GrantCopy<'_>>) -> Vec<GrantCopy<'b>> {
     copies.clear();
     copies.into_iter().map(|_| unreachable!("the vector was cleared")).collect()
@@ -763,8 +790,9 @@ pub(crate) fn grant_copy(gntdev: impl AsFd, copies: &mut [GrantCopy<'_>]) -> Res
     }
     let request = Copies { count: copies.len() as u32, segments: copies.as_mut_ptr(), lifetime: PhantomData };
     let fd = gntdev.as_fd().as_raw_fd();
-    // SAFETY: the request reads `count` segments, which are there, and writes their statuses. Each local address was made
-    // of a view that is readable, or writable where it is the destination, for its length and as long as `copies`.
+    // SAFETY: the request reads `count` segments, which are there, and writes their statuses. Each
+    // local address was made of a view that is readable, or writable where it is the destination,
+    // for its length and as long as `copies`.
     check(unsafe { libc::ioctl(fd, IOCTL_GNTDEV_GRANT_COPY as _, std::ptr::from_ref(&request)) } as isize).map(drop)
 }
 

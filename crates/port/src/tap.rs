@@ -46,7 +46,8 @@ const IFF_TUN_EXCL: u16 = 0x8000;
 const TUN_F_ALL_TSO: u32 = 0x01 | 0x02 | 0x04 | 0x08; // CSUM, TSO4, TSO6, TSO_ECN
 const TUN_F_USO: u32 = 0x20 | 0x40; // USO4, USO6: since Linux 6.2
 
-/// Memory for the frames of one turn: eight of the longest. More would leave the processor's second-level cache.
+/// Memory for the frames of one turn: eight of the longest. More would leave the processor's
+/// second-level cache.
 pub const ARENA_BYTES: usize = 8 * ROOM_BYTES;
 /// Room for the longest frame with its header, in whole cache lines.
 const READ_BYTES: usize = (MAX_FRAME_BYTES + 12).next_multiple_of(64);
@@ -93,8 +94,9 @@ pub struct TapConfig {
     pub persist: bool,
     /// Whether it is set up at once.
     pub up: bool,
-    /// Whether what the peer sends cannot change the host's configuration: with it, router advertisements and redirects are not
-    /// accepted and the interface gives itself no address of a prefix. Applied before the interface is up.
+    /// Whether what the peer sends cannot change the host's configuration: with it, router
+    /// advertisements and redirects are not accepted and the interface gives itself no address of a
+    /// prefix. Applied before the interface is up.
     pub closed: bool,
 }
 
@@ -338,7 +340,8 @@ impl TapPort {
         }
     }
 
-    /// Has the worker call [`Port::service`] before it sleeps: it looks at the link there and nowhere else.
+    /// Has the worker call [`Port::service`] before it sleeps: it looks at the link there and
+    /// nowhere else.
     fn ask_for_service(&mut self) {
         self.look_due = true;
         self.registration.wake();
@@ -356,7 +359,8 @@ impl TapPort {
                 let Ok(header) = set_header(&self.fd, &self.name, 12) else { return };
                 self.header = header;
             }
-            // The name may be that of a tap without a free queue; then the next change is another chance.
+            // The name may be that of a tap without a free queue; then the next change is another
+            // chance.
             let Ok(watch) = self.registration.watch(&self.fd) else { return };
             self.watch = Some(watch);
             self.condition = Condition::Down;
@@ -431,17 +435,20 @@ fn attach(fd: &OwnedFd, name: &str, exclusive: u16) -> Result<String, TapError> 
     }
 }
 
-/// Has the kernel put `bytes` of offload header before each frame, in little endian, and send what we take.
+/// Has the kernel put `bytes` of offload header before each frame, in little endian, and send what
+/// we take.
 fn set_header(fd: &OwnedFd, name: &str, mut bytes: i32) -> Result<Header, TapError> {
     let failed = |what| move |source| TapError::Property { what, name: name.into(), source };
     sys::tun_word(fd, TunWord::SetHeaderBytes, &mut bytes).map_err(failed("the header's size"))?;
-    // Kernels without this option (CONFIG_TUN_VNET_CROSS_LE) refuse it where it would change something only.
+    // Kernels without this option (CONFIG_TUN_VNET_CROSS_LE) refuse it where it would change
+    // something only.
     let little_endian = sys::tun_word(fd, TunWord::SetLittleEndian, &mut 1);
     if cfg!(target_endian = "big") {
         little_endian.map_err(failed("the header's byte order"))?;
     }
-    // A kernel that can hand such frames to us takes them too, whatever it was told to hand over. It is told not to: a
-    // frame that represents several datagrams would be one for floods, limits and mirrors.
+    // A kernel that can hand such frames to us takes them too, whatever it was told to hand over.
+    // It is told not to: a frame that represents several datagrams would be one for floods, limits
+    // and mirrors.
     let datagrams = sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO | TUN_F_USO).is_ok();
     sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO).map_err(failed("the offloads"))?;
     Ok(Header { bytes: bytes as usize, datagrams })
@@ -543,7 +550,8 @@ impl Port for TapPort {
         match lost {
             None => Ok(used),
             Some(Errno::BADFD | Errno::NODEV) => {
-                // The arena is borrowed by the batch, so the rest of the bookkeeping waits for `service`.
+                // The arena is borrowed by the batch, so the rest of the bookkeeping waits for
+                // `service`.
                 self.look_due = true;
                 self.registration.wake();
                 Ok(used)
@@ -602,7 +610,8 @@ impl Port for TapPort {
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        // Wake-ups are always on; this is the second look, at the frames and at the interface in one call.
+        // Wake-ups are always on; this is the second look, at the frames and at the interface in
+        // one call.
         let mut fds = Vec::with_capacity(2);
         let gone = self.condition == Condition::Gone;
         let (tap, links) = (self.fd.as_fd(), self.monitor.as_ref().map(AsFd::as_fd));

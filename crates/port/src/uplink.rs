@@ -1,5 +1,5 @@
-//! The NAT of [`tombolo_switch::nat`] as a port of the switch: a router with one foot in the network and the other in
-//! an uplink that knows a single guest (passt, through a framed stream).
+//! The NAT of [`tombolo_switch::nat`] as a port of the switch: a router with one foot in the
+//! network and the other in an uplink that knows a single guest (passt, through a framed stream).
 //!
 //! ```text
 //! switch -> transmit -> Nat::outbound -+-> uplink.transmit
@@ -7,13 +7,15 @@
 //! switch <- receive <- Nat::inbound <- uplink.receive
 //! ```
 //!
-//! There is a table for IPv4, and with [`NatPort::with_ipv6`] one for IPv6; a frame's ethertype says which one it is for.
-//! Without the second one IPv6 goes nowhere, as any other protocol. An uplink that has no IPv6 outside is silent when
-//! the router looks for it (passt is); [`Away::has_ipv6`] tells whether it has answered.
+//! There is a table for IPv4, and with [`NatPort::with_ipv6`] one for IPv6; a frame's ethertype
+//! says which one it is for. Without the second one IPv6 goes nowhere, as any other protocol. An
+//! uplink that has no IPv6 outside is silent when the router looks for it (passt is);
+//! [`Away::has_ipv6`] tells whether it has answered.
 //!
-//! The uplink's port is inside this one and has no slot of its own; its wake-ups are registered under this port's token.
-//! Frames are copied once more than elsewhere, since their headers change: the path ends in passt's sockets anyway.
-//! A fault of the uplink is this port's fault; what the table knew is forgotten then, with the connections behind it.
+//! The uplink's port is inside this one and has no slot of its own; its wake-ups are registered
+//! under this port's token. Frames are copied once more than elsewhere, since their headers change:
+//! the path ends in passt's sockets anyway. A fault of the uplink is this port's fault; what the
+//! table knew is forgotten then, with the connections behind it.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv6Addr};
@@ -58,8 +60,8 @@ fn earlier(a: Option<Nanos>, b: Option<Nanos>) -> Option<Nanos> {
     }
 }
 
-/// Tells a router which guests are away; see [`Nat::set_away`]. The port looks before it takes frames from its uplink,
-/// and when it is serviced, as it is twice a second while frames are held.
+/// Tells a router which guests are away; see [`Nat::set_away`]. The port looks before it takes
+/// frames from its uplink, and when it is serviced, as it is twice a second while frames are held.
 #[derive(Clone, Debug, Default)]
 pub struct Away(Arc<AwayList>);
 
@@ -75,11 +77,13 @@ impl Away {
     /// Names the guests that are away by all their addresses, instead of those named before.
     pub fn set(&self, guests: Vec<IpAddr>) {
         *self.0.guests.lock().unwrap_or_else(PoisonError::into_inner) = guests;
-        // R0, with A0: who sees this sees the list; the lock orders them already for who then takes it.
+        // R0, with A0: who sees this sees the list; the lock orders them already for who then takes
+        // it.
         self.0.changed.store(true, Ordering::Release);
     }
 
-    /// Has the router ask the uplink whether it lives, when its port is served next; see [`Away::beat`].
+    /// Has the router ask the uplink whether it lives, when its port is served next; see
+    /// [`Away::beat`].
     pub fn ask(&self) {
         // Relaxed: a flag that says nothing of other memory; so are the counters of the pulse.
         self.0.pulse.wanted.store(true, Ordering::Relaxed);
@@ -135,8 +139,8 @@ pub struct Beat {
     pub answers: u64,
     /// Frames received.
     pub frames: u64,
-    /// How often the uplink has repeated one frame that nothing provoked, in the last storm. It changes while the storm
-    /// goes on and stays as it is afterwards.
+    /// How often the uplink has repeated one frame that nothing provoked, in the last storm. It
+    /// changes while the storm goes on and stays as it is afterwards.
     pub repeats: u64,
     /// Frames that the uplink took.
     pub taken: u64,
@@ -156,8 +160,8 @@ pub struct NatPort {
     queue: VecDeque<Vec<u8>>,
     /// What the current turn's batch looks into.
     sending: Vec<Vec<u8>>,
-    /// Losses of frames of the router's own and of frames that waited too long, until the next turn counts them:
-    /// none of them is a frame that the switch handed over.
+    /// Losses of frames of the router's own and of frames that waited too long, until the next turn
+    /// counts them: none of them is a frame that the switch handed over.
     lost: Drops,
     /// When the worker was told to come back.
     promised: Option<Nanos>,
@@ -170,7 +174,8 @@ impl NatPort {
         Self::in_place_of(Away::default(), config, uplink, mtu)
     }
 
-    /// As [`NatPort::new`], in the place of a router whose `away` it takes over, with the guests that it names.
+    /// As [`NatPort::new`], in the place of a router whose `away` it takes over, with the guests
+    /// that it names.
     pub fn in_place_of(away: Away, config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
         // Named to the one before, and so not yet to this one.
         away.0.changed.store(true, Ordering::Release);
@@ -197,7 +202,8 @@ impl NatPort {
     }
 
     /// A router that continues where another process's router stopped, before an uplink that takes
-    /// up the rest of `handed` with `attach`. Where only one of the two knows IPv6, that table starts empty or is left.
+    /// up the rest of `handed` with `attach`. Where only one of the two knows IPv6, that table
+    /// starts empty or is left.
     ///
     /// # Errors
     /// Why that cannot be, in words.
@@ -295,7 +301,8 @@ impl NatPort {
                     sent.add(done);
                 }
                 Err(fault) => {
-                    // This is the caller of `Port::transmit` here: what is neither sent nor counted is lost with the uplink.
+                    // This is the caller of `Port::transmit` here: what is neither sent nor counted
+                    // is lost with the uplink.
                     let rest = (frames.len() as u64 - sent.frames).saturating_sub(drops.total() - before);
                     drops.count(Reason::Reset, rest);
                     return Err(fault);
@@ -305,7 +312,8 @@ impl NatPort {
         Ok(sent)
     }
 
-    /// The router's own questions for the uplink. One that is lost is asked again with a frame that needs the answer.
+    /// The router's own questions for the uplink. One that is lost is asked again with a frame that
+    /// needs the answer.
     fn ask_out(&mut self) -> Result<(), Fault> {
         if self.uplink.link() == Link::Down {
             return Ok(());
@@ -335,7 +343,8 @@ impl NatPort {
         }
     }
 
-    /// Translates what the uplink has, up to `budget` frames, into `sending`; returns how many it took.
+    /// Translates what the uplink has, up to `budget` frames, into `sending`; returns how many it
+    /// took.
     fn take_in(&mut self, budget: usize, drops: &mut Drops) -> Result<usize, Fault> {
         self.look_who_is_away();
         let mut inner = Batch::with_capacity(budget);
@@ -404,7 +413,8 @@ impl Port for NatPort {
         self.uplink.link()
     }
 
-    /// Frames as on a wire: their headers are rewritten, and the stream behind has no place for offloads.
+    /// Frames as on a wire: their headers are rewritten, and the stream behind has no place for
+    /// offloads.
     fn caps(&self) -> Caps {
         Caps::plain(self.mtu)
     }
@@ -651,7 +661,8 @@ mod tests {
         take(&mut port, 8);
         assert_eq!(away.beat().answers, before.answers + 1);
 
-        // One segment again and again, 2000 times a second; a frame of another connection between them changes nothing.
+        // One segment again and again, 2000 times a second; a frame of another connection between
+        // them changes nothing.
         let mut at = Nanos::SECOND.times(3);
         let mut other = syn();
         other[34] ^= 1;
@@ -692,7 +703,8 @@ mod tests {
             assert_eq!(sent.frames + drops.total(), 64);
         }
         assert_eq!(port.queue.len(), QUEUE_FRAMES);
-        // A frame of the router's own that finds no room is no loss of a frame that was handed over.
+        // A frame of the router's own that finds no room is no loss of a frame that was handed
+        // over.
         passt.send(&syn(), Offload::NONE).unwrap();
         while !take(&mut port, 64).0.is_empty() {}
         // More than the uplink takes.
@@ -837,7 +849,8 @@ mod tests {
         let counts = port.details();
         assert!(counts.contains(&("flows", 1u64.into())) && counts.contains(&("flows6", 1u64.into())));
 
-        // A connection comes in: its first segment waits for the guest, and the worker is not let sleep on it.
+        // A connection comes in: its first segment waits for the guest, and the worker is not let
+        // sleep on it.
         passt.send(&syn6(), Offload::NONE).unwrap();
         let (frames, _) = take(&mut port, 8);
         assert!(frames.is_empty() && port.answers());

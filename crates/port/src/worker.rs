@@ -1,7 +1,7 @@
 //! A switch worker on a thread of its own: reactor, poll loop, name and affinity.
 //!
-//! The thread ends when [`WorkerThread::stop`] is called or when the last [`WorkerHandle`] is dropped. Its ports
-//! are dropped there. A port is made in three steps:
+//! The thread ends when [`WorkerThread::stop`] is called or when the last [`WorkerHandle`] is
+//! dropped. Its ports are dropped there. A port is made in three steps:
 //!
 //! ```text
 //! let reserved = thread.handle().reserve()?;
@@ -78,7 +78,8 @@ impl WorkerThread {
     /// Starts a worker.
     ///
     /// # Errors
-    /// [`WorkerError::BadCpu`], [`WorkerError::Affinity`], [`WorkerError::NotStarted`]; nothing is left behind then.
+    /// [`WorkerError::BadCpu`], [`WorkerError::Affinity`], [`WorkerError::NotStarted`]; nothing is
+    /// left behind then.
     pub fn start(config: &WorkerConfig) -> Result<WorkerThread, WorkerError> {
         let WorkerConfig { name, cpus, settings } = config.clone();
         if let Some(cpu) = cpus.iter().copied().find(|cpu| *cpu >= CpuSet::MAX_CPU) {
@@ -125,7 +126,8 @@ impl WorkerThread {
         self.pid
     }
 
-    /// Time that the thread has spent on a CPU; `None` where the kernel does not tell (no schedstat).
+    /// Time that the thread has spent on a CPU; `None` where the kernel does not tell (no
+    /// schedstat).
     pub fn cpu_time(&self) -> Option<Duration> {
         let path = format!("/proc/self/task/{}/schedstat", self.pid.as_raw_nonzero());
         let text = std::fs::read_to_string(path).ok()?;

@@ -1,6 +1,6 @@
-//! The whole of a network over ivshmem, without machines: the links' server on its sockets, a worker with one port per link,
-//! and processes that join as QEMU does. Each reaches each through the switch, with doorbells and without, over peers that
-//! come and go and a server that ends.
+//! The whole of a network over ivshmem, without machines: the links' server on its sockets, a
+//! worker with one port per link, and processes that join as QEMU does. Each reaches each through
+//! the switch, with doorbells and without, over peers that come and go and a server that ends.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
@@ -125,7 +125,8 @@ impl Fabric {
         joined.network().unwrap()
     }
 
-    /// Waits until the switch knows that all links are up: a link is up at its two ends one after the other.
+    /// Waits until the switch knows that all links are up: a link is up at its two ends one after
+    /// the other.
     fn all_up(&self) {
         let end = Instant::now() + TIMEOUT;
         while self.worker.handle().status().unwrap().ports.iter().any(|port| port.link != PortLink::Up) {

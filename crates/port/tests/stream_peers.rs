@@ -1,8 +1,9 @@
-//! The stream attachment with its real peers: stock QEMU, by each of its ways to open a stream, and passt.
+//! The stream attachment with its real peers: stock QEMU, by each of its ways to open a stream, and
+//! passt.
 //!
-//! QEMU needs no guest for it: its hub joins the stream with its user-mode network, which answers ARP, DHCP and
-//! pings at 10.0.2.2. A test whose program is not installed prints `skipped: NAME: reason` and fails where `CI` is
-//! `true`.
+//! QEMU needs no guest for it: its hub joins the stream with its user-mode network, which answers
+//! ARP, DHCP and pings at 10.0.2.2. A test whose program is not installed prints `skipped: NAME:
+//! reason` and fails where `CI` is `true`.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;

@@ -1,13 +1,15 @@
-//! One side of a link with a cell, by the library alone: calls it, or serves it. Try it with `examples/calls.toml`, in which
-//! `seats = 1` and `protocol = 0x4002` stand in place of `service`, since that takes the link's one seat for the fabric:
+//! One side of a link with a cell, by the library alone: calls it, or serves it. Try it with
+//! `examples/calls.toml`, in which `seats = 1` and `protocol = 0x4002` stand in place of `service`,
+//! since that takes the link's one seat for the fabric:
 //!
 //! ```text
 //! cargo run --release -p tombolo-remote --example link_calls -- SOCKET call '6 * 7' 1000   # 1000 calls, one after the other
 //! cargo run --release -p tombolo-remote --example link_calls -- SOCKET serve               # until it is ended
 //! ```
 //!
-//! SOCKET is that of a link with a free seat (`/run/tombolo/calls/calls.link.sock`, where root runs the fabric), or `tcp:ADDRESS:PORT` of a peer that listens.
-//! `call` prints a line of JSON: what the calls ended with, how long they took, and the way alone: without the time at the provider.
+//! SOCKET is that of a link with a free seat (`/run/tombolo/calls/calls.link.sock`, where root runs
+//! the fabric), or `tcp:ADDRESS:PORT` of a peer that listens. `call` prints a line of JSON: what
+//! the calls ended with, how long they took, and the way alone: without the time at the provider.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};

@@ -28,7 +28,8 @@ use tombolo_rpc::provider::{self, Access, Options, RegisterError, Service};
 use crate::calls::Calls;
 use crate::transport::RemoteError;
 
-/// How long a request without a deadline is waited for that is passed on: as long as requests live by default.
+/// How long a request without a deadline is waited for that is passed on: as long as requests live
+/// by default.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the answer to a call is waited for that its caller has taken back.
 pub(crate) const GRACE: Duration = Duration::from_secs(4);
@@ -42,9 +43,11 @@ pub struct Bridge {
     pub service: Option<String>,
     /// Who may call it.
     pub access: Access,
-    /// The service of this machine that serves the peer; none: the peer's requests are answered as failed.
+    /// The service of this machine that serves the peer; none: the peer's requests are answered as
+    /// failed.
     pub target: Option<String>,
-    /// The peer is another machine: `target` must be served by this one, and not be passed on again.
+    /// The peer is another machine: `target` must be served by this one, and not be passed on
+    /// again.
     pub is_export: bool,
     /// Requests that are passed on at a time, each way.
     pub workers: u32,
@@ -70,7 +73,8 @@ pub enum BridgeError {
 }
 
 impl Bridge {
-    /// Passes calls on until the connection, or the link's server, ends. `tell` hears when the peer comes (true) and goes.
+    /// Passes calls on until the connection, or the link's server, ends. `tell` hears when the peer
+    /// comes (true) and goes.
     ///
     /// # Errors
     /// [`BridgeError`]: always one, since it has no other end.
@@ -128,7 +132,8 @@ impl Bridge {
     }
 }
 
-/// How long a request is waited for that has so much left: until its deadline, and then as long as a late reply may take.
+/// How long a request is waited for that has so much left: until its deadline, and then as long as
+/// a late reply may take.
 fn patience(left_ns: Option<u64>) -> Duration {
     left_ns.map_or(TIMEOUT, |left| Duration::from_nanos(left).saturating_add(TIMEOUT))
 }
@@ -181,7 +186,8 @@ fn status(error: CallError) -> Status {
     }
 }
 
-/// The service of this machine that serves the peer. It is connected to when it is needed, and again after it went.
+/// The service of this machine that serves the peer. It is connected to when it is needed, and
+/// again after it went.
 struct Target {
     name: String,
     /// It must not be passed on to another machine.
@@ -200,8 +206,8 @@ impl Target {
         let mut client = self.client.lock().unwrap_or_else(|e| e.into_inner());
         if client.is_none() {
             *client = Client::connect_with(&self.name, &self.options).ok();
-            // Asked after that: a service that has taken the name since belongs to another connection.
-            // Who does not say that may pass calls on: the next request asks again.
+            // Asked after that: a service that has taken the name since belongs to another
+            // connection. Who does not say that may pass calls on: the next request asks again.
             let is_here = || client::report(&self.name, &self.options).is_ok_and(|report| !report.is_imported());
             if client.is_some() && self.is_export && !is_here() {
                 *client = None;

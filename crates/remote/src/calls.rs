@@ -1,15 +1,16 @@
 //! Calls with one peer, from any thread: blocking or not, both ways.
 //!
 //! This module has no thread of its own. One of the threads that wait (a caller, a server), the
-//! leader, sleeps on the link's doorbells or the connection, and takes what arrives for all of them.
-//! Each of the others waits on a condition variable of its own, and is woken when there is something
-//! for it ([`Interest`]): a reply wakes its caller, and a request one server. Another one becomes the
-//! leader when the leader has what it waited for. All servers of a connection lead at the same time:
-//! the kernel wakes one of them for what arrives, so that none has to wake the next one.
+//! leader, sleeps on the link's doorbells or the connection, and takes what arrives for all of
+//! them. Each of the others waits on a condition variable of its own, and is woken when there is
+//! something for it ([`Interest`]): a reply wakes its caller, and a request one server. Another one
+//! becomes the leader when the leader has what it waited for. All servers of a connection lead at
+//! the same time: the kernel wakes one of them for what arrives, so that none has to wake the next
+//! one.
 //!
 //! A thread that takes something while the leader sleeps on a link's doorbells wakes it, since the
-//! peer has been told that we are awake. So nothing happens while no thread waits: a peer's requests
-//! are served while a thread serves ([`Calls::serve`]).
+//! peer has been told that we are awake. So nothing happens while no thread waits: a peer's
+//! requests are served while a thread serves ([`Calls::serve`]).
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -57,7 +58,8 @@ struct CallsState {
     transport: RemoteTransport,
     /// For requests that are being served.
     hooks: Vec<(RequestId, Hook)>,
-    /// Those that sleep on the doorbells or the connection: one, or some that all wait for requests.
+    /// Those that sleep on the doorbells or the connection: one, or some that all wait for
+    /// requests.
     leaders: Vec<Interest>,
     /// The others.
     followers: Vec<(Interest, Arc<Condvar>)>,
@@ -80,7 +82,8 @@ impl CallsState {
         self.leaders.is_empty() || self.transport.stream().is_some() && all_serve()
     }
 
-    /// Whether a thread with this interest has to look. Requests that wait are counted down in `requests`.
+    /// Whether a thread with this interest has to look. Requests that wait are counted down in
+    /// `requests`.
     fn concerns(&self, interest: Interest, requests: &mut usize) -> bool {
         // Each wait ends with the peer, or goes on in another way.
         if !self.transport.is_up() || transport::server_is_gone(&self.transport) {
@@ -132,7 +135,8 @@ impl Calls {
         Calls(Arc::new(Shared { state, wakers, workers: options.workers.max(1) }))
     }
 
-    /// Takes a seat on the link whose server listens at `path`. The peer need not be there yet, and may come and go.
+    /// Takes a seat on the link whose server listens at `path`. The peer need not be there yet, and
+    /// may come and go.
     ///
     /// # Errors
     /// [`RemoteError`]: no such link, no free seat, or one that was made for something else than calls.
@@ -167,7 +171,8 @@ impl Calls {
         self.0.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Follows the peer, and has others look where something came for them. Returns whether anything did.
+    /// Follows the peer, and has others look where something came for them. Returns whether
+    /// anything did.
     fn turn(&self, state: &mut CallsState) -> bool {
         self.turn_for(state, None)
     }
@@ -186,7 +191,8 @@ impl Calls {
         any
     }
 
-    /// Has the others look for which there is something. A request is left to a thread that serves itself (`own`).
+    /// Has the others look for which there is something. A request is left to a thread that serves
+    /// itself (`own`).
     fn tell(&self, state: &CallsState, own: Option<Interest>) {
         let mut requests =
             state.transport.session().pending().saturating_sub(usize::from(own == Some(Interest::Request)));
@@ -216,8 +222,8 @@ impl Calls {
         }
     }
 
-    /// Works on the transport. Others look where the link broke by that. Where the connection takes no more, the leader
-    /// hears when it does.
+    /// Works on the transport. Others look where the link broke by that. Where the connection takes
+    /// no more, the leader hears when it does.
     fn with<T>(&self, state: &mut CallsState, work: impl FnOnce(&mut RemoteTransport) -> T) -> T {
         let was_up = state.transport.is_up();
         let done = work(&mut state.transport);
@@ -278,7 +284,8 @@ impl Calls {
                 self.0.wakers.nudge.ring();
             }
         } else {
-            // Another thread's turn to sleep on the doorbells: rather one that something arrives for.
+            // Another thread's turn to sleep on the doorbells: rather one that something arrives
+            // for.
             let next = state.followers.iter().max_by_key(|(interest, _)| *interest != Interest::Change);
             if let Some((_, turn)) = next {
                 turn.notify_one();
@@ -294,7 +301,8 @@ impl Calls {
         state.transport.is_up()
     }
 
-    /// Waits until the peer is there; false where it did not come in time, or never will: the connection or the link's server has ended.
+    /// Waits until the peer is there; false where it did not come in time, or never will: the
+    /// connection or the link's server has ended.
     pub fn wait_up(&self, timeout: Duration) -> bool {
         let found = self.wait(Instant::now() + timeout, Interest::Change, |state| {
             let ended = state.transport.is_over() || transport::server_is_gone(&state.transport);
@@ -303,7 +311,8 @@ impl Calls {
         found.unwrap_or(false)
     }
 
-    /// Waits until the peer is not there, or the link's server has ended; false where neither is so after `timeout`.
+    /// Waits until the peer is not there, or the link's server has ended; false where neither is so
+    /// after `timeout`.
     pub fn wait_down(&self, timeout: Duration) -> bool {
         let ended = |state: &mut CallsState| {
             (!state.transport.is_up() || transport::server_is_gone(&state.transport)).then_some(())
@@ -311,9 +320,9 @@ impl Calls {
         self.wait(Instant::now() + timeout, Interest::Change, ended).is_some()
     }
 
-    /// As [`Calls::wait_down`], where other threads take what arrives, or nothing is to be taken until one calls: on a
-    /// connection this thread listens to its end only. So a reply or a request wakes the thread that it is for, and not
-    /// first this one.
+    /// As [`Calls::wait_down`], where other threads take what arrives, or nothing is to be taken
+    /// until one calls: on a connection this thread listens to its end only. So a reply or a
+    /// request wakes the thread that it is for, and not first this one.
     pub(crate) fn wait_end(&self, timeout: Duration) -> bool {
         let until = after(timeout);
         let mut state = self.lock();
@@ -355,7 +364,8 @@ impl Calls {
         self.lock().transport.session().stats()
     }
 
-    /// The shortest time that a call was on its way, there and back; `None` before the first answer.
+    /// The shortest time that a call was on its way, there and back; `None` before the first
+    /// answer.
     pub fn way(&self) -> Option<Duration> {
         self.lock().transport.session().way_ns().map(Duration::from_nanos)
     }
@@ -395,8 +405,9 @@ impl Calls {
     }
 
     /// As [`Calls::call`]. Where as many calls or bytes are under way as the connection holds, it
-    /// waits for room, the earliest deadline first; its deadline and timeout hold meanwhile. `begun` is told the token before the
-    /// wait for the reply, so that another thread may cancel the call.
+    /// waits for room, the earliest deadline first; its deadline and timeout hold meanwhile.
+    /// `begun` is told the token before the wait for the reply, so that another thread may cancel
+    /// the call.
     ///
     /// # Errors
     /// As there, without [`CallError::Busy`].
@@ -471,7 +482,8 @@ impl Calls {
         end
     }
 
-    /// Asks without waiting. What it ends with is fetched by [`Calls::poll`] or [`Calls::wait_for`]; until then it holds a slot.
+    /// Asks without waiting. What it ends with is fetched by [`Calls::poll`] or
+    /// [`Calls::wait_for`]; until then it holds a slot.
     ///
     /// # Errors
     /// [`CallError::Busy`], [`CallError::TooLong`], [`CallError::ProviderGone`]: nothing was sent.
@@ -481,8 +493,8 @@ impl Calls {
         self.with(&mut state, |transport| transport.submit(options, bytes, now_ns()))
     }
 
-    /// How a call ended; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
-    /// more.
+    /// How a call ended; `None` while it is under way. From its deadline on
+    /// [`CallError::DeadlineExceeded`], and the token names nothing any more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         let mut state = self.lock();
         self.turn(&mut state);
@@ -493,7 +505,8 @@ impl Calls {
         end
     }
 
-    /// Waits for the end of a call, which is its deadline at the latest; `None` where it is still under way after `timeout`.
+    /// Waits for the end of a call, which is its deadline at the latest; `None` where it is still
+    /// under way after `timeout`.
     pub fn wait_for(&self, token: Token, timeout: Duration) -> Option<Result<Reply, CallError>> {
         let until_ns = self.lock().transport.session().until_ns(token);
         let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
@@ -505,19 +518,20 @@ impl Calls {
         end.or_else(|| self.poll(token))
     }
 
-    /// Asks the peer to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had begun. False
-    /// where the token names no call under way.
+    /// Asks the peer to take a call back. Its answer still comes: [`CallError::Cancelled`], or what
+    /// it was if service had begun. False where the token names no call under way.
     pub fn cancel(&self, token: Token) -> bool {
         let mut state = self.lock();
         self.with(&mut state, |transport| transport.cancel(token))
     }
 
-    /// As [`Calls::cancel`]; who waits for the call in [`Calls::call`] or [`Calls::call_in_turn`] waits no longer than `grace` from now
-    /// on.
+    /// As [`Calls::cancel`]; who waits for the call in [`Calls::call`] or [`Calls::call_in_turn`]
+    /// waits no longer than `grace` from now on.
     pub(crate) fn take_back(&self, token: Token, grace: Duration) {
         let mut state = self.lock();
         if self.with(&mut state, |transport| transport.cancel(token)) {
-            // Whom an earlier end concerned has taken it by then; a call that nobody waits for leaves nothing behind.
+            // Whom an earlier end concerned has taken it by then; a call that nobody waits for
+            // leaves nothing behind.
             let now = Instant::now();
             state.taken_back.retain(|(_, at)| *at > now);
             state.taken_back.push((token, after(grace)));
@@ -531,8 +545,9 @@ impl Calls {
         self.with(&mut state, |transport| transport.give_up(token));
     }
 
-    /// Waits for the next request of the peer's, earliest deadline first; [`Calls::respond`] answers it. From the first such call on
-    /// what the peer asks waits for the next; before, it is answered as failed.
+    /// Waits for the next request of the peer's, earliest deadline first; [`Calls::respond`]
+    /// answers it. From the first such call on what the peer asks waits for the next; before, it is
+    /// answered as failed.
     pub fn next(&self, timeout: Duration) -> Option<Request> {
         self.lock().transport.serve();
         self.wait(Instant::now() + timeout, Interest::Request, |state| match self.take(state) {
@@ -566,8 +581,9 @@ impl Calls {
         self.with(&mut state, |transport| transport.respond(request, response, now_ns()));
     }
 
-    /// Serves what the peer asks by `handler`, as many requests at a time as [`ServeOptions::workers`] says, until what is returned is dropped.
-    /// There is one thread more than that, so that requests are taken, and their deadlines begin to run on our clock, while
+    /// Serves what the peer asks by `handler`, as many requests at a time as
+    /// [`ServeOptions::workers`] says, until what is returned is dropped. There is one thread more
+    /// than that, so that requests are taken, and their deadlines begin to run on our clock, while
     /// others are served. A handler that panics costs its request, answered as failed.
     ///
     /// # Errors

@@ -1,8 +1,12 @@
-//! Calls with deadlines between a Linux process and a cell, a guest, or a process of another machine.
+//! Calls with deadlines between a Linux process and a cell, a guest, or a process of another
+//! machine.
 //!
-//! * [`Calls`]: one side of a link or of a TCP connection: it calls the peer and serves it, blocking or not, from any thread.
-//! * [`bridge`]: a service of this machine whose requests a cell serves, and the reverse: `tombolo service bridge`.
-//! * [`machine`]: services that one machine exports to others, over TLS: `tombolo service export` and `import`.
+//! * [`Calls`]: one side of a link or of a TCP connection: it calls the peer and serves it,
+//!   blocking or not, from any thread.
+//! * [`bridge`]: a service of this machine whose requests a cell serves, and the reverse: `tombolo
+//!   service bridge`.
+//! * [`machine`]: services that one machine exports to others, over TLS: `tombolo service export`
+//!   and `import`.
 //!
 //! ```no_run
 //! use std::time::Duration;

@@ -1,5 +1,6 @@
-//! How a process reaches a peer: by the sections of a link that it joined, or over a TCP connection. What becomes of calls when the peer
-//! comes, goes or breaks the protocol is decided in [`tombolo_calls::transport`]; this module has the memory, the sockets and the sleep.
+//! How a process reaches a peer: by the sections of a link that it joined, or over a TCP
+//! connection. What becomes of calls when the peer comes, goes or breaks the protocol is decided in
+//! [`tombolo_calls::transport`]; this module has the memory, the sockets and the sleep.
 
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
@@ -25,7 +26,8 @@ use tombolo_shm::doorbell::Doorbell;
 
 use crate::machine::wire::{StreamEnd, Timed};
 
-/// Without a doorbell: the first pause between two looks of a wait, of which each is twice as long as the one before.
+/// Without a doorbell: the first pause between two looks of a wait, of which each is twice as long
+/// as the one before.
 const FIRST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(4);
 /// From a sleep to its second look, where peers ring.
@@ -78,7 +80,8 @@ pub(crate) struct Wakers {
     doorbells: Vec<Doorbell>,
     /// The link's server, or the connection.
     socket: OwnedFd,
-    /// What tells of each change at the connection and of each nudge once, to one of the threads that wait.
+    /// What tells of each change at the connection and of each nudge once, to one of the threads
+    /// that wait.
     connection: Option<OwnedFd>,
     /// Rung by other threads of this process.
     pub(crate) nudge: Doorbell,
@@ -92,8 +95,8 @@ pub(crate) struct Wakers {
 pub(crate) struct Backoff {
     /// The next one, if no doorbell is rung.
     polled: Duration,
-    /// Where peers ring: the last look was the second one of a sleep. The first pause is short, since a machine's memory fences
-    /// may do nothing ([`tombolo_ring::virtio::notify`]).
+    /// Where peers ring: the last look was the second one of a sleep. The first pause is short,
+    /// since a machine's memory fences may do nothing ([`tombolo_ring::virtio::notify`]).
     looked_twice: bool,
 }
 
@@ -111,8 +114,8 @@ impl Backoff {
 }
 
 impl Wakers {
-    /// Waits until something may have come, at most `left`, on a link with its server where that is listened to. Returns
-    /// whether something is at the socket.
+    /// Waits until something may have come, at most `left`, on a link with its server where that is
+    /// listened to. Returns whether something is at the socket.
     pub(crate) fn wait(&self, left: Duration, listens: bool, backoff: &mut Backoff) -> bool {
         match &self.connection {
             Some(epoll) => self.wait_connection(epoll, left),
@@ -156,7 +159,8 @@ impl Wakers {
         fds.get(doorbells().count()).is_some_and(rung)
     }
 
-    /// Waits for the end of the connection, at most `left`, or until `end` is rung. Returns whether the other side has ended it.
+    /// Waits for the end of the connection, at most `left`, or until `end` is rung. Returns whether
+    /// the other side has ended it.
     pub(crate) fn wait_end(&self, left: Duration) -> bool {
         // Errors and the end in both directions are reported unasked.
         let mut fds = [PollFd::new(&self.end, PollFlags::IN), PollFd::new(&self.socket, PollFlags::RDHUP)];
@@ -287,7 +291,8 @@ pub(crate) fn server_is_gone(transport: &RemoteTransport) -> bool {
     transport.link().is_some_and(|end| end.deaf)
 }
 
-/// Whether the connection has bytes that are wanted now and were not before: no change at the socket tells of them.
+/// Whether the connection has bytes that are wanted now and were not before: no change at the
+/// socket tells of them.
 pub(crate) fn has_input(transport: &RemoteTransport) -> bool {
     transport.stream().is_some_and(|(stream, frames)| stream.has_more() && frames.wanted() > 0)
 }

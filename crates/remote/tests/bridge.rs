@@ -1,4 +1,5 @@
-//! The bridge between a service of this machine and a peer, both ways: what calls end with on the way, and when the peer goes.
+//! The bridge between a service of this machine and a peer, both ways: what calls end with on the
+//! way, and when the peer goes.
 
 mod place;
 

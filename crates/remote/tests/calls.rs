@@ -1,4 +1,5 @@
-//! Calls between two sides in one process: over a link with its real server, with doorbells and without, and over TCP.
+//! Calls between two sides in one process: over a link with its real server, with doorbells and
+//! without, and over TCP.
 
 mod place;
 
@@ -111,7 +112,8 @@ fn what_waits_as_the_connection_ends_ends_with_it() {
         let serves = a.serve(|request| Response::new(request.bytes.clone())).unwrap();
         std::thread::scope(|scope| {
             let began = Instant::now();
-            // A call that nobody answers, threads that wait for requests, and some that wait for the end.
+            // A call that nobody answers, threads that wait for requests, and some that wait for
+            // the end.
             b.next(Duration::from_millis(1));
             let call = scope.spawn(|| a.call(b"1", &within(10_000)).unwrap_err());
             let ends: Vec<_> = (0..3).map(|_| scope.spawn(|| a.wait_down(SOON))).collect();
@@ -191,7 +193,8 @@ fn deadlines_cross_and_what_is_late_timed_out_or_cancelled_is_told_so() {
     }
 }
 
-/// The peer `b` goes while `a` waits for it, and another takes its place if there is one; how long it took to tell `a`.
+/// The peer `b` goes while `a` waits for it, and another takes its place if there is one; how long
+/// it took to tell `a`.
 fn time_to_error(a: &Calls, b: Calls, place: Option<&Place>, options: &ServeOptions) -> Duration {
     assert!(std::thread::scope(|scope| {
         let other = scope.spawn(|| b.wait_up(SOON));

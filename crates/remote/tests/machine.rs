@@ -1,5 +1,6 @@
-//! Services that one machine exports and another imports. A machine is a folder of services and an identity here; the network is
-//! the loopback interface, or a relay that delays what goes through. tests/span_calls.py has machines that are namespaces.
+//! Services that one machine exports and another imports. A machine is a folder of services and an
+//! identity here; the network is the loopback interface, or a relay that delays what goes through.
+//! tests/span_calls.py has machines that are namespaces.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -351,7 +352,8 @@ fn a_connection_that_was_accepted_is_not_moved_to_an_import() {
     assert_eq!(ask(folders[1].path(), "calc"), "");
     let client = connect(folders[2].path(), "calc");
     assert!(matches!(client.call(b"", &within(SOON)), Err(CallError::Failed)));
-    // Nor where the import is too busy to say that it is one: it takes one more client of this user, and not two.
+    // Nor where the import is too busy to say that it is one: it takes one more client of this
+    // user, and not two.
     let mut others: Vec<_> =
         (0..128).map_while(|_| Client::connect_with("calc", &options(folders[1].path())).ok()).collect();
     assert!(others.len() >= 127, "{} clients", others.len());
@@ -383,7 +385,8 @@ fn a_deadline_is_not_later_there_than_here() {
     let [Some(first), Some(second), None] = lefts[..] else { panic!("{lefts:?}") };
     // The first call's way is not known yet: the deadline is later there by it.
     assert!(first > deadline - one_way, "{first:?}");
-    // From then on it is not. Half of the shortest round trip is the way if both ways are equally long.
+    // From then on it is not. Half of the shortest round trip is the way if both ways are equally
+    // long.
     assert!(second <= deadline - one_way, "{second:?}");
     assert!(second > deadline - one_way - SOON / 10, "{second:?}");
 }

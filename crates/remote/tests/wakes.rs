@@ -1,4 +1,5 @@
-//! Which threads a message wakes. It has a process of its own, since it counts how often the process' threads sleep.
+//! Which threads a message wakes. It has a process of its own, since it counts how often the
+//! process' threads sleep.
 
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;

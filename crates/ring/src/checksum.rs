@@ -1,11 +1,12 @@
 //! The internet checksum (RFC 1071): the project's only implementation.
 
-/// The one's complement sum of `bytes` as big-endian words, an odd last byte padded with zero; not complemented.
+/// The one's complement sum of `bytes` as big-endian words, an odd last byte padded with zero; not
+/// complemented.
 #[inline]
 pub fn sum(bytes: &[u8]) -> u16 {
-    // The sum is the same for any word size and byte order, up to a swap at the end (RFC 1071 §2). So wide words
-    // of the machine's own order are added, in a form that the compiler makes vector code of. 64 KiB of 32-bit
-    // words cannot overflow 64 bits.
+    // The sum is the same for any word size and byte order, up to a swap at the end (RFC 1071 §2).
+    // So wide words of the machine's own order are added, in a form that the compiler makes vector
+    // code of. 64 KiB of 32-bit words cannot overflow 64 bits.
     let (words, rest) = bytes.as_chunks::<4>();
     let mut total: u64 = words.iter().map(|word| u32::from_le_bytes(*word) as u64).sum();
     let mut last = [0; 4];
@@ -21,8 +22,8 @@ pub fn add(a: u16, b: u16) -> u16 {
     sum + u16::from(carry)
 }
 
-/// The checksum that `checksum` becomes when words whose [`sum`] is `old` are replaced by words whose [`sum`] is
-/// `new` (RFC 1624, equation 3). A sum that was wrong stays wrong.
+/// The checksum that `checksum` becomes when words whose [`sum`] is `old` are replaced by words
+/// whose [`sum`] is `new` (RFC 1624, equation 3). A sum that was wrong stays wrong.
 #[inline]
 pub fn update(checksum: u16, old: u16, new: u16) -> u16 {
     !add(add(!checksum, !old), new)
@@ -89,7 +90,8 @@ mod tests {
 
     #[test]
     fn the_example_of_rfc_1624() {
-        // Section 4: 0x5555 becomes 0x3285 in a header with the checksum 0xdd2f. The next one must not become 0xffff.
+        // Section 4: 0x5555 becomes 0x3285 in a header with the checksum 0xdd2f. The next one must
+        // not become 0xffff.
         assert_eq!(update(0xdd2f, 0x5555, 0x3285), 0x0000);
     }
 

@@ -1,16 +1,20 @@
 //! Views over memory that a peer may write at any moment, and the ring dialects spoken over it.
 //!
-//! Everything here is `no_std` and free of I/O: bytes in shared memory and indices in, decisions out. Both
-//! ends of each dialect are here (the device side for the fabric, the driver side for cells and for tests),
-//! and all memory ordering of the project lives here.
+//! Everything here is `no_std` and free of I/O: bytes in shared memory and indices in, decisions
+//! out. Both ends of each dialect are here (the device side for the fabric, the driver side for
+//! cells and for tests), and all memory ordering of the project lives here.
 //!
 //! * [`mem`]: the one module that touches foreign memory. No Rust reference ever points into it.
 //! * [`checksum`]: the internet checksum.
-//! * [`ivshmem`]: links over IVSHMEM: regions, states, frames between two peers, and records for real-time code.
-//! * [`rpc`]: calls with deadlines: the layout of a connection and its rings, client's end and provider's end.
-//! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
+//! * [`ivshmem`]: links over IVSHMEM: regions, states, frames between two peers, and records for
+//!   real-time code.
+//! * [`rpc`]: calls with deadlines: the layout of a connection and its rings, client's end and
+//!   provider's end.
+//! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of
+//!   virtio-net.
 //! * [`vxlan`]: the header between a UDP datagram and the Ethernet frame in it.
-//! * [`xen`]: Xen's network rings, frontend and backend, XenStore's messages, and the states of the xenbus handshake.
+//! * [`xen`]: Xen's network rings, frontend and backend, XenStore's messages, and the states of the
+//!   xenbus handshake.
 //!
 //! ```
 //! use tombolo_ring::checksum;

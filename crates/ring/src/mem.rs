@@ -2,18 +2,20 @@
 //!
 //! Two rules, for the whole project:
 //!
-//! 1. **No Rust reference points into foreign memory.** A `&[u8]` promises that the bytes do not change while it lives.
-//!    A hostile peer keeps no such promise. A view is a pointer with a length and a lifetime.
-//! 2. **Read once.** A field is read into a local, the local is checked, the local is used. Reading it again may give
-//!    another value.
+//! 1. **No Rust reference points into foreign memory.** A `&[u8]` promises that the bytes do not
+//!    change while it lives. A hostile peer keeps no such promise. A view is a pointer with a
+//!    length and a lifetime.
+//! 2. **Read once.** A field is read into a local, the local is checked, the local is used. Reading
+//!    it again may give another value.
 //!
-//! A peer that writes at a bad moment can hand over torn *data*. It can never make an access here leave the bounds that
-//! the constructor was promised. Single words are accessed as atomics, so a torn index does not exist. Bulk bytes are
-//! accessed by plain copies, whose content is untrusted anyway.
+//! A peer that writes at a bad moment can hand over torn *data*. It can never make an access here
+//! leave the bounds that the constructor was promised. Single words are accessed as atomics, so a
+//! torn index does not exist. Bulk bytes are accessed by plain copies, whose content is untrusted
+//! anyway.
 //!
-//! [`Foreign`] is a readable view, [`ForeignMut`] a writable one. Both are plain values: copying one copies the
-//! pointer. The lifetime is that of the mapping. Two views may overlap, even two writable ones, since another process
-//! writes there too.
+//! [`Foreign`] is a readable view, [`ForeignMut`] a writable one. Both are plain values: copying
+//! one copies the pointer. The lifetime is that of the mapping. Two views may overlap, even two
+//! writable ones, since another process writes there too.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -34,14 +36,15 @@ pub struct Foreign<'m> {
 #[derive(Clone, Copy, Debug)]
 pub struct ForeignMut<'m>(Foreign<'m>);
 
-// SAFETY: a view holds no state of its own and every access through it is an atomic or a bulk copy whose content no
-// code relies on; the mapping's lifetime bounds it on whichever thread it is used.
+// SAFETY: a view holds no state of its own and every access through it is an atomic or a bulk copy
+// whose content no code relies on; the mapping's lifetime bounds it on whichever thread it is used.
 unsafe impl Send for Foreign<'_> {}
 // SAFETY: as for Send; a shared view only copies out of memory that others write anyway.
 unsafe impl Sync for Foreign<'_> {}
 // SAFETY: as for Foreign.
 unsafe impl Send for ForeignMut<'_> {}
-// SAFETY: as for Foreign; writes race with the peer by design, and no reference into the window exists.
+// SAFETY: as for Foreign; writes race with the peer by design, and no reference into the window
+// exists.
 unsafe impl Sync for ForeignMut<'_> {}
 
 /// Largest object that is moved by the copy with constant sizes; longer ones go to `memmove`.
@@ -51,8 +54,8 @@ impl<'m> Foreign<'m> {
     /// A view of `len` bytes at `ptr`.
     ///
     /// # Safety
-    /// The `len` bytes at `ptr` stay mapped and readable for `'m`, and no Rust reference other than to
-    /// interior-mutable or foreign data refers to them in that time.
+    /// The `len` bytes at `ptr` stay mapped and readable for `'m`, and no Rust reference other than
+    /// to interior-mutable or foreign data refers to them in that time.
     #[inline]
     pub const unsafe fn new(ptr: NonNull<u8>, len: usize) -> Self {
         Foreign { ptr, len, lifetime: PhantomData }
@@ -76,7 +79,8 @@ impl<'m> Foreign<'m> {
         self.len == 0
     }
 
-    /// The address of the first byte, for system calls that take an iovec. Never to be dereferenced elsewhere.
+    /// The address of the first byte, for system calls that take an iovec. Never to be dereferenced
+    /// elsewhere.
     #[inline]
     pub const fn as_ptr(&self) -> *const u8 {
         self.ptr.as_ptr()
@@ -87,7 +91,8 @@ impl<'m> Foreign<'m> {
     pub const fn slice(self, offset: usize, len: usize) -> Option<Foreign<'m>> {
         // No overflow: `len <= self.len - offset` is only evaluated when offset <= self.len.
         if offset <= self.len && len <= self.len - offset {
-            // SAFETY: offset <= self.len, so the pointer stays inside the window the constructor was promised.
+            // SAFETY: offset <= self.len, so the pointer stays inside the window the constructor
+            // was promised.
             let ptr = unsafe { self.ptr.add(offset) };
             Some(Foreign { ptr, len, lifetime: PhantomData })
         } else {
@@ -116,27 +121,33 @@ impl<'m> Foreign<'m> {
         ptr.is_aligned().then_some(ptr)
     }
 
-    /// The little-endian u16 at `offset`, read as one word; `None` where it is out of bounds or not aligned.
+    /// The little-endian u16 at `offset`, read as one word; `None` where it is out of bounds or not
+    /// aligned.
     #[inline]
     pub fn load_u16(&self, offset: usize, order: Ordering) -> Option<u16> {
         let ptr = self.field::<u16>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is
+        // atomic only.
         Some(u16::from_le(unsafe { AtomicU16::from_ptr(ptr) }.load(order)))
     }
 
-    /// The little-endian u32 at `offset`, read as one word; `None` where it is out of bounds or not aligned.
+    /// The little-endian u32 at `offset`, read as one word; `None` where it is out of bounds or not
+    /// aligned.
     #[inline]
     pub fn load_u32(&self, offset: usize, order: Ordering) -> Option<u32> {
         let ptr = self.field::<u32>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is
+        // atomic only.
         Some(u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.load(order)))
     }
 
-    /// The little-endian u64 at `offset`, read as one word; `None` where it is out of bounds or not aligned.
+    /// The little-endian u64 at `offset`, read as one word; `None` where it is out of bounds or not
+    /// aligned.
     #[inline]
     pub fn load_u64(&self, offset: usize, order: Ordering) -> Option<u64> {
         let ptr = self.field::<u64>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is
+        // atomic only.
         Some(u64::from_le(unsafe { AtomicU64::from_ptr(ptr) }.load(order)))
     }
 
@@ -154,18 +165,19 @@ impl<'m> Foreign<'m> {
     #[inline]
     pub fn read_into(&self, to: &mut [u8]) -> usize {
         let n = self.len.min(to.len());
-        // SAFETY: n bytes are readable (constructor) and writable (`to` is exclusive); `copy` allows overlap,
-        // although an exclusive local slice cannot overlap a foreign window.
+        // SAFETY: n bytes are readable (constructor) and writable (`to` is exclusive); `copy`
+        // allows overlap, although an exclusive local slice cannot overlap a foreign window.
         unsafe { copy_bytes(self.ptr.as_ptr(), to.as_mut_ptr(), n) };
         n
     }
 
-    /// Copies bytes into `to`, as many as both hold; returns how many. The two may overlap (a peer can hand
-    /// over the same memory twice).
+    /// Copies bytes into `to`, as many as both hold; returns how many. The two may overlap (a peer
+    /// can hand over the same memory twice).
     #[inline]
     pub fn copy_to(&self, to: ForeignMut<'_>) -> usize {
         let n = self.len.min(to.0.len);
-        // SAFETY: n bytes are inside both windows by their constructors; `copy_bytes` allows overlap.
+        // SAFETY: n bytes are inside both windows by their constructors; `copy_bytes` allows
+        // overlap.
         unsafe { copy_bytes(self.ptr.as_ptr(), to.0.ptr.as_ptr(), n) };
         n
     }
@@ -182,7 +194,8 @@ impl<'m> Foreign<'m> {
 }
 
 impl<'m> From<&'m [u8]> for Foreign<'m> {
-    /// A view of this process's own memory: nothing writes there while the reference lives, so reading is fine.
+    /// A view of this process's own memory: nothing writes there while the reference lives, so
+    /// reading is fine.
     #[inline]
     fn from(bytes: &'m [u8]) -> Self {
         Foreign { ptr: NonNull::from(bytes).cast(), len: bytes.len(), lifetime: PhantomData }
@@ -218,7 +231,8 @@ impl<'m> ForeignMut<'m> {
         self.0.len == 0
     }
 
-    /// The address of the first byte, for system calls that take an iovec. Never to be dereferenced elsewhere.
+    /// The address of the first byte, for system calls that take an iovec. Never to be dereferenced
+    /// elsewhere.
     #[inline]
     pub const fn as_mut_ptr(&self) -> *mut u8 {
         self.0.ptr.as_ptr()
@@ -249,7 +263,8 @@ impl<'m> ForeignMut<'m> {
     #[inline]
     pub fn store_u16(&self, offset: usize, value: u16, order: Ordering) -> Option<()> {
         let ptr = self.0.field::<u16>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         unsafe { AtomicU16::from_ptr(ptr) }.store(value.to_le(), order);
         Some(())
     }
@@ -258,7 +273,8 @@ impl<'m> ForeignMut<'m> {
     #[inline]
     pub fn store_u32(&self, offset: usize, value: u32, order: Ordering) -> Option<()> {
         let ptr = self.0.field::<u32>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         unsafe { AtomicU32::from_ptr(ptr) }.store(value.to_le(), order);
         Some(())
     }
@@ -267,50 +283,59 @@ impl<'m> ForeignMut<'m> {
     #[inline]
     pub fn store_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<()> {
         let ptr = self.0.field::<u64>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         unsafe { AtomicU64::from_ptr(ptr) }.store(value.to_le(), order);
         Some(())
     }
 
-    /// Exchanges the little-endian u32 at `offset` in one step; gives what was there. `None` as for a store.
+    /// Exchanges the little-endian u32 at `offset` in one step; gives what was there. `None` as for
+    /// a store.
     #[inline]
     pub fn swap_u32(&self, offset: usize, value: u32, order: Ordering) -> Option<u32> {
         let ptr = self.0.field::<u32>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         Some(u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.swap(value.to_le(), order)))
     }
 
-    /// Clears the bits that `keep` lacks in the little-endian u32 at `offset`, in one step; gives what was there. `None` as for a
-    /// store.
+    /// Clears the bits that `keep` lacks in the little-endian u32 at `offset`, in one step; gives
+    /// what was there. `None` as for a store.
     #[inline]
     pub fn fetch_and_u32(&self, offset: usize, keep: u32, order: Ordering) -> Option<u32> {
         let ptr = self.0.field::<u32>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         Some(u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.fetch_and(keep.to_le(), order)))
     }
 
-    /// Exchanges the little-endian u64 at `offset` in one step; gives what was there. `None` as for a store.
+    /// Exchanges the little-endian u64 at `offset` in one step; gives what was there. `None` as for
+    /// a store.
     #[inline]
     pub fn swap_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<u64> {
         let ptr = self.0.field::<u64>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         Some(u64::from_le(unsafe { AtomicU64::from_ptr(ptr) }.swap(value.to_le(), order)))
     }
 
-    /// Clears the bits that `keep` lacks in the little-endian u64 at `offset`, in one step; gives what was there. `None` as for a
-    /// store.
+    /// Clears the bits that `keep` lacks in the little-endian u64 at `offset`, in one step; gives
+    /// what was there. `None` as for a store.
     #[inline]
     pub fn fetch_and_u64(&self, offset: usize, keep: u64, order: Ordering) -> Option<u64> {
         let ptr = self.0.field::<u64>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         Some(u64::from_le(unsafe { AtomicU64::from_ptr(ptr) }.fetch_and(keep.to_le(), order)))
     }
 
-    /// Writes `new` to the little-endian u16 at `offset` if it is `current`, in one step. Whether it was; `None` as for a store.
+    /// Writes `new` to the little-endian u16 at `offset` if it is `current`, in one step. Whether
+    /// it was; `None` as for a store.
     #[inline]
     pub fn compare_exchange_u16(&self, offset: usize, current: u16, new: u16, order: Ordering) -> Option<bool> {
         let ptr = self.0.field::<u16>(offset)?;
-        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is
+        // atomic only.
         let word = unsafe { AtomicU16::from_ptr(ptr) };
         Some(word.compare_exchange(current.to_le(), new.to_le(), order, Ordering::Relaxed).is_ok())
     }
@@ -319,8 +344,9 @@ impl<'m> ForeignMut<'m> {
     #[inline]
     pub fn write_array<const N: usize>(&self, offset: usize, value: [u8; N]) -> Option<()> {
         let part = self.0.slice(offset, N)?;
-        // SAFETY: `slice` checked that N bytes are inside the writable window; the store asks no alignment.
-        // Unlike a read, a write whose value is a local gains nothing from `volatile`: nothing can be read twice.
+        // SAFETY: `slice` checked that N bytes are inside the writable window; the store asks no
+        // alignment. Unlike a read, a write whose value is a local gains nothing from `volatile`:
+        // nothing can be read twice.
         unsafe { ptr::write_unaligned(part.ptr.as_ptr().cast::<[u8; N]>(), value) };
         Some(())
     }
@@ -354,8 +380,9 @@ impl<'m> From<&'m mut [u8]> for ForeignMut<'m> {
     }
 }
 
-/// Reads bytes once each into a local, in words of up to eight bytes of any alignment. A volatile read of a byte
-/// array would be compiled to as many byte loads; a plain read would allow the compiler to read again later.
+/// Reads bytes once each into a local, in words of up to eight bytes of any alignment. A volatile
+/// read of a byte array would be compiled to as many byte loads; a plain read would allow the
+/// compiler to read again later.
 ///
 /// # Safety
 /// `N` bytes are readable at `from`.
@@ -368,7 +395,8 @@ unsafe fn read_words<const N: usize>(from: *const u8, local: &mut [u8; N]) {
     macro_rules! words {
         ($word:ty) => {
             while N - at >= size_of::<$word>() {
-                // SAFETY: at + size_of(word) <= N bytes, which the caller promised; a packed struct asks no alignment.
+                // SAFETY: at + size_of(word) <= N bytes, which the caller promised; a packed struct
+                // asks no alignment.
                 let word = unsafe { from.add(at).cast::<Unaligned<$word>>().read_volatile() }.0;
                 local[at..at + size_of::<$word>()].copy_from_slice(&word.to_ne_bytes());
                 at += size_of::<$word>();
@@ -381,16 +409,16 @@ unsafe fn read_words<const N: usize>(from: *const u8, local: &mut [u8; N]) {
     words!(u8);
 }
 
-/// Copies `n` bytes that may overlap. Frames are often 60 to 64 bytes, for which the call of `memmove` costs
-/// more than the copy: up to [`SMALL_COPY_BYTES`] go by constant-size moves that the compiler makes loads and
-/// stores of.
+/// Copies `n` bytes that may overlap. Frames are often 60 to 64 bytes, for which the call of
+/// `memmove` costs more than the copy: up to [`SMALL_COPY_BYTES`] go by constant-size moves that
+/// the compiler makes loads and stores of.
 ///
 /// # Safety
 /// `n` bytes are readable at `from` and writable at `to`.
 #[inline]
 unsafe fn copy_bytes(from: *const u8, to: *mut u8, n: usize) {
-    // SAFETY: in every arm the offsets used are below n, within what the caller promised; each arm loads all of
-    // its bytes before it stores any, so overlap is fine.
+    // SAFETY: in every arm the offsets used are below n, within what the caller promised; each arm
+    // loads all of its bytes before it stores any, so overlap is fine.
     unsafe {
         if n > SMALL_COPY_BYTES {
             ptr::copy(from, to, n);
@@ -442,7 +470,8 @@ mod tests {
         let mut words = [0u64; 2];
         // A u64 array gives a window whose alignment is known.
         let ptr = NonNull::from(&mut words).cast::<u8>();
-        // SAFETY: 16 bytes of `words`, which outlives the view and is not otherwise used while it lives.
+        // SAFETY: 16 bytes of `words`, which outlives the view and is not otherwise used while it
+        // lives.
         let view = unsafe { ForeignMut::new(ptr, 16) };
         assert_eq!(view.store_u16(14, 0x1234, Ordering::Relaxed), Some(()));
         assert_eq!(view.as_foreign().load_u16(14, Ordering::Relaxed), Some(0x1234));
@@ -457,7 +486,8 @@ mod tests {
     fn exchanges_give_what_was_there_and_are_refused_as_stores_are() {
         let mut words = [0u64; 2];
         let ptr = NonNull::from(&mut words).cast::<u8>();
-        // SAFETY: 16 bytes of `words`, which outlives the view and is not otherwise used while it lives.
+        // SAFETY: 16 bytes of `words`, which outlives the view and is not otherwise used while it
+        // lives.
         let view = unsafe { ForeignMut::new(ptr, 16) };
         assert_eq!(view.swap_u64(8, 0xf0f0, Ordering::AcqRel), Some(0));
         assert_eq!(view.fetch_and_u64(8, !0xf000, Ordering::AcqRel), Some(0xf0f0));

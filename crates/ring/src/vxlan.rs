@@ -7,9 +7,9 @@
 //!   7      reserved
 //! ```
 //!
-//! Reserved bits are sent as zero and ignored when they come, as the RFC says, but for two cases. Extensions
-//! of the header that change what follows it (VXLAN-GPE, draft-ietf-nvo3-vxlan-gpe §3.2: flag 0x04) are
-//! refused, since what follows need not be an Ethernet frame.
+//! Reserved bits are sent as zero and ignored when they come, as the RFC says, but for two cases.
+//! Extensions of the header that change what follows it (VXLAN-GPE, draft-ietf-nvo3-vxlan-gpe §3.2:
+//! flag 0x04) are refused, since what follows need not be an Ethernet frame.
 
 use core::fmt;
 
@@ -18,8 +18,8 @@ pub const HEADER_BYTES: usize = 8;
 /// UDP's port for VXLAN (IANA). Linux without `dstport`, and flannel, use 8472.
 pub const PORT: u16 = 4789;
 
-/// By how much the MTU of a network is less than that of the path: IPv4 20 or IPv6 40, UDP 8, VXLAN 8, and the inner frame's
-/// Ethernet header 14.
+/// By how much the MTU of a network is less than that of the path: IPv4 20 or IPv6 40, UDP 8, VXLAN
+/// 8, and the inner frame's Ethernet header 14.
 pub const fn overhead_bytes(over_ipv6: bool) -> u32 {
     if over_ipv6 { 70 } else { 50 }
 }

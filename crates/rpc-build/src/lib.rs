@@ -6,12 +6,15 @@
 //! }
 //! ```
 //!
-//! and in the crate `include!(concat!(env!("OUT_DIR"), "/PACKAGE.rs"));`. The crate needs `tombolo-rpc-proto`, whose head says what is
-//! generated, and nothing else. Messages are prost's; well-known types (`google/protobuf/*.proto`) are those of prost-types, which
-//! `tombolo_rpc_proto::prost_types` is, with Rust's own types for wrappers and `()` for Empty. No `protoc` is called: the files are read by protox.
+//! and in the crate `include!(concat!(env!("OUT_DIR"), "/PACKAGE.rs"));`. The crate needs
+//! `tombolo-rpc-proto`, whose head says what is generated, and nothing else. Messages are prost's;
+//! well-known types (`google/protobuf/*.proto`) are those of prost-types, which
+//! `tombolo_rpc_proto::prost_types` is, with Rust's own types for wrappers and `()` for Empty. No
+//! `protoc` is called: the files are read by protox.
 //!
 //! # Failure
-//! A file that is wrong, and a method that streams, is an error with its place; nothing is written then.
+//! A file that is wrong, and a method that streams, is an error with its place; nothing is written
+//! then.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -41,7 +44,8 @@ pub enum Error {
 /// The longest "package.Service/Method", in bytes: its length crosses as 16 bits.
 const MAX_NAME_BYTES: usize = u16::MAX as usize;
 
-/// Generates into `OUT_DIR`, one file for each package, from these files; what they import is looked for in `includes`.
+/// Generates into `OUT_DIR`, one file for each package, from these files; what they import is
+/// looked for in `includes`.
 ///
 /// # Errors
 /// [`Error`].

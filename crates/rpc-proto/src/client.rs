@@ -110,7 +110,8 @@ impl<A: Message + Default> Pending<A> {
         self.token
     }
 
-    /// Looks whether the answer has come; `None` while it has not. After that it is fetched, and the call names nothing any more.
+    /// Looks whether the answer has come; `None` while it has not. After that it is fetched, and
+    /// the call names nothing any more.
     pub fn poll(&self) -> Option<Result<A, Error>> {
         let done = self.client.poll(self.token)?;
         Some(done.map_err(Error::from).and_then(|reply| message(&reply)))
@@ -124,7 +125,8 @@ impl<A: Message + Default> Pending<A> {
         message(&self.client.wait(self.token, timeout)?)
     }
 
-    /// Asks the service to take it back; its answer still comes. False where it is not under way any more.
+    /// Asks the service to take it back; its answer still comes. False where it is not under way
+    /// any more.
     pub fn cancel(&self) -> bool {
         self.client.cancel(self.token)
     }

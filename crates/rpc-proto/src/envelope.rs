@@ -16,7 +16,8 @@ use crate::status::{Code, Status};
 const VERSION: u8 = 1;
 const HEAD_BYTES: usize = 4;
 
-/// A request for a method. `tombolo-rpc-build` checks that its name is not longer than its length can say.
+/// A request for a method. `tombolo-rpc-build` checks that its name is not longer than its length
+/// can say.
 pub fn encode(method: &str, message: &impl Message) -> Vec<u8> {
     let len = u16::try_from(method.len()).unwrap_or(u16::MAX);
     let mut bytes = Vec::with_capacity(HEAD_BYTES + method.len() + message.encoded_len());

@@ -1,4 +1,5 @@
-//! Typed services over [`tombolo_rpc`]: what the code that `tombolo-rpc-build` generates from a `.proto` file is made of.
+//! Typed services over [`tombolo_rpc`]: what the code that `tombolo-rpc-build` generates from a
+//! `.proto` file is made of.
 //!
 //! For each service of the file there is a trait for who serves and a client for who calls:
 //!
@@ -10,12 +11,14 @@
 //! struct CalculatorClient { fn add(&self, request: &Operands, options: &CallOptions) -> Result<Number, Error>; submit_add; add_async }
 //! ```
 //!
-//! A request carries the method's full name before the encoded message (`envelope`). A reply's code is a [`Code`]; with
-//! [`Code::Ok`] its bytes are the encoded message, else a text in UTF-8. Deadlines, admission and all else are those of the call.
+//! A request carries the method's full name before the encoded message (`envelope`). A reply's code
+//! is a [`Code`]; with [`Code::Ok`] its bytes are the encoded message, else a text in UTF-8.
+//! Deadlines, admission and all else are those of the call.
 //!
 //! # Failure
-//! Everything that comes from the other side is decoded with bounds checked: bytes that are no request of this kind, an unknown service or
-//! method, and a message that cannot be decoded are answered with a status of their own, and nothing is called.
+//! Everything that comes from the other side is decoded with bounds checked: bytes that are no
+//! request of this kind, an unknown service or method, and a message that cannot be decoded are
+//! answered with a status of their own, and nothing is called.
 //!
 //! # Limits
 //! Unary methods only. Messages are encoded and decoded by copy.

@@ -11,7 +11,8 @@ use crate::status::{Code, Status};
 pub struct Context<'a>(&'a Request<'a>);
 
 impl Context<'_> {
-    /// The absolute deadline in ns of CLOCK_MONOTONIC; `None` for best effort. Calls that the method makes inherit it.
+    /// The absolute deadline in ns of CLOCK_MONOTONIC; `None` for best effort. Calls that the
+    /// method makes inherit it.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.0.deadline_ns()
     }

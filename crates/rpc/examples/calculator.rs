@@ -7,7 +7,8 @@
 //! target/release/examples/calculator '1 / 3'
 //! ```
 //!
-//! The same in C, C++ and Python is in bindings/examples; calculator.c there tells the protocol and the arguments.
+//! The same in C, C++ and Python is in bindings/examples; calculator.c there tells the protocol and
+//! the arguments.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;

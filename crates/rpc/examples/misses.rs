@@ -1,24 +1,29 @@
-//! Deadlines missed against offered load, by order of service, with admission and without: one JSON object for each run.
+//! Deadlines missed against offered load, by order of service, with admission and without: one JSON
+//! object for each run.
 //!
 //! usage: misses sim  [--seeds N] [--first SEED] [--loads PERCENT]   on a virtual clock, by `tombolo_rpc::simulate`
 //!        misses real [--seeds N] [--first SEED] [--loads PERCENT] [--ms N] [--tries N]
 //!                                                                a service and its client, two processes, in real time
 //!
-//! All orders serve the same requests: the same task sets and arrivals of the same seeds, one order after the other for each seed. A request is
-//! missed when its reply is not there at its deadline.
+//! All orders serve the same requests: the same task sets and arrivals of the same seeds, one order
+//! after the other for each seed. A request is missed when its reply is not there at its deadline.
 //!
 //! # Real runs
-//! The service has one worker, pinned to CPU 0 and SCHED_FIFO where that is allowed (the row says so). Its handler computes until its thread's CPU
-//! clock has moved on by [`WORK_NS`], not for a number of iterations. The client, on CPU 1, submits at the instants that the seed gives.
+//! The service has one worker, pinned to CPU 0 and SCHED_FIFO where that is allowed (the row says
+//! so). Its handler computes until its thread's CPU clock has moved on by [`WORK_NS`], not for a
+//! number of iterations. The client, on CPU 1, submits at the instants that the seed gives.
 //!
-//! * `work_ns` is what each request takes at least, in any order: the handler's. The bound (`demanded`, how many of the requests any order
-//!   misses) is of that alone, so it is a bound.
-//! * `charged_ns` is what a request takes in all, the call with it: measured before the runs with requests that queue, the median of
-//!   [`CALIBRATIONS`]. Loads and deadlines are made of it, and `least` is the part missed in the long run at that load.
-//! * `served_ns` is the mean of what the services of this run took by the wall clock. Above `charged_ns` the run had more work than its load says.
-//! * `lag_ns` is how late the client was with a request at most, `stolen_ns` what the hypervisor took from the CPUs meanwhile. A run in which the client
-//!   was late with more than one request in a hundred, or more than 2 % of the time was stolen, is `disturbed`: it is printed, and done again up
-//!   to `--tries` times.
+//! * `work_ns` is what each request takes at least, in any order: the handler's. The bound
+//!   (`demanded`, how many of the requests any order misses) is of that alone, so it is a bound.
+//! * `charged_ns` is what a request takes in all, the call with it: measured before the runs with
+//!   requests that queue, the median of [`CALIBRATIONS`]. Loads and deadlines are made of it, and
+//!   `least` is the part missed in the long run at that load.
+//! * `served_ns` is the mean of what the services of this run took by the wall clock. Above
+//!   `charged_ns` the run had more work than its load says.
+//! * `lag_ns` is how late the client was with a request at most, `stolen_ns` what the hypervisor
+//!   took from the CPUs meanwhile. A run in which the client was late with more than one request in
+//!   a hundred, or more than 2 % of the time was stolen, is `disturbed`: it is printed, and done
+//!   again up to `--tries` times.
 
 use std::path::Path;
 use std::time::Duration;
@@ -39,7 +44,8 @@ const WORK_NS: u64 = 500_000;
 /// How often what a request takes is measured, with [`CALIBRATION_CALLS`] each.
 const CALIBRATIONS: usize = 9;
 const CALIBRATION_CALLS: usize = 40;
-/// A client that is later with a request than a third of the work is late with it; so it may be with one in so many.
+/// A client that is later with a request than a third of the work is late with it; so it may be
+/// with one in so many.
 const LAG_LIMIT_NS: u64 = WORK_NS / 3;
 const LAG_PARTS: u64 = 100;
 /// A tick of /proc/stat (USER_HZ, 100 a second).
@@ -99,7 +105,8 @@ impl Point {
         self.tasks.1.set(self.load, work_ns, self.seed)
     }
 
-    /// How many of its requests any order misses: made with so much charged for each, of which each takes `work_ns` at least.
+    /// How many of its requests any order misses: made with so much charged for each, of which each
+    /// takes `work_ns` at least.
     fn demanded(&self, charged_ns: u64, work_ns: u64, duration_ns: u64) -> u64 {
         let set = self.set(charged_ns);
         let requests =
@@ -165,7 +172,8 @@ fn run_all(points: &[Point], how: &str, duration_ns: u64, tries: usize) -> Falli
     Ok(())
 }
 
-/// What the hypervisor has taken from all CPUs, ns: the eighth figure of /proc/stat, in ticks (proc_stat(5)).
+/// What the hypervisor has taken from all CPUs, ns: the eighth figure of /proc/stat, in ticks
+/// (proc_stat(5)).
 fn stolen_ns() -> u64 {
     let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     let ticks = stat.split_whitespace().nth(8).and_then(|ticks| ticks.parse::<u64>().ok()).unwrap_or(0);
@@ -225,7 +233,8 @@ fn service(order: &str, admission: bool, budget_ns: u64) -> Fallible<(tempfile::
     Ok((dir, other, client))
 }
 
-/// What a request takes in all where others queue behind it: the handler's work, and what the call costs besides.
+/// What a request takes in all where others queue behind it: the handler's work, and what the call
+/// costs besides.
 fn charged() -> Fallible<u64> {
     let (_dir, _other, client) = service("edf", false, 2 * WORK_NS)?;
     let mut took = Vec::new();

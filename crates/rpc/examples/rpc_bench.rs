@@ -1,14 +1,18 @@
-//! Measures calls beside the floor that the kernel sets: a futex and a Unix socket, each between two processes.
+//! Measures calls beside the floor that the kernel sets: a futex and a Unix socket, each between
+//! two processes.
 //!
 //! usage: rpc_bench [--calls N] [--only ROW]
 //!
-//! Runs every row once, one after the other, and prints one JSON object for each (`tombolo_bench`). A row starts a process for the
-//! other end (this program again), pins both, and calls in a closed loop. The lab (`./x bench rpc`) runs each row in turn with those of the peers and prints
-//! the medians.
+//! Runs every row once, one after the other, and prints one JSON object for each (`tombolo_bench`).
+//! A row starts a process for the other end (this program again), pins both, and calls in a closed
+//! loop. The lab (`./x bench rpc`) runs each row in turn with those of the peers and prints the
+//! medians.
 //!
-//! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come seldom do; "polled" never sleeps, those named "adaptive",
-//! "outstanding_16" and "loaded" are what a program gets that does not choose how to wait. "order" is one request in and one out while ten thousand wait, without any process: all of what a
-//! service decides, with admission and without, beside the same done by the standard library's heap and tree. "futex_16" is sixteen under way,
+//! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come
+//! seldom do; "polled" never sleeps, those named "adaptive", "outstanding_16" and "loaded" are what
+//! a program gets that does not choose how to wait. "order" is one request in and one out while ten
+//! thousand wait, without any process: all of what a service decides, with admission and without,
+//! beside the same done by the standard library's heap and tree. "futex_16" is sixteen under way,
 //! asleep, of indices and wake-ups alone: what the machine leaves of "outstanding_16_asleep".
 
 use std::cmp::Reverse;
@@ -200,7 +204,8 @@ fn outstanding_row(name: &str, what: &str, calls: usize) -> Fallible<()> {
     row.end(Some(&mut other))
 }
 
-/// A busy loop on each CPU. With `fifo` worker and caller run as SCHED_FIFO where that is allowed, else the row says that it is without.
+/// A busy loop on each CPU. With `fifo` worker and caller run as SCHED_FIFO where that is allowed,
+/// else the row says that it is without.
 fn loaded_row(name: &str, what: &str, fifo: bool, calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     let _hogs = [start("hog", 0, dir.path())?, start("hog", 1, dir.path())?];
@@ -283,8 +288,8 @@ impl Word for PeerWord<'_> {
     fn store(&self, _: u32, _: Ordering) {}
 }
 
-/// Calls without anything but their wake-ups: an index each way, and the word that says who sleeps. What is left when a call has no payload,
-/// no order, no time and no owner.
+/// Calls without anything but their wake-ups: an index each way, and the word that says who sleeps.
+/// What is left when a call has no payload, no order, no time and no owner.
 struct Indices {
     own: Mapping,
     peer: Mapping,
@@ -383,7 +388,8 @@ fn connected<T>(
 /// Clients whose requests these are: one has 1024 under way at most.
 const CLIENTS: u64 = 16;
 
-/// A deadline somewhere in the span of those that wait, which moves on with the requests that are taken; far enough that none is late.
+/// A deadline somewhere in the span of those that wait, which moves on with the requests that are
+/// taken; far enough that none is late.
 fn deadline(n: u64) -> u64 {
     1_000_000_000 + n * 1000 + (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20) % (2 * PENDING * 1000)
 }

@@ -1,12 +1,14 @@
-//! Round trips by payload: from 1 byte to 1 MiB by copy, from 1 byte to 1 GiB in shared memory; one JSON object for each size, with the time of
-//! every call.
+//! Round trips by payload: from 1 byte to 1 MiB by copy, from 1 byte to 1 GiB in shared memory; one
+//! JSON object for each size, with the time of every call.
 //!
 //! usage: rpc_sweep [--calls N] [--smallest LOG2] [--largest LOG2] [--only copy|shared]
 //!
-//! By copy, the caller's bytes are copied into the connection's memory, from there into the reply's, and from there into the caller's buffer. In
-//! shared memory, request and reply are memories of that size that were handed over before; the client writes the first 8 bytes (or fewer), and
-//! the service answers with its own memory, in which it has written them: what is measured is the call, not the touching of bytes. Both
-//! ends sleep while they wait, on two CPUs, as SCHED_OTHER.
+//! By copy, the caller's bytes are copied into the connection's memory, from there into the
+//! reply's, and from there into the caller's buffer. In shared memory, request and reply are
+//! memories of that size that were handed over before; the client writes the first 8 bytes (or
+//! fewer), and the service answers with its own memory, in which it has written them: what is
+//! measured is the call, not the touching of bytes. Both ends sleep while they wait, on two CPUs,
+//! as SCHED_OTHER.
 
 use std::path::Path;
 use std::sync::Mutex;

@@ -8,10 +8,12 @@ pub(crate) fn current() -> u32 {
     rustix::thread::sched_getcpu() as u32
 }
 
-/// Whether this machine has more than one CPU; looked up once. On which of them a process may run is no matter: two that are kept on one
-/// CPU each may poll for each other, unless it is the same one, which [`current`] tells.
+/// Whether this machine has more than one CPU; looked up once. On which of them a process may run
+/// is no matter: two that are kept on one CPU each may poll for each other, unless it is the same
+/// one, which [`current`] tells.
 pub(crate) fn several() -> bool {
-    // 0: not known yet. No lock for what is the same for each who looks it up: a child that is forked meanwhile would wait for it.
+    // 0: not known yet. No lock for what is the same for each who looks it up: a child that is
+    // forked meanwhile would wait for it.
     static SEVERAL: AtomicU8 = AtomicU8::new(0);
     // Relaxed: the word says nothing of other memory.
     match SEVERAL.load(Ordering::Relaxed) {

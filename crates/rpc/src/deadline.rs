@@ -1,7 +1,8 @@
 //! Deadlines as a caller gives them, and what a nested call inherits.
 //!
-//! While a worker serves a request, its thread has the request's deadline; a call that is made meanwhile, to whichever service, gets
-//! that deadline or an earlier one of its own, never a later one.
+//! While a worker serves a request, its thread has the request's deadline; a call that is made
+//! meanwhile, to whichever service, gets that deadline or an earlier one of its own, never a later
+//! one.
 
 use std::cell::Cell;
 

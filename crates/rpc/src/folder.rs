@@ -130,7 +130,8 @@ fn is_stale(path: &Path) -> bool {
     })
 }
 
-/// The lock that keeps this user's changes of the folder apart; released, and its file removed, when dropped.
+/// The lock that keeps this user's changes of the folder apart; released, and its file removed,
+/// when dropped.
 struct Locked {
     file: File,
     path: PathBuf,
@@ -138,9 +139,11 @@ struct Locked {
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // Removed while it is held: a process that has opened it meanwhile sees that, and begins again.
+        // Removed while it is held: a process that has opened it meanwhile sees that, and begins
+        // again.
         let _ = fs::remove_file(&self.path);
-        // Closing it would not do: a child that was forked meanwhile has the same open file, and with it the lock.
+        // Closing it would not do: a child that was forked meanwhile has the same open file, and
+        // with it the lock.
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
@@ -194,7 +197,8 @@ fn rename_to_free(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a stale socket, and nothing else: a process that does not share our lock may have replaced it since it was looked at.
+/// Removes a stale socket, and nothing else: a process that does not share our lock may have
+/// replaced it since it was looked at.
 fn remove_stale(folder: &Path, path: &Path) {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let aside = private(folder, name.trim_start_matches('.'), ".old");
@@ -293,7 +297,8 @@ impl Drop for Listener {
     }
 }
 
-/// Removes a socket whose listener has gone, as far as we may. Returns whether its listener had gone.
+/// Removes a socket whose listener has gone, as far as we may. Returns whether its listener had
+/// gone.
 fn clear_path(folder: &Path, path: &Path) -> bool {
     let stale = is_stale(path);
     if stale {
@@ -313,7 +318,8 @@ pub fn clear(folder: &Path, name: &str) {
     }
 }
 
-/// Names of the services of a folder, sorted; sockets whose listeners have gone are removed on the way, as far as we may.
+/// Names of the services of a folder, sorted; sockets whose listeners have gone are removed on the
+/// way, as far as we may.
 pub fn list(folder: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(folder) else { return vec![] };
     let mut names = Vec::new();

@@ -1,6 +1,8 @@
-//! Histograms of times: 16 buckets for each power of two, so that a value is known to within 6 %, in 976 counters.
+//! Histograms of times: 16 buckets for each power of two, so that a value is known to within 6 %,
+//! in 976 counters.
 //!
-//! Recording is one relaxed increment from any thread. A snapshot taken meanwhile may miss what is being recorded.
+//! Recording is one relaxed increment from any thread. A snapshot taken meanwhile may miss what is
+//! being recorded.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,7 +1,7 @@
 //! Calls with deadlines between processes of one machine, over shared memory.
 //!
-//! The layout of a connection and the protocol of its rings are in [`tombolo_ring::rpc`], order and rules in [`tombolo_calls`]; this crate holds what a service and a
-//! client do with them.
+//! The layout of a connection and the protocol of its rings are in [`tombolo_ring::rpc`], order and
+//! rules in [`tombolo_calls`]; this crate holds what a service and a client do with them.
 //!
 //! * [`provider`]: a service: registered under a name, called by clients, earliest deadline first.
 //! * [`client`]: connects to a service by its name and sends it requests, blocking or not.
@@ -14,7 +14,8 @@
 //!
 //! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
 //! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
-//! * [`simulate`]: the same rules on a virtual clock: deadlines missed against load, by order of service.
+//! * [`simulate`]: the same rules on a virtual clock: deadlines missed against load, by order of
+//!   service.
 //! * [`histogram`]: times as they are counted and reported.
 //!
 //! ```

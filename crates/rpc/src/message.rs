@@ -1,4 +1,5 @@
-//! Messages on a connection's socket: the handshake, memory handed over, reports. Nothing of a call itself.
+//! Messages on a connection's socket: the handshake, memory handed over, reports. Nothing of a call
+//! itself.
 //!
 //! ```text
 //!   kind  name      sender    after the kind (u32)                                                        descriptors

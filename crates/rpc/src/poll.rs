@@ -1,14 +1,16 @@
 //! Whether polling before sleep is worth it, and for how long, learned from what it gained.
 //!
-//! A sleep costs both sides several µs; polling costs CPU while it lasts and saves the sleep only if something comes in that
-//! time. After each poll in vain the next `2^n - 1` sleeps are not polled before, for n growing up to 8; a poll that
-//! gains sets n back. So a caller that calls again and again finds a polling service, and an idle one costs next to nothing.
-//! There is no polling at all where both ends share a CPU: the poller would keep the other from running.
+//! A sleep costs both sides several µs; polling costs CPU while it lasts and saves the sleep only
+//! if something comes in that time. After each poll in vain the next `2^n - 1` sleeps are not
+//! polled before, for n growing up to 8; a poll that gains sets n back. So a caller that calls
+//! again and again finds a polling service, and an idle one costs next to nothing. There is no
+//! polling at all where both ends share a CPU: the poller would keep the other from running.
 //!
-//! How long a wake-up takes is the machine's affair: 5 µs, or 50 where a halted processor has to be fetched from a hypervisor. Where both
-//! ends sleep, each waits for the other's wake-up and its own, and neither would find that a poll of `FIRST_NS` gains. So a sleep
-//! that a poll of up to `LONGEST_NS` might have saved makes the next poll longer, until it gains or is as long as that; a long
-//! sleep makes it short again.
+//! How long a wake-up takes is the machine's affair: 5 µs, or 50 where a halted processor has to be
+//! fetched from a hypervisor. Where both ends sleep, each waits for the other's wake-up and its
+//! own, and neither would find that a poll of `FIRST_NS` gains. So a sleep that a poll of up to
+//! `LONGEST_NS` might have saved makes the next poll longer, until it gains or is as long as that;
+//! a long sleep makes it short again.
 
 use crate::clock::now_ns;
 
@@ -28,7 +30,8 @@ pub enum Polling {
     Adaptive,
     /// Never: each wait sleeps at once.
     Never,
-    /// Always, until something comes or the time is over: the fastest, at the price of a CPU. Does not look at CPUs.
+    /// Always, until something comes or the time is over: the fastest, at the price of a CPU. Does
+    /// not look at CPUs.
     Always,
 }
 
@@ -70,7 +73,8 @@ impl Poller {
         }
     }
 
-    /// A wait is over that ended asleep: how long it was, with the poll before it if there was one. About half of it was our own wake-up.
+    /// A wait is over that ended asleep: how long it was, with the poll before it if there was one.
+    /// About half of it was our own wake-up.
     pub(crate) fn slept(&mut self, waited_ns: u64, polled: bool) {
         if waited_ns > 2 * LONGEST_NS {
             self.window_ns = FIRST_NS;
@@ -82,8 +86,9 @@ impl Poller {
     }
 }
 
-/// Looks until it finds something, or is to end, for which it is asked now and then with the time and with how long it has looked. Says
-/// what was found, and when it began by the clock, if it came to look at that.
+/// Looks until it finds something, or is to end, for which it is asked now and then with the time
+/// and with how long it has looked. Says what was found, and when it began by the clock, if it came
+/// to look at that.
 #[inline]
 pub(crate) fn look<T>(
     mut find: impl FnMut() -> Option<T>,

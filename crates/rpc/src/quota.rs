@@ -1,4 +1,5 @@
-//! Bounds: what one user may take of a service, over all of its connections, and what one side may hand over in a connection.
+//! Bounds: what one user may take of a service, over all of its connections, and what one side may
+//! hand over in a connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,7 +1,9 @@
-//! Payloads that are handed over as whole memory, written in place: for what is large, up to GiB, at the price of no copy.
+//! Payloads that are handed over as whole memory, written in place: for what is large, up to GiB,
+//! at the price of no copy.
 //!
-//! A [`SharedBuffer`] is made once and used for many calls; its descriptor crosses the socket of a connection once. What its maker writes
-//! while the other side reads is the other side's nonsense: nothing is frozen.
+//! A [`SharedBuffer`] is made once and used for many calls; its descriptor crosses the socket of a
+//! connection once. What its maker writes while the other side reads is the other side's nonsense:
+//! nothing is frozen.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,7 +37,8 @@ struct Memory {
 pub struct SharedBuffer(Arc<Memory>);
 
 impl SharedBuffer {
-    /// Zeroed memory of so many bytes. Pages are there when they are first written, or at once with `populate`.
+    /// Zeroed memory of so many bytes. Pages are there when they are first written, or at once with
+    /// `populate`.
     ///
     /// # Errors
     /// The kernel's, where memory is short.
@@ -59,7 +62,8 @@ impl SharedBuffer {
     }
 
     fn over(fd: OwnedFd, mapping: Mapping) -> SharedBuffer {
-        // Unique in this process, which is all that a connection asks. It comes round after 2^32 buffers.
+        // Unique in this process, which is all that a connection asks. It comes round after 2^32
+        // buffers.
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         SharedBuffer(Arc::new(Memory { fd, mapping, number }))
     }
@@ -74,7 +78,8 @@ impl SharedBuffer {
         false
     }
 
-    /// The memory, for writing and reading. Empty where it may not be written: a memfd that was sealed against that ([`SharedBuffer::read`]).
+    /// The memory, for writing and reading. Empty where it may not be written: a memfd that was
+    /// sealed against that ([`SharedBuffer::read`]).
     pub fn view(&self) -> ForeignMut<'_> {
         self.0.mapping.view_mut().unwrap_or_else(|| ForeignMut::from(&mut [][..]))
     }
@@ -172,8 +177,9 @@ impl Taken {
         self.too_large.get(&number).copied()
     }
 
-    /// Acts on a message; false where it is no message about memory. What is not sealed, too large or one too many is not
-    /// taken, and closed at once: requests and replies that name it are refused.
+    /// Acts on a message; false where it is no message about memory. What is not sealed, too large
+    /// or one too many is not taken, and closed at once: requests and replies that name it are
+    /// refused.
     pub(crate) fn message(&mut self, message: &Message, fds: &[ForeignFd]) -> bool {
         match (message, fds) {
             (Message::Share { number, bytes }, [fd]) => {

@@ -1,15 +1,19 @@
-//! A service on a virtual clock: how many deadlines are missed, by order of service, at a given load.
+//! A service on a virtual clock: how many deadlines are missed, by order of service, at a given
+//! load.
 //!
-//! The same [`Schedule`] that a service runs decides here; only time and work are made up. Requests come from several tasks,
-//! each with its own period, work and relative deadline, with random phases and jitter, so that the load is the sum of
-//! work/period; a request's service is not interrupted. What a request misses: its deadline, by being done too late, or by
-//! being refused or given up.
+//! The same [`Schedule`] that a service runs decides here; only time and work are made up. Requests
+//! come from several tasks, each with its own period, work and relative deadline, with random
+//! phases and jitter, so that the load is the sum of work/period; a request's service is not
+//! interrupted. What a request misses: its deadline, by being done too late, or by being refused or
+//! given up.
 //!
-//! Bounds: at a load above 1 no order can serve in time more than 1/load of the work, so in the long run at least `1 - 1/load` of it is
-//! missed ([`least_missed`]). Of the requests of one run, [`demand_missed`] counts how many any order misses, even one that knows what comes and
-//! interrupts what it serves; where that is 0 the requests are feasible, and a preemptive earliest-deadline-first order misses none. A service
-//! does not interrupt: what it misses there is the price of that, at most one service's time of blocking each. Above 1, earliest
-//! deadline first without admission does worse than it must: it serves first what is about to be lost.
+//! Bounds: at a load above 1 no order can serve in time more than 1/load of the work, so in the
+//! long run at least `1 - 1/load` of it is missed ([`least_missed`]). Of the requests of one run,
+//! [`demand_missed`] counts how many any order misses, even one that knows what comes and
+//! interrupts what it serves; where that is 0 the requests are feasible, and a preemptive
+//! earliest-deadline-first order misses none. A service does not interrupt: what it misses there is
+//! the price of that, at most one service's time of blocking each. Above 1, earliest deadline first
+//! without admission does worse than it must: it serves first what is about to be lost.
 
 use crate::schedule::{Late, Next, Order, Rules, Schedule};
 
@@ -49,13 +53,16 @@ pub fn least_missed(load: f64) -> f64 {
     (1.0 - 1.0 / load).max(0.0)
 }
 
-/// Demand is looked at in intervals of so many requests at most. Fewer, and the bound is lower than it could be; it stays a bound.
+/// Demand is looked at in intervals of so many requests at most. Fewer, and the bound is lower than
+/// it could be; it stays a bound.
 const MOST_DEMANDED: usize = 4096;
 
-/// How many of these requests any order misses, on one worker, with `work_ns` each: (instant, deadline), by instant.
+/// How many of these requests any order misses, on one worker, with `work_ns` each: (instant,
+/// deadline), by instant.
 ///
-/// In an interval as many can be served as its length holds. Those that come and are due within it, above that number, are missed
-/// (the processor demand criterion: Baruah, Rosier, Howell 1990). What the best choice of intervals that do not overlap adds up to is missed in all.
+/// In an interval as many can be served as its length holds. Those that come and are due within it,
+/// above that number, are missed (the processor demand criterion: Baruah, Rosier, Howell 1990).
+/// What the best choice of intervals that do not overlap adds up to is missed in all.
 pub fn demand_missed(requests: &[(u64, u64)], work_ns: u64) -> u64 {
     let mut ends: Vec<u64> = requests.iter().map(|(_, deadline)| *deadline).collect();
     ends.sort_unstable();
@@ -103,19 +110,20 @@ impl Random {
 /// Which tasks make up a load. All of them ask for the same service, so work is the same for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tasks {
-    /// Ten tasks of equal rates, whose relative deadlines are from 4 to 40 times the work, shorter than their periods and longer: feasible up to a
-    /// load of 1, as a rule.
+    /// Ten tasks of equal rates, whose relative deadlines are from 4 to 40 times the work, shorter
+    /// than their periods and longer: feasible up to a load of 1, as a rule.
     Spread,
     /// Ten tasks of uniformly random rates (UUniFast, Bini and Buttazzo 2005), each with its period as its deadline: feasible for a preemptive
     /// earliest-deadline-first order at each load up to 1.
     Implicit,
-    /// Ten tasks of equal rates, whose relative deadlines are from 1.2 to 3 times the work: where several ask at once not all can be served in time,
-    /// so that this is infeasible at each load.
+    /// Ten tasks of equal rates, whose relative deadlines are from 1.2 to 3 times the work: where
+    /// several ask at once not all can be served in time, so that this is infeasible at each load.
     Tight,
 }
 
 impl Tasks {
-    /// Tasks that together ask for `load` of one worker's time; only [`Tasks::Implicit`] uses `seed`.
+    /// Tasks that together ask for `load` of one worker's time; only [`Tasks::Implicit`] uses
+    /// `seed`.
     pub fn set(self, load: f64, work_ns: u64, seed: u64) -> Vec<Task> {
         const TASKS: u64 = 10;
         match self {
@@ -136,7 +144,8 @@ impl Tasks {
                     share
                 });
                 let tasks = shares.map(|share| {
-                    // One that hardly ever asks would make no difference but to the time that it takes to run.
+                    // One that hardly ever asks would make no difference but to the time that it
+                    // takes to run.
                     let period_ns = (work_ns as f64 / share.max(1e-3)) as u64;
                     Task { period_ns, work_ns, deadline_ns: period_ns }
                 });
@@ -146,8 +155,8 @@ impl Tasks {
     }
 }
 
-/// When each task asks within `duration_ns`: (instant, task), in order. The first instant is random, each later one a period after, with a jitter
-/// of up to a fifth of the period.
+/// When each task asks within `duration_ns`: (instant, task), in order. The first instant is
+/// random, each later one a period after, with a jitter of up to a fifth of the period.
 pub fn arrivals(tasks: &[Task], duration_ns: u64, seed: u64) -> Vec<(u64, usize)> {
     let mut random = Random(seed);
     let mut arrivals = Vec::new();
@@ -244,8 +253,8 @@ mod tests {
         let (fifo, least) = (ratio(1.2, Order::Fifo, false, Late::BestEffort), least_missed(1.2));
         assert!(admitted >= least - 0.01, "{admitted} below the bound {least}");
         assert!(admitted < least + 0.05, "{admitted}, bound {least}");
-        // Without it the earliest deadline first serves one that is lost already before one that is not; and an order that never gives
-        // up loses nearly all.
+        // Without it the earliest deadline first serves one that is lost already before one that is
+        // not; and an order that never gives up loses nearly all.
         assert!(edf > admitted && fifo > edf && fifo > 0.8, "{admitted} {edf} {fifo}");
     }
 
@@ -260,7 +269,8 @@ mod tests {
         }
     }
 
-    /// The most that can be served in time, by trying each choice: served in the order of deadlines, with interruptions, slot by slot.
+    /// The most that can be served in time, by trying each choice: served in the order of
+    /// deadlines, with interruptions, slot by slot.
     fn most_in_time(requests: &[(u64, u64)], work: u64) -> u64 {
         let feasible = |chosen: &[(u64, u64)]| {
             let mut left: Vec<(u64, u64, u64)> = chosen.iter().map(|(at, due)| (*at, *due, work)).collect();

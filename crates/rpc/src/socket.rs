@@ -28,7 +28,8 @@ pub(crate) enum Received {
     Nothing,
 }
 
-/// Sends a message. Does not block where `wait` is false; then `EAGAIN` says that the other side does not read.
+/// Sends a message. Does not block where `wait` is false; then `EAGAIN` says that the other side
+/// does not read.
 pub(crate) fn send(socket: impl AsFd, message: &Message, fds: &[BorrowedFd<'_>], wait: bool) -> Result<(), Errno> {
     let bytes = message.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -40,7 +41,8 @@ pub(crate) fn send(socket: impl AsFd, message: &Message, fds: &[BorrowedFd<'_>],
     sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags).map(|_| ())
 }
 
-/// Receives a message; waits for it, as long as the socket's own time limit says, where `wait` is set.
+/// Receives a message; waits for it, as long as the socket's own time limit says, where `wait` is
+/// set.
 pub(crate) fn receive(socket: impl AsFd, wait: bool) -> Received {
     let mut bytes = vec![0; MAX_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -52,7 +54,8 @@ pub(crate) fn receive(socket: impl AsFd, wait: bool) -> Received {
     let got = loop {
         match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
             Err(Errno::INTR) => {}
-            // The other side closed without reading what we sent. That is said once; what it sent before comes after it.
+            // The other side closed without reading what we sent. That is said once; what it sent
+            // before comes after it.
             Err(Errno::CONNRESET) if !reset => reset = true,
             got => break got,
         }

@@ -13,15 +13,16 @@ use rustix::fs::{SeekFrom, seek};
 use tombolo_ring::rpc::{Geometry, Role};
 use tombolo_shm::memory::Mapping;
 
-/// Whether a section begins with the header that `role` and its geometry ask. The descriptor is a memfd (`section::adopt`), so
-/// nothing blocks.
+/// Whether a section begins with the header that `role` and its geometry ask. The descriptor is a
+/// memfd (`section::adopt`), so nothing blocks.
 pub(crate) fn has_header(section: impl AsFd, geometry: Geometry, role: Role) -> bool {
     let expected = geometry.header(role);
     let mut found = [0; Geometry::HEADER_BYTES];
     rustix::io::pread(section, &mut found, 0) == Ok(found.len()) && found == expected
 }
 
-/// Faults in what a connection uses at once: the queue, and the arena where no page of it has to be made for that.
+/// Faults in what a connection uses at once: the queue, and the arena where no page of it has to be
+/// made for that.
 pub(crate) fn fault_in(section: impl AsFd, mapping: &Mapping, geometry: Geometry) {
     let bytes = geometry.section_bytes();
     // Moves the offset of the peer's open file, which mappings do not use.

@@ -35,7 +35,8 @@ fn echo(request: &Request<'_>, reply: &mut Reply<'_>) {
     let _ = reply.write(&request.to_vec());
 }
 
-/// A handler that holds each request until it is let go, and notes the order of service by the first byte.
+/// A handler that holds each request until it is let go, and notes the order of service by the
+/// first byte.
 struct Gate {
     open: Mutex<mpsc::Receiver<()>>,
     entered: mpsc::Sender<u8>,
@@ -219,7 +220,8 @@ fn while_all_workers_are_busy_requests_are_still_judged() {
     let client = connect(dir.path());
     let served = client.submit(b"0", &CallOptions::default()).unwrap();
     assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'0'));
-    // Late, refused by admission, expired, cancelled, queue full: none of them waits for the worker.
+    // Late, refused by admission, expired, cancelled, queue full: none of them waits for the
+    // worker.
     let past = CallOptions { deadline: Deadline::At(1), wait_late: Duration::MAX, ..CallOptions::default() };
     assert!(matches!(client.call(b"l", &past), Err(CallError::Late)));
     let soon = CallOptions::within(Duration::from_secs(500));
@@ -291,8 +293,8 @@ fn a_call_ends_at_its_deadline_or_waits_longer_as_its_caller_says() {
     assert_eq!(service.report().answers.overran, 2, "the service counts both that it ended after their deadlines");
 }
 
-/// How many of 50 calls an honest client gets answered in time, while a greedy one of the same user has 200 under way at each instant, with
-/// deadlines that are always a little earlier.
+/// How many of 50 calls an honest client gets answered in time, while a greedy one of the same user
+/// has 200 under way at each instant, with deadlines that are always a little earlier.
 fn honest_calls_in_time(shares: bool) -> usize {
     let dir = tempfile::tempdir().unwrap();
     // A service that takes time and no CPU, so that a busy machine changes little.
@@ -622,7 +624,8 @@ fn a_nearer_deadline_that_comes_while_the_client_falls_asleep_is_met() {
     let waker = Waker::from(Arc::new(Flag(woken)));
     let mut context = Context::from_waker(&waker);
     let far = CallOptions::within(TIMEOUT * 4);
-    // The first future has the client's thread go to sleep until the far deadline. The second one comes at each instant of that.
+    // The first future has the client's thread go to sleep until the far deadline. The second one
+    // comes at each instant of that.
     for n in 0..300 {
         let client = connect(dir.path());
         let mut late = Box::pin(client.call_async(b"l", &far));
@@ -645,7 +648,8 @@ fn a_nearer_deadline_that_comes_while_the_client_falls_asleep_is_met() {
     drop(order);
 }
 
-/// A task of an executor that runs or drops it wherever it is woken: in its waker. Drops all tasks but the first.
+/// A task of an executor that runs or drops it wherever it is woken: in its waker. Drops all tasks
+/// but the first.
 struct Task {
     futures: Mutex<Vec<CallFuture>>,
     ended: mpsc::Sender<Vec<u8>>,
@@ -717,7 +721,8 @@ fn a_service_that_ends_answers_all_that_wait() {
             tell.send(rustix::thread::gettid()).unwrap();
             drop(service);
         });
-        // It has been asked to end once who asked sleeps: until the call that is served is over there is nothing to do.
+        // It has been asked to end once who asked sleeps: until the call that is served is over
+        // there is nothing to do.
         let thread = told.recv_timeout(TIMEOUT).unwrap().as_raw_nonzero();
         let stat = || std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
         until("the service to be asked to end", || stat().rsplit_once(") ").unwrap().1.starts_with('S'));

@@ -1,6 +1,8 @@
-//! Processes killed at each step, by SIGKILL: who waits is told at once, what was held comes back, the rest goes on.
+//! Processes killed at each step, by SIGKILL: who waits is told at once, what was held comes back,
+//! the rest goes on.
 //!
-//! The children are this test program again: `child` runs only where the environment says what it is to be.
+//! The children are this test program again: `child` runs only where the environment says what it
+//! is to be.
 
 mod support;
 
@@ -54,7 +56,8 @@ impl Killed {
         Killed::apart().arg("true").status().is_ok_and(|status| status.success())
     }
 
-    /// The same in a PID namespace of its own, whose processes have no number in another one that is not above it.
+    /// The same in a PID namespace of its own, whose processes have no number in another one that
+    /// is not above it.
     fn start_apart(role: &str, dir: &Path) -> Killed {
         Killed::start_by(Killed::apart().arg(std::env::current_exe().unwrap()), role, dir)
     }
@@ -379,7 +382,8 @@ fn time_to_error(step: &str) -> Duration {
         };
         let waiters: Vec<_> = (0..threads).map(|_| scope.spawn(wait)).collect();
         provider.says(if step == "writing the reply" { "writing" } else { "serving" });
-        // Long enough that they sleep by then, which nothing tells of; one that does not yet is told all the same.
+        // Long enough that they sleep by then, which nothing tells of; one that does not yet is
+        // told all the same.
         std::thread::sleep(Duration::from_millis(5));
         let killed = Instant::now();
         provider.kill();
@@ -403,8 +407,8 @@ fn time_to_error(step: &str) -> Duration {
 fn who_waits_for_a_killed_provider_is_told_at_once() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     for step in ["served", "writing the reply", "queued", "several threads"] {
-        // The kernel takes a process apart before it closes its sockets, and the machine may be busy with other things: of some tries
-        // one shows what ours costs.
+        // The kernel takes a process apart before it closes its sockets, and the machine may be
+        // busy with other things: of some tries one shows what ours costs.
         let mut tries = (0..20).map(|_| time_to_error(step)).inspect(|t| println!("{step}: {t:?}"));
         assert!(tries.any(|took| took < AT_ONCE), "{step}: never within {AT_ONCE:?}");
     }
@@ -549,7 +553,8 @@ fn a_service_without_descriptors_says_so_and_goes_on() {
         assert!(clients.len() < 32);
     };
     assert!(matches!(refused, ConnectError::Refused(_)), "{refused}");
-    // Strangers, who say nothing, take a descriptor each: in the end there is none to accept one with.
+    // Strangers, who say nothing, take a descriptor each: in the end there is none to accept one
+    // with.
     let strangers: Vec<_> = (0..8).map(|_| stranger(dir.path())).collect();
     for _ in 0..8 {
         let error = Client::connect_with("s", &connect_options(dir.path())).unwrap_err().to_string();

@@ -125,8 +125,8 @@ impl Raw {
         self.ring();
     }
 
-    /// After the first answer, which was taken: requests for as many as the ring of answers holds, for as many as a client may be late to
-    /// say that it took, and for one more.
+    /// After the first answer, which was taken: requests for as many as the ring of answers holds,
+    /// for as many as a client may be late to say that it took, and for one more.
     fn ask_for_more_than_fits(&mut self) {
         for n in 0..8 + lag(8) {
             self.ask(n % 8, Payload::EMPTY);
@@ -231,7 +231,8 @@ fn pages_there(fd: impl AsFd) -> u64 {
 #[test]
 fn a_client_s_sparse_memory_stays_sparse_whatever_becomes_of_its_hello() {
     let dir = tempfile::tempdir().unwrap();
-    // One client takes most of what a user may have in use: one more of that size is refused after all checks of its own.
+    // One client takes most of what a user may have in use: one more of that size is refused after
+    // all checks of its own.
     let options = Options { max_bytes_per_uid: 100 << 20, folder: Some(dir.path().into()), ..Options::default() };
     let _service = Service::register("s", options, sum).unwrap();
     let geometry = Geometry::new(8, 64 << 20).unwrap();

@@ -1,10 +1,12 @@
 //! The scheduling class of the calling thread.
 //!
-//! Setting a class costs about 2 µs and may need a privilege. A caller that sets one first asks [`current`] what is
-//! in force. The kernel refuses `SCHED_DEADLINE` to a thread that may not run on all CPUs of its domain. It also
-//! refuses it where the bandwidth of all such threads would pass what the kernel grants.
+//! Setting a class costs about 2 µs and may need a privilege. A caller that sets one first asks
+//! [`current`] what is in force. The kernel refuses `SCHED_DEADLINE` to a thread that may not run
+//! on all CPUs of its domain. It also refuses it where the bandwidth of all such threads would pass
+//! what the kernel grants.
 //!
-//! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md): the C library has no wrapper.
+//! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md): the C library has
+//! no wrapper.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -72,7 +74,8 @@ fn errno() -> Errno {
 /// Sets the calling thread's class.
 ///
 /// # Errors
-/// `EPERM` without the right to it, `EBUSY` where the bandwidth is gone, `EINVAL` for parameters that make no sense.
+/// `EPERM` without the right to it, `EBUSY` where the bandwidth is gone, `EINVAL` for parameters
+/// that make no sense.
 pub fn set(class: Class) -> Result<(), Errno> {
     let mut attributes = Attributes { size: size_of::<Attributes>() as u32, ..Attributes::default() };
     match class {
@@ -85,12 +88,14 @@ pub fn set(class: Class) -> Result<(), Errno> {
             (attributes.runtime, attributes.deadline, attributes.period) = (runtime_ns, deadline_ns, period_ns);
         }
     }
-    // SAFETY: sched_setattr reads as many bytes as `size` says, which is the struct's; 0 is the calling thread.
+    // SAFETY: sched_setattr reads as many bytes as `size` says, which is the struct's; 0 is the
+    // calling thread.
     let done = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0u32) };
     if done == 0 { Ok(()) } else { Err(errno()) }
 }
 
-/// The calling thread's class; other classes of the kernel (batch, idle, round robin) are given as [`Class::Normal`].
+/// The calling thread's class; other classes of the kernel (batch, idle, round robin) are given as
+/// [`Class::Normal`].
 ///
 /// # Errors
 /// The kernel's.

@@ -1,12 +1,14 @@
-//! Who is at the other end of a Unix socket, as the kernel saw it when it connected or began to listen:
-//! process, user and group (SO_PEERCRED), supplementary groups (SO_PEERGROUPS) and a descriptor of the
-//! process itself (SO_PEERPIDFD, Linux 6.5). See unix(7) and socket(7).
+//! Who is at the other end of a Unix socket, as the kernel saw it when it connected or began to
+//! listen: process, user and group (SO_PEERCRED), supplementary groups (SO_PEERGROUPS) and a
+//! descriptor of the process itself (SO_PEERPIDFD, Linux 6.5). See unix(7) and socket(7).
 //!
 //! A process in a PID namespace that is not below ours has no number here: SO_PEERCRED says 0.
-//! rustix cannot represent that 0 (its `Pid` is never 0, and the call comes back as a made-up error), so
-//! everything in this project asks [`peer`] instead. SO_PEERPIDFD works across PID namespaces.
+//! rustix cannot represent that 0 (its `Pid` is never 0, and the call comes back as a made-up
+//! error), so everything in this project asks [`peer`] instead. SO_PEERPIDFD works across PID
+//! namespaces.
 //!
-//! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md): the C library has no wrapper.
+//! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md): the C library has
+//! no wrapper.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -54,11 +56,12 @@ pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
     Ok(Peer { pid: Pid::from_raw(found.pid), uid: found.uid, gid: found.gid })
 }
 
-/// A descriptor of the process at the other end (pidfd), also where that has no number in our PID namespace. It is readable
-/// when the process has ended.
+/// A descriptor of the process at the other end (pidfd), also where that has no number in our PID
+/// namespace. It is readable when the process has ended.
 ///
 /// # Errors
-/// `ENOPROTOOPT` before Linux 6.5; `EINVAL` or `ESRCH` where the process has ended and been waited for.
+/// `ENOPROTOOPT` before Linux 6.5; `EINVAL` or `ESRCH` where the process has ended and been waited
+/// for.
 pub fn peer_pidfd(socket: impl AsFd) -> Result<OwnedFd, Errno> {
     let mut found: libc::c_int = -1;
     let mut bytes = size_of_val(&found) as libc::socklen_t;
@@ -85,8 +88,9 @@ pub fn peer_groups(socket: impl AsFd) -> Result<Vec<u32>, Errno> {
     loop {
         let mut bytes = size_of_val(&groups[..]) as libc::socklen_t;
         let (fd, to) = (socket.as_fd().as_raw_fd(), groups.as_mut_ptr().cast());
-        // SAFETY: `to` and `bytes` describe the vector's own initialised elements, which any bytes are valid for; the kernel writes at
-        // most so many bytes, and sets `bytes` to what it wrote or would have written.
+        // SAFETY: `to` and `bytes` describe the vector's own initialised elements, which any bytes
+        // are valid for; the kernel writes at most so many bytes, and sets `bytes` to what it wrote
+        // or would have written.
         let failed = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERGROUPS, to, &mut bytes) } != 0;
         let count = bytes as usize / size_of::<u32>();
         if !failed {

@@ -1,8 +1,8 @@
 //! Doorbells: eventfds that wake the side that waits on them.
 //!
-//! A peer may hold the same eventfd and can change the open file that both share. So the eventfd is never written or
-//! read in a way that could block. Ringing goes through [`crate::signal`], and rings are taken with `RWF_NOWAIT`
-//! (eventfds have it since Linux 5.8).
+//! A peer may hold the same eventfd and can change the open file that both share. So the eventfd is
+//! never written or read in a way that could block. Ringing goes through [`crate::signal`], and
+//! rings are taken with `RWF_NOWAIT` (eventfds have it since Linux 5.8).
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::{Errno, ReadWriteFlags};
@@ -51,23 +51,24 @@ impl Doorbell {
         Ok(Doorbell { fd: rustix::io::fcntl_dupfd_cloexec(&self.fd, 3)?, shared, pipe: None })
     }
 
-    /// A doorbell that a peer handed over. It is safe against anything that the peer does with it. Any other descriptor
-    /// is closed where closing does no harm ([`crate::foreign`]).
+    /// A doorbell that a peer handed over. It is safe against anything that the peer does with it.
+    /// Any other descriptor is closed where closing does no harm ([`crate::foreign`]).
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is no eventfd: a peer's pipe or file could block its writer. Otherwise the
-    /// kernel's error.
+    /// `EINVAL` for a descriptor that is no eventfd: a peer's pipe or file could block its writer.
+    /// Otherwise the kernel's error.
     pub fn adopt(fd: impl Into<ForeignFd>) -> Result<Doorbell, Errno> {
         Self::take_over(fd.into(), Some(Helper::default()))
     }
 
-    /// As [`Doorbell::adopt`], and also takes the writing end of a pipe, which user-mode Linux uses: each ring adds
-    /// eight bytes, unless the pipe is full. A peer can block a writer of its pipe, by the flags of the open file or by
-    /// holding the pipe's lock in a read. So a separate thread writes, and rings that come in between are merged into
-    /// one.
+    /// As [`Doorbell::adopt`], and also takes the writing end of a pipe, which user-mode Linux
+    /// uses: each ring adds eight bytes, unless the pipe is full. A peer can block a writer of its
+    /// pipe, by the flags of the open file or by holding the pipe's lock in a read. So a separate
+    /// thread writes, and rings that come in between are merged into one.
     ///
     /// # Errors
-    /// As for [`Doorbell::adopt`]; `EAGAIN` where [`MAX_PIPES`] pipes are written already, or there is no thread.
+    /// As for [`Doorbell::adopt`]; `EAGAIN` where [`MAX_PIPES`] pipes are written already, or there
+    /// is no thread.
     pub fn adopt_any(fd: impl Into<ForeignFd>) -> Result<Doorbell, Errno> {
         let fd = fd.into();
         if fd.kind() != Kind::Pipe {
@@ -104,7 +105,8 @@ impl Doorbell {
         }
     }
 
-    /// Wakes the side that waits. A doorbell that was rung 2^64 - 2 times and never taken stays rung.
+    /// Wakes the side that waits. A doorbell that was rung 2^64 - 2 times and never taken stays
+    /// rung.
     #[inline]
     pub fn ring(&self) {
         match &self.shared {
@@ -134,8 +136,8 @@ pub const MAX_PIPES: usize = 64;
 
 static PIPES: AtomicUsize = AtomicUsize::new(0);
 
-/// A thread that writes to a peer's pipe whenever a doorbell of this process is rung. Dropped, it ends; where the peer keeps
-/// it in `write`, it ends when the peer closes or drains the pipe.
+/// A thread that writes to a peer's pipe whenever a doorbell of this process is rung. Dropped, it
+/// ends; where the peer keeps it in `write`, it ends when the peer closes or drains the pipe.
 #[derive(Debug)]
 struct PipeWriter {
     pipe: Arc<ForeignFd>,

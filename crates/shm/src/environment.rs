@@ -2,7 +2,8 @@
 
 use std::ffi::OsString;
 
-/// The value of a variable. One that is set to nothing is not set: `NAME= program` and a unit's `Environment=NAME=` mean so.
+/// The value of a variable. One that is set to nothing is not set: `NAME= program` and a unit's
+/// `Environment=NAME=` mean so.
 pub fn variable(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }

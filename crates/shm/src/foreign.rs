@@ -1,21 +1,24 @@
-//! Descriptors that a peer handed over: finding out what they are, and closing them, without waiting for the peer.
+//! Descriptors that a peer handed over: finding out what they are, and closing them, without
+//! waiting for the peer.
 //!
-//! A descriptor can lead to a file system that the peer made itself (FUSE). There `fstat`, `fstatfs`, `poll`, `read`
-//! and `close` ask the peer's server, which may never answer. A socket whose owner set SO_LINGER can hold up `close`,
-//! too.
+//! A descriptor can lead to a file system that the peer made itself (FUSE). There `fstat`,
+//! `fstatfs`, `poll`, `read` and `close` ask the peer's server, which may never answer. A socket
+//! whose owner set SO_LINGER can hold up `close`, too.
 //!
-//! * [`kind`] asks only the kernel's own structures: seals, which only memory has (fcntl(2), F_GET_SEALS), and the name
-//!   of an anonymous inode. No path can imitate that name, since paths begin with a slash.
-//! * [`ForeignFd`] owns a received descriptor. A descriptor that is not kept is closed by [`close`]. Eventfds and
-//!   memory are closed at once, because closing them involves no other process. All others are closed on a separate
-//!   thread, since that may never return.
+//! * [`kind`] asks only the kernel's own structures: seals, which only memory has (fcntl(2),
+//!   F_GET_SEALS), and the name of an anonymous inode. No path can imitate that name, since paths
+//!   begin with a slash.
+//! * [`ForeignFd`] owns a received descriptor. A descriptor that is not kept is closed by
+//!   [`close`]. Eventfds and memory are closed at once, because closing them involves no other
+//!   process. All others are closed on a separate thread, since that may never return.
 //!
 //! # Limits
-//! * [`MAX_CLOSERS`] threads close. While all are held up, further descriptors wait. A user (of the sending process)
-//!   may have [`MAX_HELD_PER_USER`] descriptors waiting or held up, all users together [`MAX_HELD`]. Beyond that
-//!   [`has_room`] says no, and sockets are read without accepting descriptors, which the kernel then discards.
-//! * A thread that is held up by a FUSE server ends when that server answers or ends. Until then the kernel keeps the
-//!   process, even a killed one, and with it the descriptors that it has open.
+//! * [`MAX_CLOSERS`] threads close. While all are held up, further descriptors wait. A user (of the
+//!   sending process) may have [`MAX_HELD_PER_USER`] descriptors waiting or held up, all users
+//!   together [`MAX_HELD`]. Beyond that [`has_room`] says no, and sockets are read without
+//!   accepting descriptors, which the kernel then discards.
+//! * A thread that is held up by a FUSE server ends when that server answers or ends. Until then
+//!   the kernel keeps the process, even a killed one, and with it the descriptors that it has open.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -37,7 +40,8 @@ pub const MAX_HELD: usize = 256;
 pub enum Kind {
     /// `read` and `write` can block if the peer made it blocking.
     Eventfd,
-    /// A file of tmpfs or hugetlbfs: a memfd, or one with a name. `fstat`, `fstatfs` and `close` do not block.
+    /// A file of tmpfs or hugetlbfs: a memfd, or one with a name. `fstat`, `fstatfs` and `close` do
+    /// not block.
     Memory,
     /// One end of a pipe, or a FIFO.
     Pipe,
@@ -87,8 +91,8 @@ impl ForeignFd {
         kind(self)
     }
 
-    /// The descriptor, which the caller knows to be harmless: its [`ForeignFd::kind`] is `Eventfd` or `Memory`, or it
-    /// comes from a process that is trusted.
+    /// The descriptor, which the caller knows to be harmless: its [`ForeignFd::kind`] is `Eventfd`
+    /// or `Memory`, or it comes from a process that is trusted.
     pub fn keep(mut self) -> OwnedFd {
         match self.fd.take() {
             Some(fd) => fd,
@@ -98,7 +102,8 @@ impl ForeignFd {
 }
 
 impl From<OwnedFd> for ForeignFd {
-    /// For descriptors whose sender is not known: they are counted with those of this process's own user.
+    /// For descriptors whose sender is not known: they are counted with those of this process's own
+    /// user.
     fn from(fd: OwnedFd) -> ForeignFd {
         ForeignFd::new(fd, rustix::process::geteuid().as_raw())
     }
@@ -128,8 +133,8 @@ pub fn close(fd: OwnedFd) {
     drop(ForeignFd::from(fd));
 }
 
-/// Whether descriptors may still be received from the process at the other end of a Unix socket: few enough of its user's are
-/// waiting to be closed.
+/// Whether descriptors may still be received from the process at the other end of a Unix socket:
+/// few enough of its user's are waiting to be closed.
 pub fn has_room(socket: impl AsFd) -> bool {
     let inner = CLOSERS.lock();
     // The common case asks the kernel nothing.
@@ -185,14 +190,16 @@ impl Closers {
         let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let here = fork::process();
         if inner.process != here {
-            // A forked child has none of its parent's threads. What waited is left alone: it is the parent's to close.
+            // A forked child has none of its parent's threads. What waited is left alone: it is the
+            // parent's to close.
             let parents = std::mem::replace(&mut *inner, Inner { process: here, ..Inner::new() });
             std::mem::forget(parents.waiting);
         }
         inner
     }
 
-    /// Beyond the limits, too: the descriptor is here already. Its receiver asks [`has_room`] first.
+    /// Beyond the limits, too: the descriptor is here already. Its receiver asks [`has_room`]
+    /// first.
     fn close(&'static self, fd: OwnedFd, user: u32) {
         let mut inner = self.lock();
         inner.held += 1;

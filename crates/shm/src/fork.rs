@@ -1,23 +1,26 @@
 //! Forks: which process this is after one, and locks that no thread holds across one.
 //!
-//! A forked child has its parent's memory as it was at that instant. Of its parent's threads it has only the one that
-//! forked. A lock that another thread held stays held in the child for ever, and the data under it may be half changed.
-//! So a lock in a static that a child also needs is named here ([`keep`]) before it is first taken. From then on each
-//! fork takes it first and releases it afterwards, in the parent and in the child (pthread_atfork(3)). So the child
-//! finds the lock free and its data complete.
+//! A forked child has its parent's memory as it was at that instant. Of its parent's threads it has
+//! only the one that forked. A lock that another thread held stays held in the child for ever, and
+//! the data under it may be half changed. So a lock in a static that a child also needs is named
+//! here ([`keep`]) before it is first taken. From then on each fork takes it first and releases it
+//! afterwards, in the parent and in the child (pthread_atfork(3)). So the child finds the lock free
+//! and its data complete.
 //!
 //! # Invariants
-//! * No thread forks while it holds a kept lock, or takes one while it holds another. Kept locks are held for a few
-//!   steps that call no other module's code. So a fork waits only briefly for them, and never for itself.
-//! * Nothing here blocks in a child on what its parent was doing: what is made once is made without a lock.
+//! * No thread forks while it holds a kept lock, or takes one while it holds another. Kept locks
+//!   are held for a few steps that call no other module's code. So a fork waits only briefly for
+//!   them, and never for itself.
+//! * Nothing here blocks in a child on what its parent was doing: what is made once is made without
+//!   a lock.
 //!
 //! # Limits
-//! * Children that are made without these handlers (clone(2), `_Fork`, `posix_spawn`) may only become another program,
-//!   or end. A signal handler that forks uses `_Fork`, as POSIX has it.
-//! * Locks of single objects are not kept. The owner of such an object remembers which process made it ([`process`]),
-//!   and leaves it alone in another process.
-//! * The first lock of a process is not held by a fork if it is named while that fork, in another thread, runs other
-//!   libraries' handlers.
+//! * Children that are made without these handlers (clone(2), `_Fork`, `posix_spawn`) may only
+//!   become another program, or end. A signal handler that forks uses `_Fork`, as POSIX has it.
+//! * Locks of single objects are not kept. The owner of such an object remembers which process made
+//!   it ([`process`]), and leaves it alone in another process.
+//! * The first lock of a process is not held by a fork if it is named while that fork, in another
+//!   thread, runs other libraries' handlers.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -58,12 +61,14 @@ thread_local! {
     static HELD: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Has each fork of this process take the lock first. Called before the lock is taken for the first time, and as often as anybody likes.
+/// Has each fork of this process take the lock first. Called before the lock is taken for the first
+/// time, and as often as anybody likes.
 pub fn keep(lock: &'static dyn Lock) {
-    // Relaxed: who does not see that it was done does it again, which the handlers bear. It comes before the registry's lock, which is to be free
-    // in a child, too.
+    // Relaxed: who does not see that it was done does it again, which the handlers bear. It comes
+    // before the registry's lock, which is to be free in a child, too.
     if !HANDLED.load(Ordering::Relaxed) {
-        // SAFETY: the handlers are functions of this module, which live as long as it does; a library that is unloaded takes them along.
+        // SAFETY: the handlers are functions of this module, which live as long as it does; a
+        // library that is unloaded takes them along.
         let failed = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
         // Without memory for that, the next call that names a lock tries again.
         HANDLED.store(failed == 0, Ordering::Relaxed);
@@ -74,9 +79,11 @@ pub fn keep(lock: &'static dyn Lock) {
     }
 }
 
-/// Before a fork, by the thread that forks. A second time it does nothing: two threads may have had it called.
+/// Before a fork, by the thread that forks. A second time it does nothing: two threads may have had
+/// it called.
 extern "C" fn before() {
-    // A thread that forks while its locals are being destroyed has no place for them any more, and forks as if they were not kept.
+    // A thread that forks while its locals are being destroyed has no place for them any more, and
+    // forks as if they were not kept.
     let _ = HELD.try_with(|held| {
         let Ok(mut held) = held.try_borrow_mut() else { return };
         if held.is_empty() {
@@ -95,10 +102,12 @@ extern "C" fn after() {
 /// A page that a fork wipes; null before it is made. It is never given back.
 static PAGE: AtomicPtr<Mapping> = AtomicPtr::new(ptr::null_mut());
 
-/// The number of this process: another one in a forked child. It is read from a page that a fork wipes, so that a look costs two loads.
+/// The number of this process: another one in a forked child. It is read from a page that a fork
+/// wipes, so that a look costs two loads.
 #[inline]
 pub fn process() -> u32 {
-    // SAFETY: null, or a mapping that was leaked for this (`made`). Acquire, partner there: it is whole.
+    // SAFETY: null, or a mapping that was leaked for this (`made`). Acquire, partner there: it is
+    // whole.
     let page = unsafe { PAGE.load(Ordering::Acquire).as_ref() }.or_else(made);
     // Relaxed: the word says nothing of other memory.
     if let Some(known) = page.and_then(|page| page.view().load_u32(0, Ordering::Relaxed)).filter(|pid| *pid != 0) {

@@ -1,10 +1,11 @@
 //! Sleeping on a word of shared memory until another process changes it and says so.
 //!
-//! The word may be in memory that we can only read: neither waiting nor waking writes it. A peer that changes the word
-//! without waking is a peer that does not wake us; every wait has a time limit.
+//! The word may be in memory that we can only read: neither waiting nor waking writes it. A peer
+//! that changes the word without waking is a peer that does not wake us; every wait has a time
+//! limit.
 //!
-//! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md): rustix asks for a reference to the word,
-//! and no reference may point into a peer's memory.
+//! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md): rustix asks for a
+//! reference to the word, and no reference may point into a peer's memory.
 #![allow(unsafe_code)]
 
 use std::time::Duration;
@@ -27,15 +28,16 @@ fn word(memory: Foreign<'_>, offset: usize) -> Option<*const u8> {
     part.as_ptr().cast::<u32>().is_aligned().then_some(part.as_ptr())
 }
 
-/// Sleeps while the little-endian word at `offset` is `expected`, for at most `timeout`. A word that is not wholly in the
-/// memory, or not aligned, counts as changed.
+/// Sleeps while the little-endian word at `offset` is `expected`, for at most `timeout`. A word
+/// that is not wholly in the memory, or not aligned, counts as changed.
 pub fn wait(memory: Foreign<'_>, offset: usize, expected: u32, timeout: Duration) -> Woken {
     let Some(word) = word(memory, offset) else { return Woken::Changed };
     let timeout = libc::timespec {
         tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // SAFETY: FUTEX_WAIT only reads the four bytes at `word`, which are mapped and aligned (checked above), and the timeout.
+    // SAFETY: FUTEX_WAIT only reads the four bytes at `word`, which are mapped and aligned (checked
+    // above), and the timeout.
     let done = unsafe {
         libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, expected.to_le(), &raw const timeout, 0usize, 0u32)
     };
@@ -52,7 +54,8 @@ pub fn wait(memory: Foreign<'_>, offset: usize, expected: u32, timeout: Duration
 /// Wakes all that sleep on the word at `offset`, in whichever process.
 pub fn wake(memory: Foreign<'_>, offset: usize) {
     let Some(word) = word(memory, offset) else { return };
-    // SAFETY: FUTEX_WAKE uses the address only to find who sleeps there; the memory stays mapped during the call.
+    // SAFETY: FUTEX_WAKE uses the address only to find who sleeps there; the memory stays mapped
+    // during the call.
     unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX, 0usize, 0usize, 0u32) };
 }
 
@@ -80,7 +83,8 @@ mod tests {
         assert!(begun.elapsed() < Duration::from_secs(9), "it was not woken");
     }
 
-    /// Who maps the word read-only can wake too: that is how waiters learn that the other side has gone.
+    /// Who maps the word read-only can wake too: that is how waiters learn that the other side has
+    /// gone.
     #[test]
     fn a_reader_can_wake_other_readers() {
         let (fd, _own) = section::make("test", 4096, false).unwrap();

@@ -1,24 +1,27 @@
 //! Memory of a guest, which its owner can take away.
 //!
-//! A guest's memory comes as a descriptor of another process's file. That file can shrink unless it is sealed. Seals
-//! cannot be demanded, because memory of `memory-backend-file` and of hugepages has none. Huge pages or a full tmpfs
-//! can also fail at the first touch. The next access to such a page raises SIGBUS. That would end this process, and
-//! with it the network of every other guest. So:
+//! A guest's memory comes as a descriptor of another process's file. That file can shrink unless it
+//! is sealed. Seals cannot be demanded, because memory of `memory-backend-file` and of hugepages
+//! has none. Huge pages or a full tmpfs can also fail at the first touch. The next access to such a
+//! page raises SIGBUS. That would end this process, and with it the network of every other guest.
+//! So:
 //!
 //! * each mapping is entered in a table of the process before it is used;
-//! * the handler of SIGBUS finds the mapping whose page is gone, puts zeroed private memory over **all** of it (a
-//!   mapping of huge pages cannot be replaced in part), and marks it lost; the access that failed continues there;
-//! * the owner of the mapping looks at [`GuestMapping::is_lost`] once per batch and resets its port.
+//! * the handler of SIGBUS finds the mapping whose page is gone, puts zeroed private memory over
+//!   **all** of it (a mapping of huge pages cannot be replaced in part), and marks it lost; the
+//!   access that failed continues there;
+//! * the owner of the mapping looks at [`GuestMapping::is_lost`] once per batch and resets its
+//!   port.
 //!
-//! An address outside the table does not belong to this module. Then the earlier handler (Rust's own, which reports a
-//! stack overflow) gets it, or the process dies as it would have.
+//! An address outside the table does not belong to this module. Then the earlier handler (Rust's
+//! own, which reports a stack overflow) gets it, or the process dies as it would have.
 //!
-//! The handler is async-signal-safe: it reads atomics and makes one system call. The access itself raises this kind of
-//! SIGBUS, in the accessing thread. Entering and removing touch no guest memory. So the handler never interrupts a
-//! change of the table by the same thread.
+//! The handler is async-signal-safe: it reads atomics and makes one system call. The access itself
+//! raises this kind of SIGBUS, in the accessing thread. Entering and removing touch no guest
+//! memory. So the handler never interrupts a change of the table by the same thread.
 //!
-//! Limits: [`MAX_MAPPINGS`] in a process. This module is on the list of modules that may use `unsafe`
-//! (ARCHITECTURE.md).
+//! Limits: [`MAX_MAPPINGS`] in a process. This module is on the list of modules that may use
+//! `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
 
 use crate::memory::{MemoryError, expect_memory};
@@ -38,7 +41,8 @@ pub const MAX_MAPPINGS: usize = 4096;
 pub const MAX_BYTES: u64 = 1 << 40;
 
 struct Entry {
-    /// Address of the first byte; 0 in a free entry. Written last on entering, and first on removing.
+    /// Address of the first byte; 0 in a free entry. Written last on entering, and first on
+    /// removing.
     start: AtomicUsize,
     end: AtomicUsize,
     lost: AtomicBool,
@@ -70,19 +74,22 @@ unsafe impl Send for GuestMapping {}
 unsafe impl Sync for GuestMapping {}
 
 impl GuestMapping {
-    /// Maps `bytes` at `offset` of the peer's file, which need not be aligned. The range has to lie inside the file as it
-    /// is now.
+    /// Maps `bytes` at `offset` of the peer's file, which need not be aligned. The range has to lie
+    /// inside the file as it is now.
     ///
     /// # Errors
-    /// [`MemoryError::OutsideFile`] and [`MemoryError::Shape`] for what a peer got wrong, else the kernel's.
+    /// [`MemoryError::OutsideFile`] and [`MemoryError::Shape`] for what a peer got wrong, else the
+    /// kernel's.
     pub fn new(fd: impl AsFd, offset: u64, bytes: u64) -> Result<GuestMapping, MemoryError> {
         let system = |what| move |source| MemoryError::System { what, bytes, source };
         let shape = MemoryError::Shape { offset, bytes };
-        // On a file system of the peer's own making (FUSE) the first touch of a page could wait for the peer for ever.
+        // On a file system of the peer's own making (FUSE) the first touch of a page could wait for
+        // the peer for ever.
         expect_memory(&fd)?;
         let stat = fstat(&fd).map_err(system("fstat"))?;
         let file_bytes = u64::try_from(stat.st_size).unwrap_or(0);
-        // The block of a file of huge pages is the page, of which offset and length of a mapping have to be multiples.
+        // The block of a file of huge pages is the page, of which offset and length of a mapping
+        // have to be multiples.
         let block = u64::try_from(stat.st_blksize).ok().filter(|b| b.is_power_of_two()).unwrap_or(4096).max(4096);
         if bytes == 0 || bytes > MAX_BYTES || block > 1 << 30 {
             return Err(shape);
@@ -95,7 +102,8 @@ impl GuestMapping {
         let len = end.next_multiple_of(block) - first;
         let len = usize::try_from(len).map_err(|_| shape)?;
         install().map_err(system("installing the handler of SIGBUS"))?;
-        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is touched.
+        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is
+        // touched.
         let start =
             unsafe { mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, first) };
         let start = start.map_err(system("mmap"))?.cast::<u8>();
@@ -119,10 +127,12 @@ impl GuestMapping {
         false
     }
 
-    /// Whether pages were gone when they were touched. What was read and written since went nowhere.
+    /// Whether pages were gone when they were touched. What was read and written since went
+    /// nowhere.
     #[inline]
     pub fn is_lost(&self) -> bool {
-        // Relaxed: set in the thread that touched the page, and a mapping is worked on by one thread.
+        // Relaxed: set in the thread that touched the page, and a mapping is worked on by one
+        // thread.
         TABLE[self.entry].lost.load(Ordering::Relaxed)
     }
 }
@@ -130,17 +140,20 @@ impl GuestMapping {
 impl Backing for GuestMapping {
     #[inline]
     fn bytes(&self) -> ForeignMut<'_> {
-        // SAFETY: offset + bytes <= mapped bytes of a live writable mapping (constructor, Drop), into which no reference is made.
+        // SAFETY: offset + bytes <= mapped bytes of a live writable mapping (constructor, Drop),
+        // into which no reference is made.
         unsafe { ForeignMut::new(self.start.add(self.offset), self.bytes) }
     }
 }
 
 impl Drop for GuestMapping {
     fn drop(&mut self) {
-        // Before the address range can be used for something else. Release: partner is the handler's acquire.
+        // Before the address range can be used for something else. Release: partner is the
+        // handler's acquire.
         TABLE[self.entry].start.store(0, Ordering::Release);
-        // SAFETY: exactly what the constructor mapped (or the handler put in its place), and views cannot outlive self.
-        // A failure would leak address space only, and no caller could act on it.
+        // SAFETY: exactly what the constructor mapped (or the handler put in its place), and views
+        // cannot outlive self. A failure would leak address space only, and no caller could act on
+        // it.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.mapped) };
     }
 }
@@ -163,7 +176,8 @@ fn install() -> Result<(), Errno> {
         return Ok(());
     }
     let mut previous = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: reads the present action into a struct of the right size, for which zeros are a valid value.
+    // SAFETY: reads the present action into a struct of the right size, for which zeros are a valid
+    // value.
     let previous = unsafe {
         if libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr()) != 0 {
             return Err(errno());
@@ -173,8 +187,9 @@ fn install() -> Result<(), Errno> {
     // Before the handler can run, since it reads it.
     let _ = PREVIOUS.set(previous);
     let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = on_sigbus;
-    // SAFETY: zeros are a valid sigaction; the handler has the signature that SA_SIGINFO asks for and is
-    // async-signal-safe (module head); SA_ONSTACK uses the alternate stack of threads that have one.
+    // SAFETY: zeros are a valid sigaction; the handler has the signature that SA_SIGINFO asks for
+    // and is async-signal-safe (module head); SA_ONSTACK uses the alternate stack of threads that
+    // have one.
     let done = unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();
         action.sa_sigaction = handler as usize;
@@ -201,8 +216,9 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
         if same && start != 0 && start <= address && address < end {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
             let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
-            // SAFETY: replaces exactly one mapping of guest memory, whose owner is inside an access to it and so keeps
-            // it; views of it stay valid, since the range stays mapped, readable and writable.
+            // SAFETY: replaces exactly one mapping of guest memory, whose owner is inside an access
+            // to it and so keeps it; views of it stay valid, since the range stays mapped, readable
+            // and writable.
             let replaced = unsafe { mmap_anonymous(start as *mut _, end - start, protection, flags) };
             if replaced.is_ok() {
                 entry.lost.store(true, Ordering::Relaxed);
@@ -214,8 +230,9 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
     // Not ours: as if this handler had never been.
     if let Some(previous) = PREVIOUS.get() {
         let action = previous.sa_sigaction;
-        // SAFETY: calls what the previous action named, with what the kernel passed, in the form that its flags name;
-        // or puts the action back, so that the access, repeated on return, ends the process.
+        // SAFETY: calls what the previous action named, with what the kernel passed, in the form
+        // that its flags name; or puts the action back, so that the access, repeated on return,
+        // ends the process.
         unsafe {
             if action == libc::SIG_DFL || action == libc::SIG_IGN {
                 libc::signal(signal, libc::SIG_DFL);

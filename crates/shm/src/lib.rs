@@ -1,14 +1,16 @@
 //! Linux below the rings: memory that is shared by descriptor, doorbells, descriptor passing.
 //!
-//! Nothing here has a name in a file system that could outlive its owner. Memory is a sealed memfd, a wake-up
-//! is an eventfd, and both die with the last descriptor.
+//! Nothing here has a name in a file system that could outlive its owner. Memory is a sealed memfd,
+//! a wake-up is an eventfd, and both die with the last descriptor.
 //!
 //! * [`memory`] – making a sealed region, and mapping a region that a peer handed over.
 //! * [`guest`] – mapping a guest's memory, which its owner can take away.
-//! * [`section`] – memory that one side writes and the other can only read, and which neither can take away.
+//! * [`section`] – memory that one side writes and the other can only read, and which neither can
+//!   take away.
 //! * [`doorbell`] – wake-ups, which are eventfds.
 //! * [`environment`] – environment variables, of which empty ones are not set.
-//! * [`foreign`] – finding out what a peer's descriptor is, and closing it, without waiting for the peer.
+//! * [`foreign`] – finding out what a peer's descriptor is, and closing it, without waiting for the
+//!   peer.
 //! * [`signal`] – signalling an eventfd that a peer holds too, without blocking.
 //! * [`lineage`] – a process and those that it descends from.
 //! * [`futex`] – sleeping on a word of shared memory.

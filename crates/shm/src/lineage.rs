@@ -17,8 +17,9 @@ pub fn start_ticks(pid: u32) -> Option<u64> {
     look(pid).map(|(_, ticks)| ticks)
 }
 
-/// The process and its ancestors, each with its start time, the process first. A process whose parent has ended
-/// descends from the process that has adopted it. So the line of a process that means to hide ends there.
+/// The process and its ancestors, each with its start time, the process first. A process whose
+/// parent has ended descends from the process that has adopted it. So the line of a process that
+/// means to hide ends there.
 pub fn of(pid: u32) -> impl Iterator<Item = (u32, u64)> {
     let mut next = pid;
     std::iter::from_fn(move || {

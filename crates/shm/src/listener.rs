@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 16;
-/// The same where many may connect at one time and are accepted at once. The kernel may allow fewer (net.core.somaxconn).
+/// The same where many may connect at one time and are accepted at once. The kernel may allow fewer
+/// (net.core.somaxconn).
 const LARGE_BACKLOG: i32 = 4096;
 
 /// A listening Unix socket, for its owner's user only. Its file goes with it.
@@ -21,8 +22,8 @@ pub struct Listener {
     file: Option<(u64, u64)>,
 }
 
-/// Binds a Unix socket at `path` with the mode 0600, for any umask. The file never has wider permissions, not even for
-/// a moment, and no process can connect before the caller listens.
+/// Binds a Unix socket at `path` with the mode 0600, for any umask. The file never has wider
+/// permissions, not even for a moment, and no process can connect before the caller listens.
 ///
 /// # Errors
 /// The kernel's.
@@ -34,15 +35,15 @@ pub fn bind_private(socket: impl AsFd, path: &Path) -> Result<(), Errno> {
     rustix::fs::chmod(path, Mode::from_raw_mode(0o600))
 }
 
-/// Whether a connection to `path`, the name of a listening Unix socket, finds this socket. If its file was removed, the
-/// socket has no name any more, even if another file has that name now. A listener that was killed may leave a file
-/// behind on which no process listens.
+/// Whether a connection to `path`, the name of a listening Unix socket, finds this socket. If its
+/// file was removed, the socket has no name any more, even if another file has that name now. A
+/// listener that was killed may leave a file behind on which no process listens.
 pub fn is_found_at(socket: impl AsFd, path: &Path) -> bool {
     let named = net::getsockname(&socket).ok().and_then(|name| SocketAddrUnix::try_from(name).ok());
     let Ok(name) = SocketAddrUnix::new(path) else { return false };
     let listens = net::sockopt::socket_acceptconn(&socket).unwrap_or(false);
-    // A datagram socket cannot connect to a listener, and this error differs from the one for a name without a
-    // listener. So no connection results from it.
+    // A datagram socket cannot connect to a listener, and this error differs from the one for a
+    // name without a listener. So no connection results from it.
     let found = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)
         .and_then(|probe| net::connect(&probe, &name));
     listens && named.is_some_and(|named| named == name) && found == Err(Errno::PROTOTYPE)
@@ -64,9 +65,9 @@ impl Listener {
         Self::listen(make(SocketFlags::NONBLOCK)?, path, BACKLOG)
     }
 
-    /// Listens at `path` in place of the present listener, which cannot be reached there any more. This is for names
-    /// that belong to the caller alone: a process that ends may close its listening socket after everything else. Many
-    /// connections may wait to be accepted.
+    /// Listens at `path` in place of the present listener, which cannot be reached there any more.
+    /// This is for names that belong to the caller alone: a process that ends may close its
+    /// listening socket after everything else. Many connections may wait to be accepted.
     ///
     /// # Errors
     /// The kernel's.
@@ -127,7 +128,8 @@ impl Listener {
     }
 }
 
-/// The next peer of a listening socket that does not block, of any family, if one waits. Its socket does not block either.
+/// The next peer of a listening socket that does not block, of any family, if one waits. Its socket
+/// does not block either.
 ///
 /// # Errors
 /// The kernel's, where no descriptor is left.

@@ -1,7 +1,8 @@
-//! Memory shared by descriptor: this process's own sealed regions, and mappings of what a peer handed over.
+//! Memory shared by descriptor: this process's own sealed regions, and mappings of what a peer
+//! handed over.
 //!
-//! A mapping lives as long as its [`Mapping`]. Views borrow from it, so none outlives it. This module is on the
-//! list of modules that may use `unsafe` (ARCHITECTURE.md).
+//! A mapping lives as long as its [`Mapping`]. Views borrow from it, so none outlives it. This
+//! module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
@@ -58,8 +59,8 @@ pub fn sealed_region(name: &str, bytes: u64) -> Result<OwnedFd, MemoryError> {
     Ok(fd)
 }
 
-/// Refuses a file of any file system except tmpfs and hugetlbfs, without asking the file system. A peer's own (FUSE)
-/// could block a process for ever that asks it anything or touches its pages.
+/// Refuses a file of any file system except tmpfs and hugetlbfs, without asking the file system. A
+/// peer's own (FUSE) could block a process for ever that asks it anything or touches its pages.
 pub fn expect_memory(fd: impl AsFd) -> Result<(), MemoryError> {
     match foreign::kind(&fd) {
         Kind::Memory => Ok(()),
@@ -67,8 +68,8 @@ pub fn expect_memory(fd: impl AsFd) -> Result<(), MemoryError> {
     }
 }
 
-/// Whether the file behind `fd` is sealed against shrinking: only then can no peer take its pages away under a
-/// mapping, which would raise SIGBUS at the next access.
+/// Whether the file behind `fd` is sealed against shrinking: only then can no peer take its pages
+/// away under a mapping, which would raise SIGBUS at the next access.
 pub fn cannot_shrink(fd: impl AsFd) -> bool {
     fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK))
 }
@@ -83,14 +84,17 @@ pub struct Mapping {
 
 // SAFETY: a mapping is an address range that stays valid until Drop, from whichever thread.
 unsafe impl Send for Mapping {}
-// SAFETY: a shared mapping hands out views whose accesses are atomics and copies only; see tombolo_ring::mem.
+// SAFETY: a shared mapping hands out views whose accesses are atomics and copies only; see
+// tombolo_ring::mem.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `bytes` at `offset` of the file, shared. The range has to lie inside the file as it is now.
+    /// Maps `bytes` at `offset` of the file, shared. The range has to lie inside the file as it is
+    /// now.
     ///
     /// # Errors
-    /// [`MemoryError::FileSystem`], [`MemoryError::OutsideFile`] and [`MemoryError::Shape`] for what a peer got wrong, else the kernel's.
+    /// [`MemoryError::FileSystem`], [`MemoryError::OutsideFile`] and [`MemoryError::Shape`] for
+    /// what a peer got wrong, else the kernel's.
     pub fn new(fd: impl AsFd, offset: u64, bytes: u64, writable: bool) -> Result<Mapping, MemoryError> {
         let system = |what| move |source| MemoryError::System { what, bytes, source };
         Self::shape(offset, bytes)?;
@@ -112,15 +116,16 @@ impl Mapping {
         let system = |what| move |source| MemoryError::System { what, bytes, source };
         let len = Self::shape(offset, bytes)?;
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
-        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is touched.
+        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is
+        // touched.
         let start = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, offset) };
         let start = start.map_err(system("mmap"))?.cast();
         let start = NonNull::new(start).ok_or(MemoryError::Shape { offset, bytes })?;
         Ok(Mapping { start, len, writable })
     }
 
-    /// Maps `bytes` at `offset` of a device's file, shared, for reading and writing. Such a file has no size that could be
-    /// asked for: its driver refuses what the device does not have.
+    /// Maps `bytes` at `offset` of a device's file, shared, for reading and writing. Such a file
+    /// has no size that could be asked for: its driver refuses what the device does not have.
     ///
     /// # Errors
     /// [`MemoryError::Shape`], else the kernel's.
@@ -128,20 +133,23 @@ impl Mapping {
         Self::map(fd, offset, bytes, true)
     }
 
-    /// Zeroed memory of this process alone, which a forked child finds zeroed again (`MADV_WIPEONFORK`).
+    /// Zeroed memory of this process alone, which a forked child finds zeroed again
+    /// (`MADV_WIPEONFORK`).
     ///
     /// # Errors
     /// [`MemoryError::Shape`], else the kernel's.
     pub fn wiped_on_fork(bytes: u64) -> Result<Mapping, MemoryError> {
         let system = |what| move |source| MemoryError::System { what, bytes, source };
         let len = Self::shape(0, bytes)?;
-        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is touched.
+        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is
+        // touched.
         let start =
             unsafe { mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
         let start =
             NonNull::new(start.map_err(system("mmap"))?.cast()).ok_or(MemoryError::Shape { offset: 0, bytes })?;
         let mapping = Mapping { start, len, writable: true };
-        // SAFETY: start and len are those of a live mapping; the advice is for children and changes no byte of it here.
+        // SAFETY: start and len are those of a live mapping; the advice is for children and changes
+        // no byte of it here.
         unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxWipeOnFork) }.map_err(system("madvise"))?;
         Ok(mapping)
     }
@@ -161,7 +169,8 @@ impl Mapping {
         false
     }
 
-    /// Has the kernel fill in the pages now, so that no access faults later. What it cannot fill stays to be faulted in.
+    /// Has the kernel fill in the pages now, so that no access faults later. What it cannot fill
+    /// stays to be faulted in.
     pub fn populate(&self) {
         self.populate_first(self.len as u64);
     }
@@ -170,13 +179,15 @@ impl Mapping {
     pub fn populate_first(&self, bytes: u64) {
         let len = usize::try_from(bytes).unwrap_or(usize::MAX).min(self.len);
         let advice = if self.writable { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
-        // SAFETY: start is that of a live mapping of at least len bytes; populating changes no byte of it.
+        // SAFETY: start is that of a live mapping of at least len bytes; populating changes no byte
+        // of it.
         let _ = unsafe { madvise(self.start.as_ptr().cast(), len, advice) };
     }
 
     /// The mapping, for reading.
     pub fn view(&self) -> Foreign<'_> {
-        // SAFETY: start and len are those of a live mapping (constructor, Drop), and no reference into it is made.
+        // SAFETY: start and len are those of a live mapping (constructor, Drop), and no reference
+        // into it is made.
         unsafe { Foreign::new(self.start, self.len) }
     }
 
@@ -189,8 +200,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: start and len are those of the mapping made in the constructor, and views cannot outlive self.
-        // A failure would leak address space only, and no caller could act on it.
+        // SAFETY: start and len are those of the mapping made in the constructor, and views cannot
+        // outlive self. A failure would leak address space only, and no caller could act on it.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }

@@ -1,8 +1,9 @@
 //! Descriptors that go through a Unix socket with a message (SCM_RIGHTS, unix(7)).
 //!
-//! A received descriptor is close-on-exec from the instant it arrives. Descriptors that come with a message for which
-//! they are too many are closed, and the caller is told: a peer that sends more than its protocol has broken it. So is one
-//! whose user has too many descriptors waiting to be closed ([`crate::foreign`]): the kernel discards those.
+//! A received descriptor is close-on-exec from the instant it arrives. Descriptors that come with a
+//! message for which they are too many are closed, and the caller is told: a peer that sends more
+//! than its protocol has broken it. So is one whose user has too many descriptors waiting to be
+//! closed ([`crate::foreign`]): the kernel discards those.
 
 use rustix::io::Errno;
 use rustix::net::{

@@ -1,8 +1,10 @@
-//! Sections: memory that its maker writes, that another process can only read, and that neither can take away.
+//! Sections: memory that its maker writes, that another process can only read, and that neither can
+//! take away.
 //!
-//! The maker maps its memfd for writing and then seals it. The memfd can neither shrink nor grow, and no new writable
-//! mapping can be made (`F_SEAL_FUTURE_WRITE`, Linux 5.1). A process that gets the descriptor cannot write by any
-//! means. A process that adopts one checks the seals first, so that no access can raise SIGBUS.
+//! The maker maps its memfd for writing and then seals it. The memfd can neither shrink nor grow,
+//! and no new writable mapping can be made (`F_SEAL_FUTURE_WRITE`, Linux 5.1). A process that gets
+//! the descriptor cannot write by any means. A process that adopts one checks the seals first, so
+//! that no access can raise SIGBUS.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -51,8 +53,8 @@ fn seals(found: SealFlags) -> String {
     if names.is_empty() { "no seals".into() } else { format!("seals {}", names.join(" and ")) }
 }
 
-/// Makes a section of zeros: its descriptor, to be handed over, and the only mapping that can write it. All pages are
-/// there already where `populate` is set.
+/// Makes a section of zeros: its descriptor, to be handed over, and the only mapping that can write
+/// it. All pages are there already where `populate` is set.
 ///
 /// # Errors
 /// The kernel's, where memory or descriptors are short.
@@ -68,13 +70,14 @@ pub fn make(name: &str, bytes: u64, populate: bool) -> Result<(OwnedFd, Mapping)
     Ok((fd, mapping))
 }
 
-/// The size of memory that another made, where it is a memfd on ordinary pages that can neither shrink nor grow.
+/// The size of memory that another made, where it is a memfd on ordinary pages that can neither
+/// shrink nor grow.
 ///
 /// # Errors
 /// [`AdoptError::NoMemfd`], [`AdoptError::Unsealed`] and [`AdoptError::Empty`] for anything else.
 pub fn sealed_bytes(fd: impl AsFd) -> Result<u64, AdoptError> {
-    // Before anything else is asked: a file whose file system is the peer's own (FUSE) answers the other questions when the peer likes, but
-    // only memory has seals.
+    // Before anything else is asked: a file whose file system is the peer's own (FUSE) answers the
+    // other questions when the peer likes, but only memory has seals.
     let Ok(found) = fcntl_get_seals(&fd) else { return Err(AdoptError::NoMemfd { found: foreign::name(&fd) }) };
     // Files of a mounted tmpfs cannot be sealed, and huge pages can run out, which is SIGBUS too.
     if !fstatfs(&fd).is_ok_and(|fs| fs.f_type as u64 == TMPFS_MAGIC) {

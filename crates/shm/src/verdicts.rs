@@ -1,12 +1,14 @@
 //! What was found out about the processes that connect to a socket, for a moment.
 //!
-//! Purpose: to find out where a process comes from takes a walk through /proc ([`crate::lineage`]). A process that connects
-//! again and again is looked at once in [`LASTS`], so that it cannot keep its server busy by that.
+//! Purpose: to find out where a process comes from takes a walk through /proc ([`crate::lineage`]).
+//! A process that connects again and again is looked at once in [`LASTS`], so that it cannot keep
+//! its server busy by that.
 //!
 //! # Invariants
-//! - What is known of a process is held together with its pidfd. A number that another process has by now is not taken
-//!   for it, because the pidfd tells that the first one has ended.
-//! - A process that has ended, also while it was looked at, is nothing else than that: its number may be another's.
+//! - What is known of a process is held together with its pidfd. A number that another process has
+//!   by now is not taken for it, because the pidfd tells that the first one has ended.
+//! - A process that has ended, also while it was looked at, is nothing else than that: its number
+//!   may be another's.
 //! - At most [`MOST`] processes are known; beyond that everything is forgotten.
 
 use std::collections::HashMap;

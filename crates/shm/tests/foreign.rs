@@ -1,4 +1,5 @@
-//! Descriptors whose `close` blocks, in a process of their own: while they are held, others of the user are not taken.
+//! Descriptors whose `close` blocks, in a process of their own: while they are held, others of the
+//! user are not taken.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -21,8 +22,8 @@ fn lingering() -> (OwnedFd, TcpStream) {
     (slow.into(), peer)
 }
 
-/// A peer sends descriptors whose `close` blocks: no thread of this process waits for them, and no more than the limit
-/// get in.
+/// A peer sends descriptors whose `close` blocks: no thread of this process waits for them, and no
+/// more than the limit get in.
 #[test]
 fn closing_holds_up_nobody_and_is_limited() {
     let (ours, theirs) = UnixStream::pair().unwrap();

@@ -1,5 +1,6 @@
-//! How fast, and at what cost, all machines learn of a change: 2 to 100 machines with 100 members each, on a virtual
-//! clock, with the code that runs in `tombolo-span`. Prints a line of JSON for each number of machines:
+//! How fast, and at what cost, all machines learn of a change: 2 to 100 machines with 100 members
+//! each, on a virtual clock, with the code that runs in `tombolo-span`. Prints a line of JSON for
+//! each number of machines:
 //!
 //! ```text
 //! {"machines":100,"members":10000,"join_ms":…,"move_ms":…,"move_max_ms":…,"dead_s":…,"heal_ms":…,
@@ -7,10 +8,11 @@
 //!  "look_us":…}
 //! ```
 //!
-//! Messages take 0.2 to 2 ms. `join_ms` is from the start of one more machine until it knows
-//! all, and all know it; `move_ms` is the median of 20 moves of a member, until all know; `dead_s` is until all have
-//! forgotten a dead machine; `heal_ms` is from the end of a partition, in which each part had changes, until all agree.
-//! `look_us` is real time: what a machine takes to compare its members with those it announced.
+//! Messages take 0.2 to 2 ms. `join_ms` is from the start of one more machine until it knows all,
+//! and all know it; `move_ms` is the median of 20 moves of a member, until all know; `dead_s` is
+//! until all have forgotten a dead machine; `heal_ms` is from the end of a partition, in which each
+//! part had changes, until all agree. `look_us` is real time: what a machine takes to compare its
+//! members with those it announced.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};

@@ -12,8 +12,8 @@ use crate::message::Claim;
 /// sorts first.
 pub type Machine = u16;
 
-/// Members of one machine that may claim the same address or name. More are not looked at, so that a
-/// machine cannot make work for all others.
+/// Members of one machine that may claim the same address or name. More are not looked at, so that
+/// a machine cannot make work for all others.
 const MAX_EQUAL: usize = 4;
 /// Conflicts that are listed.
 pub const MAX_CONFLICTS: usize = 1000;
@@ -72,7 +72,8 @@ impl Claims {
         self.macs.get(&mac).into_iter().flatten().map(|(_, claim)| claim)
     }
 
-    /// A claim to an address or name is that of the machine where its member is, or of the machine that keeps it for the member.
+    /// A claim to an address or name is that of the machine where its member is, or of the machine
+    /// that keeps it for the member.
     fn valid<'a>(&'a self, list: &'a [To]) -> impl Iterator<Item = To> + 'a {
         list.iter().map(|to| To { machine: self.winner(to.mac).unwrap_or(to.machine), ..*to })
     }
@@ -91,8 +92,8 @@ impl Claims {
         self.best(self.names.get(name)).map(|to| (to.machine, to.mac))
     }
 
-    /// Replaces what a machine claims of a MAC address, and adds to `touched` all machines for which
-    /// something may have changed by that.
+    /// Replaces what a machine claims of a MAC address, and adds to `touched` all machines for
+    /// which something may have changed by that.
     pub fn set(&mut self, machine: Machine, mac: Mac, claim: Option<Claim>, touched: &mut BTreeSet<Machine>) {
         if self.of(machine, mac) == claim.as_ref() {
             return;
@@ -161,7 +162,8 @@ impl Claims {
         }
     }
 
-    /// Things that several members claim, at most [`MAX_CONFLICTS`]: what, the machines in their order, and the one that has it.
+    /// Things that several members claim, at most [`MAX_CONFLICTS`]: what, the machines in their
+    /// order, and the one that has it.
     pub fn conflicts(&self) -> Vec<(String, Vec<Machine>, Machine)> {
         let mut found = Vec::new();
         let mut look = |what: String, list: &Vec<To>| {

@@ -10,19 +10,19 @@ use crate::message::{Change, Claim, Known, MAX_CHANGE_BYTES, MAX_CHANGES, Messag
 
 /// Machines of one site: this one, and as many as a tunnel has remotes.
 pub const MAX_MACHINES: usize = 129;
-/// Changes by one machine that are looked at in a second, on average; as many may come at once. Those
-/// beyond are left out, and asked for later.
+/// Changes by one machine that are looked at in a second, on average; as many may come at once.
+/// Those beyond are left out, and asked for later.
 pub const MAX_CHANGES_PER_S: u32 = 200;
 /// How far a version may lie above the highest that is known for the same MAC address.
 pub const MAX_JUMP: u64 = 1000;
-/// How long the frames of a member that moves may be under way: a member that sent nothing later than
-/// this after a rival's claim came has moved away.
+/// How long the frames of a member that moves may be under way: a member that sent nothing later
+/// than this after a rival's claim came has moved away.
 const SLACK: Duration = Duration::from_millis(500);
-/// A member that another machine claims has moved here if it came and sent within this time. An older
-/// entry of the switch's table may be from before it moved away.
+/// A member that another machine claims has moved here if it came and sent within this time. An
+/// older entry of the switch's table may be from before it moved away.
 const FRESH: Duration = Duration::from_secs(10);
-/// How often a member is won back within [`CALM`]. One that two machines still both have then is two
-/// members with one address.
+/// How often a member is won back within [`CALM`]. One that two machines still both have then is
+/// two members with one address.
 const MAX_WINS: u32 = 5;
 const CALM: Duration = Duration::from_secs(60);
 
@@ -52,7 +52,8 @@ impl Settings {
 pub struct Local {
     /// The member.
     pub member: Member,
-    /// Whether it is behind a port of this machine. Otherwise this machine only keeps addresses for it.
+    /// Whether it is behind a port of this machine. Otherwise this machine only keeps addresses for
+    /// it.
     pub placed: bool,
     /// How long ago it sent its last frame; `None` if that is not known.
     pub silent_for: Option<Duration>,
@@ -177,7 +178,8 @@ impl Other {
     }
 }
 
-/// When a claim of another machine to a member of this one came, and how often the member was won back.
+/// When a claim of another machine to a member of this one came, and how often the member was won
+/// back.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rivalry {
     version: u64,
@@ -209,8 +211,8 @@ pub struct Control {
 }
 
 impl Control {
-    /// Without any other machine yet. `epoch` must be higher at each start of the machine's program,
-    /// such as the time of its clock; if it is not, the others notice one beat later.
+    /// Without any other machine yet. `epoch` must be higher at each start of the machine's
+    /// program, such as the time of its clock; if it is not, the others notice one beat later.
     pub fn new(settings: Settings, epoch: u64) -> Control {
         Control {
             names: vec![settings.machine.clone()],
@@ -267,8 +269,8 @@ impl Control {
     }
 
     /// What this machine has in a network now, in place of what it had, and where it receives the
-    /// network's tunnel. Members beyond [`MAX_MEMBERS`], and wrong ones, are left out, which an event says.
-    /// An empty list without an end leaves the network.
+    /// network's tunnel. Members beyond [`MAX_MEMBERS`], and wrong ones, are left out, which an
+    /// event says. An empty list without an end leaves the network.
     pub fn local(&mut self, network: &str, end: Option<IpAddr>, members: Vec<Local>, now: Duration) {
         let others: usize = self.own.iter().filter(|(name, _)| *name != network).map(|(_, j)| j.macs.len()).sum();
         let room = MAX_MEMBERS.saturating_sub(others);
@@ -342,7 +344,8 @@ impl Control {
         if rivalry.version != rival {
             // The claim came since this was last looked at, at the latest now.
             (rivalry.version, rivalry.since) = (rival, now);
-            // A member that just came and sends has moved here; one that was here must first send again.
+            // A member that just came and sends has moved here; one that was here must first send
+            // again.
             if old.is_some() {
                 return mine;
             }
@@ -490,8 +493,8 @@ impl Control {
         Ok(())
     }
 
-    /// Takes what came on a machine; what went was removed before, which makes room. Where something
-    /// is refused, all is asked for again, at the next beat.
+    /// Takes what came on a machine; what went was removed before, which makes room. Where
+    /// something is refused, all is asked for again, at the next beat.
     fn take(&mut self, machine: Machine, change: Change, now: Duration) {
         let mut all_taken = true;
         for network in change.networks {
@@ -618,7 +621,8 @@ impl Control {
     /// Does what time demands: forgets machines, and asks those that are to be asked. To be called
     /// several times in a beat.
     pub fn tick(&mut self, now: Duration) {
-        // That another machine was heard well after this one shows that it is not this end that is cut off.
+        // That another machine was heard well after this one shows that it is not this end that is
+        // cut off.
         let latest = self.others.values().filter_map(|other| other.heard).max().unwrap_or_default();
         let lease = |heard: Duration| match latest.saturating_sub(heard) >= 2 * self.settings.beat {
             true => self.settings.lease,

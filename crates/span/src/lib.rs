@@ -1,10 +1,11 @@
-//! The control plane of networks across machines: which member is on which machine. Besides, the rules of
-//! connections that carry calls between machines without a direct path ([`stream`]).
+//! The control plane of networks across machines: which member is on which machine. Besides, the
+//! rules of connections that carry calls between machines without a direct path ([`stream`]).
 //!
 //! Each machine tells all others what it has: MAC addresses, with names and IP addresses. From what
 //! the others tell, it makes tables for its own daemon: where to send frames, and what to answer to
-//! ARP, neighbour discovery and DNS. This crate decides; it neither reads clocks nor sends anything.
-//! The program `tombolo-span` gives it messages and instants, and carries out its [`Action`]s.
+//! ARP, neighbour discovery and DNS. This crate decides; it neither reads clocks nor sends
+//! anything. The program `tombolo-span` gives it messages and instants, and carries out its
+//! [`Action`]s.
 //!
 //! [`control`] has the state of one machine, [`claims`] who wins, [`member`] what can be claimed,
 //! [`message`] the bytes, and [`simulation`] many machines on a virtual clock.
@@ -22,10 +23,11 @@
 //!
 //! # Who wins
 //! Two machines can claim the same thing: a member moves, or a network was cut in two and each part
-//! gave the same address to a member of its own. Each machine decides alone, and all decide the same:
-//! - A MAC address belongs to the claim with the highest version, and among equal ones to the machine
-//!   whose name sorts first. A machine raises the version when the member sends frames there although
-//!   another machine claims it. So the version follows a member that moves.
+//! gave the same address to a member of its own. Each machine decides alone, and all decide the
+//! same:
+//! - A MAC address belongs to the claim with the highest version, and among equal ones to the
+//!   machine whose name sorts first. A machine raises the version when the member sends frames
+//!   there although another machine claims it. So the version follows a member that moves.
 //! - An IP address belongs to the member whose file fixes it, else to the machine whose name sorts
 //!   first. The others are told to end their lease ([`Action::Lost`]).
 //! - A name belongs to the machine whose name sorts first.
@@ -37,9 +39,9 @@
 //!
 //! # A hostile machine
 //! A machine can claim what it likes, since any member may move there. It cannot claim more than
-//! [`MAX_MEMBERS`](member::MAX_MEMBERS), speak for another machine (the carrier authenticates), keep
-//! the others busy ([`MAX_CHANGES_PER_S`](control::MAX_CHANGES_PER_S)), or make a version jump by
-//! more than [`MAX_JUMP`](control::MAX_JUMP). What it tried is counted by machine.
+//! [`MAX_MEMBERS`](member::MAX_MEMBERS), speak for another machine (the carrier authenticates),
+//! keep the others busy ([`MAX_CHANGES_PER_S`](control::MAX_CHANGES_PER_S)), or make a version jump
+//! by more than [`MAX_JUMP`](control::MAX_JUMP). What it tried is counted by machine.
 //!
 //! ```
 //! use std::time::Duration;

@@ -38,7 +38,8 @@ pub struct Claim {
     pub member: Member,
     /// Higher than that of the machine where the member was before.
     pub version: u64,
-    /// Whether the member is there. Otherwise its addresses are only kept for it, such as by a lease.
+    /// Whether the member is there. Otherwise its addresses are only kept for it, such as by a
+    /// lease.
     pub placed: bool,
 }
 

@@ -1,6 +1,6 @@
-//! Many machines on a virtual clock, with the real [`Control`]. Messages take time, and can be lost;
-//! machines can be cut off, stop, and start again. Nothing depends on the clock of this machine, so
-//! a seed repeats a run.
+//! Many machines on a virtual clock, with the real [`Control`]. Messages take time, and can be
+//! lost; machines can be cut off, stop, and start again. Nothing depends on the clock of this
+//! machine, so a seed repeats a run.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -256,7 +256,8 @@ impl World {
         }
     }
 
-    /// Lets time pass until `done` or `end`. Returns whether it was done; then [`World::now`] is when.
+    /// Lets time pass until `done` or `end`. Returns whether it was done; then [`World::now`] is
+    /// when.
     pub fn until(&mut self, end: Duration, mut done: impl FnMut(&World) -> bool) -> bool {
         loop {
             if done(self) {
@@ -295,8 +296,8 @@ impl World {
         })
     }
 
-    /// Whether all machines that run know all members of all others that they reach, and no others: each
-    /// where it is, each address once.
+    /// Whether all machines that run know all members of all others that they reach, and no others:
+    /// each where it is, each address once.
     pub fn is_settled(&self) -> bool {
         let runs = |machine: &&Machine| machine.control.is_some();
         self.machines.iter().filter(runs).all(|machine| {

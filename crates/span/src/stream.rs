@@ -1,7 +1,9 @@
-//! Connections that carry bytes between two machines, as messages: what calls go by where there is no direct path.
+//! Connections that carry bytes between two machines, as messages: what calls go by where there is
+//! no direct path.
 //!
-//! One machine opens a [`Stream`], and the other accepts it. Both then send data, each in messages with
-//! its position. This module decides; the program `tombolo-span` has the messages carried by zenoh.
+//! One machine opens a [`Stream`], and the other accepts it. Both then send data, each in messages
+//! with its position. This module decides; the program `tombolo-span` has the messages carried by
+//! zenoh.
 //!
 //! # Messages
 //! All numbers are little-endian.
@@ -18,11 +20,13 @@
 //! ```
 //!
 //! # Rules
-//! - A side sends at most [`WINDOW_BYTES`] more than the other one says it has taken, so no stream can
-//!   fill another machine's memory, or a queue on the way that other streams need.
-//! - Data whose position is not the next one ends the stream. What carries the messages may lose some
-//!   when a link on the way breaks. Nothing is sent again, since nothing is known to be lost then.
-//! - Each side says something at least every [`BEAT`]. A stream over which nothing came for [`SILENCE`] ends.
+//! - A side sends at most [`WINDOW_BYTES`] more than the other one says it has taken, so no stream
+//!   can fill another machine's memory, or a queue on the way that other streams need.
+//! - Data whose position is not the next one ends the stream. What carries the messages may lose
+//!   some when a link on the way breaks. Nothing is sent again, since nothing is known to be lost
+//!   then.
+//! - Each side says something at least every [`BEAT`]. A stream over which nothing came for
+//!   [`SILENCE`] ends.
 
 use std::time::Duration;
 
@@ -264,7 +268,8 @@ impl Stream {
         self.taken += bytes as u64;
     }
 
-    /// Whether the other side is to be told now how many bytes were taken. A quarter of the window is worth a message of its own.
+    /// Whether the other side is to be told now how many bytes were taken. A quarter of the window
+    /// is worth a message of its own.
     pub fn is_due(&self, now: Duration) -> bool {
         self.taken - self.told >= WINDOW_BYTES / 4 || now.saturating_sub(self.said) >= BEAT
     }

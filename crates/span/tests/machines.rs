@@ -1,4 +1,5 @@
-//! Several machines on a virtual clock: joins, moves, losses, partitions, deaths, conflicts, floods.
+//! Several machines on a virtual clock: joins, moves, losses, partitions, deaths, conflicts,
+//! floods.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -133,8 +134,8 @@ fn a_dead_machine_is_forgotten_after_its_lease_and_one_that_is_cut_off_keeps_wha
         peers.iter().map(|peer| peer.state).collect::<Vec<_>>(),
         [PeerState::Up, PeerState::Up, PeerState::Gone]
     );
-    // Machine 0 hears nothing of anyone: the carrier, and not all machines at once. The others' last words came at different
-    // times within a beat.
+    // Machine 0 hears nothing of anyone: the carrier, and not all machines at once. The others'
+    // last words came at different times within a beat.
     world.pass(Duration::from_millis(1300));
     world.machines[0].part = 9;
     world.pass(300 * S);
@@ -364,7 +365,8 @@ fn difference(world: &World) -> String {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// Whatever happens, and whatever is lost: some time after it has ended, all machines know the truth.
+    /// Whatever happens, and whatever is lost: some time after it has ended, all machines know the
+    /// truth.
     #[test]
     fn after_any_history_all_machines_agree(
         seed in any::<u64>(),

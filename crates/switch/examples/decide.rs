@@ -1,11 +1,12 @@
-//! What the switch's own work costs per frame, on this machine: the decision alone, and a whole turn of the worker
-//! between two ports that cost next to nothing (their frames lie in memory, what they are given is copied into a
-//! buffer that stays hot).
+//! What the switch's own work costs per frame, on this machine: the decision alone, and a whole
+//! turn of the worker between two ports that cost next to nothing (their frames lie in memory, what
+//! they are given is copied into a buffer that stays hot).
 //!
-//! `cargo run --release -p tombolo-switch --example decide [PART OF A CASE'S NAME]` prints one line per case:
-//! nanoseconds per frame, best and median of the rounds. Nothing is asserted; it is a tool for the eye, and the bench of
-//! the repo measures the real thing. With the argument `cost [BYTES]` it prints what rules, VLANs and classes add with 64 flows
-//! of frames of so many bytes (1500) between the same two Ethernet addresses, for `./x bench daytwo`.
+//! `cargo run --release -p tombolo-switch --example decide [PART OF A CASE'S NAME]` prints one line
+//! per case: nanoseconds per frame, best and median of the rounds. Nothing is asserted; it is a
+//! tool for the eye, and the bench of the repo measures the real thing. With the argument `cost
+//! [BYTES]` it prints what rules, VLANs and classes add with 64 flows of frames of so many bytes
+//! (1500) between the same two Ethernet addresses, for `./x bench daytwo`.
 
 #[path = "../tests/support/memory.rs"]
 mod memory;
@@ -264,8 +265,8 @@ fn turn(name: &str, bytes: usize, policy: Settings, vlans: [Option<Membership>; 
     measure(name, TURN_FRAMES, || pair.round());
 }
 
-/// What rules, VLANs and classes add to a whole turn with 64 flows, each alone and all together. The settings take turns
-/// round by round, so that what else the machine does meets all of them.
+/// What rules, VLANs and classes add to a whole turn with 64 flows, each alone and all together.
+/// The settings take turns round by round, so that what else the machine does meets all of them.
 fn cost(bytes: usize) {
     const REPEATS: usize = 9;
     let vlans = || [Some(Membership::access(10)), Some(Membership::access(10))];

@@ -4,17 +4,21 @@
 //! worker: Tap --- parcels of copied frames, bounded in bytes, never waited for ---> Capture: any other thread
 //! ```
 //!
-//! The worker copies the frames of a turn into a parcel and sends it on. Where the reader has left too many bytes
-//! unread, frames are left out. They are counted in the port's `capture_lost` and in the statistics block at the end of
-//! the capture. The worker never waits. A [`Capture`] that is dropped ends the copying with the next frame.
+//! The worker copies the frames of a turn into a parcel and sends it on. Where the reader has left
+//! too many bytes unread, frames are left out. They are counted in the port's `capture_lost` and in
+//! the statistics block at the end of the capture. The worker never waits. A [`Capture`] that is
+//! dropped ends the copying with the next frame.
 //!
-//! Captures may share a [`CaptureMemory`]. Each may hold as much of it as is still free. So many captures that are not
-//! read leave room for one that is. A reader that cannot continue frees its waiting parcels by [`Capture::discard`].
+//! Captures may share a [`CaptureMemory`]. Each may hold as much of it as is still free. So many
+//! captures that are not read leave room for one that is. A reader that cannot continue frees its
+//! waiting parcels by [`Capture::discard`].
 //!
 //! What is captured:
-//! * *received*: frames that came from the peer and were taken, with a comment on those that go nowhere and why.
-//! * *transmitted*: frames that were handed to the peer, after segments and checksums were made. Where the port did not
-//!   take all frames of a turn, a comment says how many of how many, since only the port knows which.
+//! * *received*: frames that came from the peer and were taken, with a comment on those that go
+//!   nowhere and why.
+//! * *transmitted*: frames that were handed to the peer, after segments and checksums were made.
+//!   Where the port did not take all frames of a turn, a comment says how many of how many, since
+//!   only the port knows which.
 //!
 //! A port that is not captured pays one comparison per turn.
 
@@ -35,7 +39,8 @@ use tombolo_ring::mem::ForeignMut;
 #[derive(Debug)]
 pub struct CaptureMemory {
     limit_bytes: usize,
-    /// Relaxed: it bounds memory and orders nothing. Taps of several workers may exceed the limit by a parcel each.
+    /// Relaxed: it bounds memory and orders nothing. Taps of several workers may exceed the limit
+    /// by a parcel each.
     used_bytes: AtomicUsize,
 }
 
@@ -69,8 +74,8 @@ pub struct CaptureSettings {
     pub dropped: bool,
     /// Which frames; all with `None`.
     pub filter: Option<Arc<Filter>>,
-    /// Bytes of frames that may wait to be read, with [`FRAME_OVERHEAD_BYTES`] for each; beyond that frames are left
-    /// out.
+    /// Bytes of frames that may wait to be read, with [`FRAME_OVERHEAD_BYTES`] for each; beyond
+    /// that frames are left out.
     pub queue_bytes: usize,
     /// Memory that it shares with other captures.
     pub memory: Option<Arc<CaptureMemory>>,
@@ -93,7 +98,8 @@ impl Default for CaptureSettings {
     }
 }
 
-/// Relaxed throughout: numbers, and a flag that may take effect some frames later. The channel orders what is read.
+/// Relaxed throughout: numbers, and a flag that may take effect some frames later. The channel
+/// orders what is read.
 #[derive(Debug, Default)]
 struct Shared {
     /// Frames that were to be captured; written by the worker only.
@@ -230,8 +236,8 @@ pub(crate) fn start(names: impl IntoIterator<Item = Arc<str>>, settings: Capture
 }
 
 impl Tap {
-    /// Copies the frames of a turn that came from the port; `dropped` are those that go nowhere, by rising index.
-    /// Returns `false` when there is no reader any more.
+    /// Copies the frames of a turn that came from the port; `dropped` are those that go nowhere, by
+    /// rising index. Returns `false` when there is no reader any more.
     pub(crate) fn received(
         &self,
         now: Nanos,
@@ -324,9 +330,9 @@ impl Tap {
 }
 
 impl Capture {
-    /// Appends pcapng to `out`: what was captured since the last call, up to about 32 KiB and a frame, waiting up to
-    /// `timeout` for the first frame. What all calls append, in order, is a whole file once [`CaptureRead::Ended`] came or
-    /// [`Capture::finish`] was called.
+    /// Appends pcapng to `out`: what was captured since the last call, up to about 32 KiB and a
+    /// frame, waiting up to `timeout` for the first frame. What all calls append, in order, is a
+    /// whole file once [`CaptureRead::Ended`] came or [`Capture::finish`] was called.
     pub fn read(&mut self, out: &mut Vec<u8>, timeout: Duration) -> CaptureRead {
         let mut blocks = Vec::new();
         self.begin(&mut blocks);
@@ -361,7 +367,8 @@ impl Capture {
         out.append(&mut blocks);
     }
 
-    /// Gives back the memory of all that waits: those frames are lost, and all that come until [`Capture::resume`].
+    /// Gives back the memory of all that waits: those frames are lost, and all that come until
+    /// [`Capture::resume`].
     pub fn discard(&mut self) {
         self.ports.iter().for_each(|(_, shared)| shared.stalled.store(true, Ordering::Relaxed));
         for parcel in self.parcels.try_iter() {

@@ -1,11 +1,13 @@
 //! Classes of frames: which go first where frames wait.
 //!
-//! A frame's class matters in two places. Where frames wait for a destination's buffers, those of a higher class go first
-//! (`overflow.rs`), and a port whose frames are all [`Class::Urgent`] gets its turn between those of other ports
-//! ([`crate::worker`]). Neither starves the classes below: of eight frames or of two turns, one is theirs.
+//! A frame's class matters in two places. Where frames wait for a destination's buffers, those of a
+//! higher class go first (`overflow.rs`), and a port whose frames are all [`Class::Urgent`] gets
+//! its turn between those of other ports ([`crate::worker`]). Neither starves the classes below: of
+//! eight frames or of two turns, one is theirs.
 //!
-//! Frames are of the class that the owner of the network gave to the port they come from. A port may also be trusted to
-//! mark its own frames ([`Marking::Marks`]). Anyone can mark frames, so no port is trusted unless it is said.
+//! Frames are of the class that the owner of the network gave to the port they come from. A port
+//! may also be trusted to mark its own frames ([`Marking::Marks`]). Anyone can mark frames, so no
+//! port is trusted unless it is said.
 //!
 //! | 802.1p priority of the tag, if it is not 0 | else the DSCP (RFC 2474, 4594, 8622) | class |
 //! | --- | --- | --- |

@@ -1,9 +1,10 @@
 //! The control side of a worker: what other threads may ask of it.
 //!
-//! A [`WorkerHandle`] sends commands through a queue and wakes the worker. The worker runs them between two turns of
-//! its ports, and the call returns when the command is done. So an answer waits for one turn at most, however many
-//! ports are busy. Nothing in a frame's path takes a lock, and a command sees a worker at rest. Calls are for control
-//! threads. A port must never call its own worker's handle, because the call would wait for itself.
+//! A [`WorkerHandle`] sends commands through a queue and wakes the worker. The worker runs them
+//! between two turns of its ports, and the call returns when the command is done. So an answer
+//! waits for one turn at most, however many ports are busy. Nothing in a frame's path takes a lock,
+//! and a command sees a worker at rest. Calls are for control threads. A port must never call its
+//! own worker's handle, because the call would wait for itself.
 
 use crate::Nanos;
 use crate::capture::{self, Capture, CaptureSettings};
@@ -143,8 +144,8 @@ pub struct PortStatus {
     pub counters: Arc<PortCounters>,
     /// The last fault; `counters.faults` says how many.
     pub last_fault: Option<FaultRecord>,
-    /// The text of a panic in its code, while that keeps it out of service; `counters.restarts` says how often it
-    /// came back from one.
+    /// The text of a panic in its code, while that keeps it out of service; `counters.restarts`
+    /// says how often it came back from one.
     pub panic: Option<String>,
     /// Whether it comes back from a panic by itself.
     pub lasting: bool,
@@ -200,8 +201,8 @@ struct Tokens {
     next: u16,
 }
 
-/// A token that belongs to no other port until this is dropped. The port's wake-ups are registered under it before the
-/// port is made. Then both go to [`WorkerHandle::add_port`].
+/// A token that belongs to no other port until this is dropped. The port's wake-ups are registered
+/// under it before the port is made. Then both go to [`WorkerHandle::add_port`].
 #[derive(Debug)]
 pub struct Reserved {
     token: Token,
@@ -324,8 +325,8 @@ impl WorkerHandle {
         })?
     }
 
-    /// Sets the IPv6 addresses that this network has lost to another machine: guards that learn forget them, and let no frame
-    /// from them pass.
+    /// Sets the IPv6 addresses that this network has lost to another machine: guards that learn
+    /// forget them, and let no frame from them pass.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
@@ -337,7 +338,8 @@ impl WorkerHandle {
         })?
     }
 
-    /// Sets what the members of a network may exchange, from the next frame on. Connections that exist are judged again.
+    /// Sets what the members of a network may exchange, from the next frame on. Connections that
+    /// exist are judged again.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
@@ -393,13 +395,13 @@ impl WorkerHandle {
         })?
     }
 
-    /// Adds a port to a network, under the token that it was made with. Its first turn follows at once. Returns
-    /// its counters.
+    /// Adds a port to a network, under the token that it was made with. Its first turn follows at
+    /// once. Returns its counters.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`], [`ControlError::ForeignToken`], and
-    /// [`ControlError::PinnedElsewhere`] where its guard asks for addresses that others have; in each case the port
-    /// was not added and is dropped.
+    /// [`ControlError::PinnedElsewhere`] where its guard asks for addresses that others have; in
+    /// each case the port was not added and is dropped.
     pub fn add_port(
         &self,
         reserved: Reserved,
@@ -411,7 +413,8 @@ impl WorkerHandle {
         self.add(reserved, network, name, port, None, settings)
     }
 
-    /// As [`WorkerHandle::add_port`], for a port that `restart` can restart after a panic in its code.
+    /// As [`WorkerHandle::add_port`], for a port that `restart` can restart after a panic in its
+    /// code.
     ///
     /// # Errors
     /// As for [`WorkerHandle::add_port`].
@@ -464,7 +467,8 @@ impl WorkerHandle {
         refused.map_err(|(error, _slot)| error)
     }
 
-    /// Removes a port and forgets the addresses behind it; the port is dropped on the caller's thread.
+    /// Removes a port and forgets the addresses behind it; the port is dropped on the caller's
+    /// thread.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
@@ -475,8 +479,8 @@ impl WorkerHandle {
     /// Gives a port another guard, from its next turn on.
     ///
     /// # Errors
-    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`]; [`ControlError::PinnedElsewhere`] where the guard is in
-    /// force but some addresses could not be pinned.
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`]; [`ControlError::PinnedElsewhere`]
+    /// where the guard is in force but some addresses could not be pinned.
     pub fn set_guard(&self, token: Token, guard: Guard) -> Result<(), ControlError> {
         self.call(move |core| {
             let slot = core.slots.get_mut(token.0 as usize).and_then(Option::as_mut);
@@ -531,8 +535,8 @@ impl WorkerHandle {
         })?
     }
 
-    /// Captures each frame that enters a network once, where it enters, until the capture is dropped or the ports that there are
-    /// now have gone.
+    /// Captures each frame that enters a network once, where it enters, until the capture is
+    /// dropped or the ports that there are now have gone.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
@@ -561,8 +565,8 @@ impl WorkerHandle {
         self.call(move |core| core.set(settings))
     }
 
-    /// Stops the worker between two turns, and asks its ports for what another process needs to continue. The worker
-    /// goes on when the [`Paused`] is dropped.
+    /// Stops the worker between two turns, and asks its ports for what another process needs to
+    /// continue. The worker goes on when the [`Paused`] is dropped.
     ///
     /// # Errors
     /// [`ControlError::Gone`].
@@ -581,7 +585,8 @@ impl WorkerHandle {
         Ok(Paused { ports, macs, _go_on: go_on })
     }
 
-    /// Teaches a network addresses that another process had learned: address and the port behind which it is.
+    /// Teaches a network addresses that another process had learned: address and the port behind
+    /// which it is.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
@@ -613,8 +618,9 @@ impl WorkerHandle {
         self.call(|core| core.status())
     }
 
-    /// Calls `then` once as soon as frames flow through a port: at once where they do already. It is called on the worker's thread,
-    /// so it must neither block nor panic. It takes the place of one that waits already; with the port it is dropped.
+    /// Calls `then` once as soon as frames flow through a port: at once where they do already. It
+    /// is called on the worker's thread, so it must neither block nor panic. It takes the place of
+    /// one that waits already; with the port it is dropped.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
@@ -622,9 +628,9 @@ impl WorkerHandle {
         self.call(move |core| core.when_up(token, Box::new(then)))?.ok_or(ControlError::NoSuchPort(token))
     }
 
-    /// Has `tell` called after each change of a port's link and each of its faults and restarts, from now on. It is called on
-    /// the worker's thread, possibly often, so it must neither block nor panic, and leave all work to another thread. It takes
-    /// the place of an earlier one.
+    /// Has `tell` called after each change of a port's link and each of its faults and restarts,
+    /// from now on. It is called on the worker's thread, possibly often, so it must neither block
+    /// nor panic, and leave all work to another thread. It takes the place of an earlier one.
     ///
     /// # Errors
     /// [`ControlError::Gone`].

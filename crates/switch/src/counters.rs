@@ -1,12 +1,13 @@
-//! What is counted per port. Counters only grow; a reader computes rates. One thread writes (the worker that
-//! owns the port), any thread reads.
+//! What is counted per port. Counters only grow; a reader computes rates. One thread writes (the
+//! worker that owns the port), any thread reads.
 //!
 //! "rx" is what came *from* the port's peer into the switch, "tx" what went *to* the peer.
 
 use crate::drop::{Drops, Reason};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A counter with one writer. Relaxed is enough: a reader wants a recent value of each, not an order among them.
+/// A counter with one writer. Relaxed is enough: a reader wants a recent value of each, not an
+/// order among them.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
@@ -64,7 +65,8 @@ pub struct PortCounters {
     pub tx_frames: Counter,
     /// Bytes of those frames.
     pub tx_bytes: Counter,
-    /// Frames that came from this port and were dropped before a destination was chosen, by [`Reason`].
+    /// Frames that came from this port and were dropped before a destination was chosen, by
+    /// [`Reason`].
     pub rx_drops: ByReason,
     /// Frames that were to go to this port and were dropped, by [`Reason`].
     pub tx_drops: ByReason,
@@ -72,16 +74,18 @@ pub struct PortCounters {
     pub queued_frames: Counter,
     /// Times that the port was found ready after it had slept.
     pub wakeups: Counter,
-    /// Frames waited although no wake-up had come, at the look that follows a sleep once ([`crate::recheck`]). A wake-up
-    /// that was under way at that moment is counted too.
+    /// Frames waited although no wake-up had come, at the look that follows a sleep once
+    /// ([`crate::recheck`]). A wake-up that was under way at that moment is counted too.
     pub late_wakeups: Counter,
     /// Times that the peer was signalled only at that look, which found its wish.
     pub late_signals: Counter,
     /// Turns in which the port was polled for frames.
     pub turns: Counter,
-    /// Turns in which it gave as many as the budget allows, so that it was asked again before any sleep.
+    /// Turns in which it gave as many as the budget allows, so that it was asked again before any
+    /// sleep.
     pub exhausted_budgets: Counter,
-    /// Frames per turn; bucket 0 is empty turns, bucket k ≥ 1 counts turns with 2^(k-1) to 2^k - 1 frames.
+    /// Frames per turn; bucket 0 is empty turns, bucket k ≥ 1 counts turns with 2^(k-1) to 2^k - 1
+    /// frames.
     pub frames_per_turn: [Counter; TURN_BUCKETS],
     /// Times that the peer broke its protocol and the port was reset.
     pub faults: Counter,

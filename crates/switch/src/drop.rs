@@ -1,11 +1,13 @@
-//! Why a frame was lost. Every loss goes through [`Drops::count`] with one of these reasons; the reason is a
-//! counter of the port, a label of the metrics, and a line of the generated table in docs/drops.md.
+//! Why a frame was lost. Every loss goes through [`Drops::count`] with one of these reasons; the
+//! reason is a counter of the port, a label of the metrics, and a line of the generated table in
+//! docs/drops.md.
 
 use crate::Nanos;
 
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])+ $name:ident = $text:literal,)+) => {
-        /// The reason for which a frame was dropped. The doc line of each is its explanation in docs and status.
+        /// The reason for which a frame was dropped. The doc line of each is its explanation in
+        /// docs and status.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u8)]
         pub enum Reason { $($(#[doc = $doc])+ $name,)+ }
@@ -30,19 +32,22 @@ macro_rules! reasons {
 reasons! {
     /// The frame is shorter than an Ethernet header (14 bytes).
     Runt = "runt",
-    /// The frame is longer than the destination's MTU and carries no segmentation state to cut it by.
+    /// The frame is longer than the destination's MTU and carries no segmentation state to cut it
+    /// by.
     TooLong = "too_long",
     /// The frame came with offload fields that do not fit its own bytes.
     BadOffload = "bad_offload",
     /// The source address is not one that the port may use.
     Guard = "guard",
-    /// The source address is a group address, zero, or pinned to another port, such as the gateway's own.
+    /// The source address is a group address, zero, or pinned to another port, such as the
+    /// gateway's own.
     BadSource = "bad_source",
     /// The destination has no buffer free: its guest or peer does not keep up.
     NoBuffer = "no_buffer",
     /// The destination had no buffer free for as long as a frame may wait for one.
     QueueTimeout = "queue_timeout",
-    /// The frames that wait for a buffer of the destination fill its queue, or the sender's share of it.
+    /// The frames that wait for a buffer of the destination fill its queue, or the sender's share
+    /// of it.
     QueueFull = "queue_full",
     /// The destination's buffers are too small for the frame.
     SmallBuffer = "small_buffer",
@@ -50,13 +55,14 @@ reasons! {
     LinkDown = "link_down",
     /// The frame's only destination is the port that it came from.
     Hairpin = "hairpin",
-    /// No port is there to take the frame. A gateway has one for each router advertisement to all while no member is up,
-    /// such as the first one of a network.
+    /// No port is there to take the frame. A gateway has one for each router advertisement to all
+    /// while no member is up, such as the first one of a network.
     NoDestination = "no_destination",
-    /// The destination is a group address that belongs to one link, such as that of pause frames or LLDP.
+    /// The destination is a group address that belongs to one link, such as that of pause frames or
+    /// LLDP.
     Reserved = "reserved",
-    /// The destination needs a checksum or segments in software, and the frame's headers do not allow it; or a frame
-    /// that represents several segments is for no known port.
+    /// The destination needs a checksum or segments in software, and the frame's headers do not
+    /// allow it; or a frame that represents several segments is for no known port.
     NotTransformable = "not_transformable",
     /// The operating system refused the frame.
     SystemRefused = "system_refused",
@@ -64,22 +70,26 @@ reasons! {
     Reset = "reset",
     /// The gateway's own queue was full.
     GatewayFull = "gateway_full",
-    /// The frame is addressed to the gateway, and is cut short, a fragment, wrongly summed or from a false address.
+    /// The frame is addressed to the gateway, and is cut short, a fragment, wrongly summed or from
+    /// a false address.
     GatewayRefused = "gateway_refused",
     /// The sender's DHCP messages exceed its rate.
     DhcpRate = "dhcp_rate",
     /// The sender disabled the ring before the frame was taken from it.
     Disabled = "disabled",
-    /// A router advertisement or redirect, or a packet that could hide one, from a port without the role of a router.
+    /// A router advertisement or redirect, or a packet that could hide one, from a port without the
+    /// role of a router.
     RogueRouter = "rogue_router",
     /// An answer to a DHCP client from a port without the role of a DHCP server.
     RogueDhcp = "rogue_dhcp",
-    /// The frame comes from an address of the gateway or the router, or claims it, and the port is neither.
+    /// The frame comes from an address of the gateway or the router, or claims it, and the port is
+    /// neither.
     GatewayClaim = "gateway_claim",
-    /// The IPv6 source address is not one that the port may use: another port has it, or it is not of the network.
+    /// The IPv6 source address is not one that the port may use: another port has it, or it is not
+    /// of the network.
     Source6 = "source6",
-    /// A message of neighbour discovery is about an address that the port does not have, tells another MAC address than the
-    /// frame's source, or is hidden.
+    /// A message of neighbour discovery is about an address that the port does not have, tells
+    /// another MAC address than the frame's source, or is hidden.
     NdInspection = "nd_inspection",
     /// The port has as many IPv6 addresses as it may have.
     AddressLimit = "address_limit",
@@ -89,30 +99,37 @@ reasons! {
     MulticastStorm = "multicast_storm",
     /// The port sends more frames to unknown addresses than its `storm` limit allows.
     UnknownStorm = "unknown_storm",
-    /// The frame was to be copied to all ports, and the port's share of such copies and the network's pool are used up.
+    /// The frame was to be copied to all ports, and the port's share of such copies and the
+    /// network's pool are used up.
     FloodBudget = "flood_budget",
-    /// The destination's `rate` limit was reached, and its queue had no room, or the frame waited for too long; or a limit of the frame's class was reached.
+    /// The destination's `rate` limit was reached, and its queue had no room, or the frame waited
+    /// for too long; or a limit of the frame's class was reached.
     RateLimit = "rate_limit",
-    /// The user uplink sent the same frame more than 1000 times within a second, or 5000 frames without news in one flow.
+    /// The user uplink sent the same frame more than 1000 times within a second, or 5000 frames
+    /// without news in one flow.
     UplinkRepeat = "uplink_repeat",
     /// The sender and the destination are isolated from each other.
     Isolated = "isolated",
-    /// A rule of the network denies the connection, or no rule allows it and the network's policy is to deny.
+    /// A rule of the network denies the connection, or no rule allows it and the network's policy
+    /// is to deny.
     Denied = "denied",
     /// The port may open no more connections: the network's table of connections is full.
     ConnectionsFull = "connections_full",
     /// The port gets copies of other ports' frames (a mirror), and may not send.
     MirrorPort = "mirror_port",
-    /// The frame's VLAN is not one that the port may send in, or the frame has no tag and the port has no native VLAN.
+    /// The frame's VLAN is not one that the port may send in, or the frame has no tag and the port
+    /// has no native VLAN.
     VlanDenied = "vlan_denied",
-    /// The frame has more than one VLAN tag, or one of another kind than 802.1Q's, and its network has VLANs.
+    /// The frame has more than one VLAN tag, or one of another kind than 802.1Q's, and its network
+    /// has VLANs.
     VlanTags = "vlan_tags",
-    /// A page of a Xen guest, in which the frame lies or was to go to, could not be copied: it is not granted.
+    /// A page of a Xen guest, in which the frame lies or was to go to, could not be copied: it is
+    /// not granted.
     BadGrant = "bad_grant",
     /// The frame's multicast address is not one that the destination, a Xen guest, asked for.
     Unsubscribed = "unsubscribed",
-    /// The frame with the headers of its tunnel is longer than the way to the other machine allows; the network's MTU is too
-    /// large.
+    /// The frame with the headers of its tunnel is longer than the way to the other machine allows;
+    /// the network's MTU is too large.
     TunnelTooLong = "tunnel_too_long",
     /// A datagram came to a tunnel that is no packet of it.
     BadTunnel = "bad_tunnel",
@@ -120,9 +137,11 @@ reasons! {
     UnknownRemote = "unknown_remote",
     /// A packet came to a tunnel with the identifier of another network.
     WrongVni = "wrong_vni",
-    /// A frame came through a tunnel from a remote that sends from more addresses than its share, while the table is full.
+    /// A frame came through a tunnel from a remote that sends from more addresses than its share,
+    /// while the table is full.
     RemoteAddresses = "remote_addresses",
-    /// A frame to a group came through a tunnel from a remote that sends more of them than its share, while others need theirs.
+    /// A frame to a group came through a tunnel from a remote that sends more of them than its
+    /// share, while others need theirs.
     RemoteStorm = "remote_storm",
 }
 
@@ -136,7 +155,8 @@ impl Reason {
 pub struct Drops {
     by_reason: [u64; Reason::COUNT],
     any: bool,
-    /// Frames of the batch in hand that are counted as [`Reason::NoBuffer`] and may be queued instead.
+    /// Frames of the batch in hand that are counted as [`Reason::NoBuffer`] and may be queued
+    /// instead.
     refused: Vec<u16>,
     limited: Option<Limited>,
 }
@@ -164,9 +184,10 @@ impl Drops {
         self.any |= n != 0;
     }
 
-    /// Frames of the batch that is being transmitted, by their indices, for which the peer has no buffer at the moment.
-    /// They are counted as [`Reason::NoBuffer`], unless the worker has them wait for one. A port refuses every frame behind
-    /// one that it refused, as far as they share a ring, so that their order is kept.
+    /// Frames of the batch that is being transmitted, by their indices, for which the peer has no
+    /// buffer at the moment. They are counted as [`Reason::NoBuffer`], unless the worker has them
+    /// wait for one. A port refuses every frame behind one that it refused, as far as they share a
+    /// ring, so that their order is kept.
     #[inline]
     pub fn refuse(&mut self, which: &[u16]) {
         self.count(Reason::NoBuffer, which.len() as u64);
@@ -191,8 +212,8 @@ impl Drops {
         !self.refused.is_empty()
     }
 
-    /// Hands the refused frames to `queue`, and returns how many it took. Those are not counted any more; the others are
-    /// counted under the reason that it gives.
+    /// Hands the refused frames to `queue`, and returns how many it took. Those are not counted any
+    /// more; the others are counted under the reason that it gives.
     pub(crate) fn take_refused(&mut self, mut queue: impl FnMut(u16) -> Result<(), Reason>) -> u64 {
         let mut taken = 0;
         let refused = std::mem::take(&mut self.refused);

@@ -9,12 +9,14 @@
 //!            | ether [src | dst | host] MAC | ether proto N | less N | greater N
 //! ```
 //!
-//! A primitive means what it means there: a test compares both, frame by frame, where tcpdump is installed. There is one
-//! difference: VLAN tags are looked through, so `ip` is also true of a tagged packet.
+//! A primitive means what it means there: a test compares both, frame by frame, where tcpdump is
+//! installed. There is one difference: VLAN tags are looked through, so `ip` is also true of a
+//! tagged packet.
 //!
 //! # Limits
-//! An expression has at most [`MAX_PRIMITIVES`], so that a frame costs the worker a bounded time. It sees the head of a frame
-//! that every frame's decision sees ([`HEAD_BYTES`](crate::frame::HEAD_BYTES)); what is behind it is not there.
+//! An expression has at most [`MAX_PRIMITIVES`], so that a frame costs the worker a bounded time.
+//! It sees the head of a frame that every frame's decision sees
+//! ([`HEAD_BYTES`](crate::frame::HEAD_BYTES)); what is behind it is not there.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
@@ -465,7 +467,8 @@ mod tests {
         "not (tcp or udp) && !arp and (net 10.0.0.0/8 or ip6)",
     ];
 
-    /// A frame in which every field that is asked for has a value that is asked for, about every second time.
+    /// A frame in which every field that is asked for has a value that is asked for, about every
+    /// second time.
     fn frame(random: &mut Random) -> Vec<u8> {
         let mut pick = |of: &[&[u8]]| of[random.below(of.len() as u64) as usize].to_vec();
         let macs: [&[u8]; 4] = [&[2, 0, 0, 0, 0, 1], &[2, 0, 0, 0, 0, 2], &[0xff; 6], &[1, 0, 0x5e, 0, 0, 1]];

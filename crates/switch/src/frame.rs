@@ -1,25 +1,28 @@
 //! Frames on their way through the switch.
 //!
-//! A frame's first [`HEAD_BYTES`] bytes are copied once into local memory. The switch decides only on these bytes
-//! (addresses, protocol headers), and exactly these bytes leave it. A peer that rewrites its buffer meanwhile changes
-//! only payload. The rest stays in its source's memory as [`Foreign`] segments. It is copied once, straight into the
-//! destination's buffer. A small frame is wholly in the head, and its source is not touched again.
+//! A frame's first [`HEAD_BYTES`] bytes are copied once into local memory. The switch decides only
+//! on these bytes (addresses, protocol headers), and exactly these bytes leave it. A peer that
+//! rewrites its buffer meanwhile changes only payload. The rest stays in its source's memory as
+//! [`Foreign`] segments. It is copied once, straight into the destination's buffer. A small frame
+//! is wholly in the head, and its source is not touched again.
 //!
-//! A [`Batch`] holds the frames that one turn took from one port. It borrows the source's memory for its lifetime, so
-//! a port cannot change or release its buffers while the batch lives.
+//! A [`Batch`] holds the frames that one turn took from one port. It borrows the source's memory
+//! for its lifetime, so a port cannot change or release its buffers while the batch lives.
 
 use crate::class::{Class, Marking};
 use crate::mac::Address;
 use crate::wait::Token;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 
-/// Bytes of a frame that are copied into local memory: Ethernet 14 + two VLAN tags 8 + IPv6 40 + TCP 60 = 122.
+/// Bytes of a frame that are copied into local memory: Ethernet 14 + two VLAN tags 8 + IPv6 40 +
+/// TCP 60 = 122.
 pub const HEAD_BYTES: usize = 128;
 
 /// Bytes of an Ethernet header: destination, source, type.
 pub const ETHERNET_HEADER_BYTES: usize = 14;
 
-/// The longest frame that anything here carries: a segmentation-offload frame of 64 KiB with its header and tags.
+/// The longest frame that anything here carries: a segmentation-offload frame of 64 KiB with its
+/// header and tags.
 pub const MAX_FRAME_BYTES: usize = 65_535 + ETHERNET_HEADER_BYTES + 8;
 
 /// Bytes of a VLAN tag (IEEE 802.1Q §9.6): type 0x8100 and the tag control information.
@@ -36,10 +39,11 @@ pub enum Checksum {
     /// The bytes hold a checksum that was not verified.
     #[default]
     Unverified,
-    /// Somebody we trust for it (the host's kernel, a device) has checked it, or it never left this machine.
+    /// Somebody we trust for it (the host's kernel, a device) has checked it, or it never left this
+    /// machine.
     Valid,
-    /// The checksum field holds only the pseudo-header's sum. The side that sends the frame to a wire must sum the
-    /// bytes from `start` to the end and put the result at `start + offset`.
+    /// The checksum field holds only the pseudo-header's sum. The side that sends the frame to a
+    /// wire must sum the bytes from `start` to the end and put the result at `start + offset`.
     Partial {
         /// First byte that is summed, from the start of the frame.
         start: u16,
@@ -78,7 +82,8 @@ pub struct Segmentation {
     pub ecn: bool,
     /// Payload bytes of each segment or datagram, the last one excepted; never 0.
     pub size: u16,
-    /// Bytes of all headers, which each segment repeats; a hint of the sender, 0 where it gave none.
+    /// Bytes of all headers, which each segment repeats; a hint of the sender, 0 where it gave
+    /// none.
     pub header_bytes: u16,
 }
 
@@ -135,8 +140,8 @@ impl Frame {
         self.len as usize
     }
 
-    /// The local copy of the first bytes: all of them, or about [`HEAD_BYTES`]. A tag that was put in or taken out makes
-    /// the head of a longer frame longer or shorter.
+    /// The local copy of the first bytes: all of them, or about [`HEAD_BYTES`]. A tag that was put
+    /// in or taken out makes the head of a longer frame longer or shorter.
     #[inline]
     pub fn head(&self) -> &[u8] {
         &self.head[..self.head_len as usize]
@@ -171,15 +176,17 @@ impl Frame {
         &mut self.head[..self.head_len as usize]
     }
 
-    /// The control information of the frame's outer VLAN tag of type 0x8100, where all of it is there.
+    /// The control information of the frame's outer VLAN tag of type 0x8100, where all of it is
+    /// there.
     #[inline]
     pub fn tag(&self) -> Option<u16> {
         (self.head_len as usize >= ETHERNET_HEADER_BYTES + TAG_BYTES && self.head[12..14] == TAG_TYPE)
             .then(|| u16::from_be_bytes([self.head[14], self.head[15]]))
     }
 
-    /// Gives the frame this VLAN tag, in place of the one it has, or none. The offload state follows. A frame without a
-    /// tag is not longer than [`MAX_FRAME_BYTES`] less a tag's, nor was a tag put into it that it had not before.
+    /// Gives the frame this VLAN tag, in place of the one it has, or none. The offload state
+    /// follows. A frame without a tag is not longer than [`MAX_FRAME_BYTES`] less a tag's, nor was
+    /// a tag put into it that it had not before.
     pub(crate) fn set_tag(&mut self, tag: Option<u16>) {
         const AT: usize = ETHERNET_HEADER_BYTES - 2;
         let shift = match (self.tag(), tag) {
@@ -217,7 +224,8 @@ impl Frame {
 /// The frames that one turn took from one port, in order.
 #[derive(Debug, Default)]
 pub struct Batch<'m> {
-    /// Slots stay initialised and are reused, so that no turn clears 128 bytes per frame; `used` counts the live ones.
+    /// Slots stay initialised and are reused, so that no turn clears 128 bytes per frame; `used`
+    /// counts the live ones.
     slots: Vec<Frame>,
     used: usize,
     segments: Vec<Foreign<'m>>,
@@ -233,8 +241,8 @@ impl<'m> Batch<'m> {
         Batch { slots, segments, ..Batch::default() }
     }
 
-    /// Says which port the frames came from. The worker sets it after [`crate::port::Port::receive`]; a batch that
-    /// was recycled names no port.
+    /// Says which port the frames came from. The worker sets it after
+    /// [`crate::port::Port::receive`]; a batch that was recycled names no port.
     #[inline]
     pub fn set_ingress(&mut self, port: Token) {
         self.ingress = Some(port);
@@ -256,15 +264,16 @@ impl<'m> Batch<'m> {
         self.marking.class(frame.priority(), frame)
     }
 
-    /// The port that the frames came from, where the worker said so. Inner ports keep accounts per source by it,
-    /// since a guest can write any source address into its frames.
+    /// The port that the frames came from, where the worker said so. Inner ports keep accounts per
+    /// source by it, since a guest can write any source address into its frames.
     #[inline]
     pub fn ingress(&self) -> Option<Token> {
         self.ingress
     }
 
-    /// Says that the peer cannot hand over segmented frames, so that it is worth while to look for segments of one
-    /// stream ([`crate::merge`]). Called by [`crate::port::Port::receive`]; a batch that was recycled says nothing.
+    /// Says that the peer cannot hand over segmented frames, so that it is worth while to look for
+    /// segments of one stream ([`crate::merge`]). Called by [`crate::port::Port::receive`]; a batch
+    /// that was recycled says nothing.
     #[inline]
     pub fn set_may_merge(&mut self) {
         self.may_merge = true;
@@ -300,8 +309,8 @@ impl<'m> Batch<'m> {
         &mut self.slots[..self.used]
     }
 
-    /// Appends a frame that lies in one piece, such as a small frame of a guest. `offload` was checked against
-    /// its length.
+    /// Appends a frame that lies in one piece, such as a small frame of a guest. `offload` was
+    /// checked against its length.
     #[inline]
     pub fn push(&mut self, bytes: Foreign<'m>, offload: Offload) {
         debug_assert!(!bytes.is_empty() && bytes.len() <= MAX_FRAME_BYTES);
@@ -325,8 +334,8 @@ impl<'m> Batch<'m> {
         }
     }
 
-    /// Appends a frame that lies in several pieces. `offload` was checked against its length. Without a byte in
-    /// any piece nothing is appended.
+    /// Appends a frame that lies in several pieces. `offload` was checked against its length.
+    /// Without a byte in any piece nothing is appended.
     pub fn push_pieces(&mut self, pieces: impl IntoIterator<Item = Foreign<'m>>, offload: Offload) {
         let first_segment = self.segments.len();
         let used = self.used;
@@ -367,8 +376,9 @@ impl<'m> Batch<'m> {
         self.segments.extend_from_slice(from.tail(frame));
     }
 
-    /// Appends the bytes of `frame`, a frame of `from`, behind its first `skip` ones, which are within its head, to the
-    /// last frame, whose head stays as it is. Together they are not longer than [`MAX_FRAME_BYTES`].
+    /// Appends the bytes of `frame`, a frame of `from`, behind its first `skip` ones, which are
+    /// within its head, to the last frame, whose head stays as it is. Together they are not longer
+    /// than [`MAX_FRAME_BYTES`].
     pub(crate) fn append_to_last(&mut self, from: &'m Batch<'_>, frame: &'m Frame, skip: usize) {
         let before = self.segments.len();
         let head = &frame.head()[skip.min(frame.head().len())..];
@@ -390,8 +400,9 @@ impl<'m> Batch<'m> {
         &self.segments[first..first + frame.segments as usize]
     }
 
-    /// Copies `frame`, a frame of this batch, into `to`, from the frame's first byte on; returns how many bytes
-    /// fitted. For a destination whose buffer is in several pieces see [`Batch::copy_scattered`].
+    /// Copies `frame`, a frame of this batch, into `to`, from the frame's first byte on; returns
+    /// how many bytes fitted. For a destination whose buffer is in several pieces see
+    /// [`Batch::copy_scattered`].
     #[inline]
     pub fn copy(&self, frame: &Frame, to: ForeignMut<'_>) -> usize {
         let mut at = to.write_from(frame.head());
@@ -401,7 +412,8 @@ impl<'m> Batch<'m> {
         at
     }
 
-    /// Copies `frame`, a frame of this batch, into the pieces of `to`, in order; returns how many bytes fitted.
+    /// Copies `frame`, a frame of this batch, into the pieces of `to`, in order; returns how many
+    /// bytes fitted.
     pub fn copy_scattered<'d>(&self, frame: &Frame, to: impl IntoIterator<Item = ForeignMut<'d>>) -> usize {
         let mut to = to.into_iter();
         let mut room = to.next();
@@ -431,7 +443,8 @@ impl<'m> Batch<'m> {
     #[must_use]
     pub fn recycle<'other>(mut self) -> Batch<'other> {
         self.segments.clear();
-        // An empty vector mapped in place keeps its allocation and gets the other lifetime, without unsafe.
+        // An empty vector mapped in place keeps its allocation and gets the other lifetime, without
+        // unsafe.
         let segments = self.segments.into_iter().map(|_| unreachable!("the vector was cleared")).collect();
         Batch { slots: self.slots, segments, ..Batch::default() }
     }

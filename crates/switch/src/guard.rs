@@ -1,15 +1,17 @@
 //! What a port may claim to be: the check of source addresses.
 //!
-//! A guard without lists lets everything pass. With a list of MAC addresses only these may be a frame's source. With a
-//! list of IPv4 addresses, the sender fields of ARP and the source field of IPv4 must be on it. This also holds behind
-//! any VLAN tags and an LLC/SNAP header. Where the header is cut short nothing passes, since nothing could be checked.
-//! A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass. With a list of IPv6
-//! addresses, which may be empty, IPv6 is held to that list and to the link-local address of the frame's Ethernet
-//! source. The same holds for neighbour discovery, and the port may not act as a router (`ipv6`). A guard that learns has no
-//! such list: its port may claim addresses that no other port has (`bindings`). Without either, IPv6 passes unchecked, as
-//! other protocols do.
+//! A guard without lists lets everything pass. With a list of MAC addresses only these may be a
+//! frame's source. With a list of IPv4 addresses, the sender fields of ARP and the source field of
+//! IPv4 must be on it. This also holds behind any VLAN tags and an LLC/SNAP header. Where the
+//! header is cut short nothing passes, since nothing could be checked. A host that has no address
+//! yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass. With a list of IPv6 addresses,
+//! which may be empty, IPv6 is held to that list and to the link-local address of the frame's
+//! Ethernet source. The same holds for neighbour discovery, and the port may not act as a router
+//! (`ipv6`). A guard that learns has no such list: its port may claim addresses that no other port
+//! has (`bindings`). Without either, IPv6 passes unchecked, as other protocols do.
 //!
-//! What no ordinary member does is refused to every port that has no role for it, with or without lists ([`Roles`]).
+//! What no ordinary member does is refused to every port that has no role for it, with or without
+//! lists ([`Roles`]).
 
 mod bindings;
 mod ipv6;
@@ -46,8 +48,8 @@ const ETHERTYPE_QINQ: u16 = 0x88a8;
 const ETHERTYPE_OLD_QINQ: u16 = 0x9100;
 
 impl Guard {
-    /// A guard that lets only `sources` pass, or any source where the list is empty, and only `ipv4` as sender
-    /// addresses, or any where that list is empty.
+    /// A guard that lets only `sources` pass, or any source where the list is empty, and only
+    /// `ipv4` as sender addresses, or any where that list is empty.
     pub fn new(sources: &[Mac], ipv4: &[Ipv4Addr]) -> Guard {
         let mut sources: Vec<_> = sources.iter().copied().map(Address::from).collect();
         sources.sort_unstable();
@@ -58,8 +60,8 @@ impl Guard {
         Guard { sources, ipv4, ipv6: None, learn: None, pinned: false, roles: Roles::default() }
     }
 
-    /// The same guard, which lets only these addresses and prefixes (with their bits that count) pass as IPv6 senders, and
-    /// the link-local address of the frame's Ethernet source.
+    /// The same guard, which lets only these addresses and prefixes (with their bits that count)
+    /// pass as IPv6 senders, and the link-local address of the frame's Ethernet source.
     #[must_use]
     pub fn with_ipv6(mut self, entries: &[(Ipv6Addr, u8)]) -> Guard {
         self.ipv6 = Some(ipv6::List::new(entries));
@@ -78,8 +80,8 @@ impl Guard {
         self.learn
     }
 
-    /// The same guard, with its source addresses locked to the port: no other port of the network can take
-    /// them over, frames from elsewhere that claim them are dropped.
+    /// The same guard, with its source addresses locked to the port: no other port of the network
+    /// can take them over, frames from elsewhere that claim them are dropped.
     #[must_use]
     pub fn pinned(mut self) -> Guard {
         self.pinned = true;
@@ -129,7 +131,8 @@ impl Guard {
         self.sources.is_empty() || self.sources.binary_search(&source).is_ok()
     }
 
-    /// Whether the frame that starts with `head` (its first 128 bytes, or all) passes the lists of IPv4 and IPv6.
+    /// Whether the frame that starts with `head` (its first 128 bytes, or all) passes the lists of
+    /// IPv4 and IPv6.
     pub(crate) fn lets_sender_pass(&self, head: &[u8]) -> bool {
         match network_layer(head) {
             Some((ETHERTYPE_IPV4, at)) => self.lets_packet_pass(&head[at..]),
@@ -151,7 +154,8 @@ impl Guard {
         }
         let Some(Ok(source)) = packet.get(12..16).map(<[u8; 4]>::try_from) else { return false };
         if source == [0; 4] {
-            // Only a DHCP client's request (RFC 2131 §4.1): UDP from 68 to 67, header without options.
+            // Only a DHCP client's request (RFC 2131 §4.1): UDP from 68 to 67, header without
+            // options.
             return packet[0] == 0x45 && packet[9] == 17 && packet.get(20..24) == Some(&[0, 68, 0, 67]);
         }
         packet[0] >> 4 == 4 && self.ipv4.binary_search(&source).is_ok()
@@ -161,7 +165,8 @@ impl Guard {
         if self.ipv4.is_empty() {
             return true;
         }
-        // RFC 826: hardware and protocol type and lengths, operation, sender's hardware and protocol address.
+        // RFC 826: hardware and protocol type and lengths, operation, sender's hardware and
+        // protocol address.
         let Some(fields) = arp.get(..28) else { return false };
         if fields[..6] != [0, 1, 8, 0, 6, 4] || &fields[8..14] != ethernet_source {
             return false;
@@ -171,8 +176,9 @@ impl Guard {
     }
 }
 
-/// The type of what a frame carries, and where that begins: behind all VLAN tags, and behind an LLC/SNAP header (RFC 1042 and
-/// IEEE 802.1H). `None` where the frame, or what is seen of it, ends before that.
+/// The type of what a frame carries, and where that begins: behind all VLAN tags, and behind an
+/// LLC/SNAP header (RFC 1042 and IEEE 802.1H). `None` where the frame, or what is seen of it, ends
+/// before that.
 #[inline]
 pub(crate) fn network_layer(head: &[u8]) -> Option<(u16, usize)> {
     let mut at = ETHERNET_HEADER_BYTES - 2;

@@ -1,19 +1,24 @@
 //! The Ethernet switch, without I/O: bytes and instants in, bytes and decisions out.
 //!
-//! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with its source;
-//!   the offload state that travels with each.
+//! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with
+//!   its source; the offload state that travels with each.
 //! * [`nat`]: many guests behind the one address that an uplink knows.
-//! * [`policy`]: which members may exchange what: isolation, rules with memory of connections, mirrors.
+//! * [`policy`]: which members may exchange what: isolation, rules with memory of connections,
+//!   mirrors.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
-//! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
+//! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and
+//!   guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
-//! * [`vlan`]: which VLANs a port belongs to. [`class`], [`limit`]: which frames go first, and how many may.
+//! * [`vlan`]: which VLANs a port belongs to. [`class`], [`limit`]: which frames go first, and how
+//!   many may.
 //! * [`offload`]: segments and checksums in software, where a destination lacks them.
-//! * [`merge`]: segments of one stream as one frame, where a source cannot give it and a destination takes it.
+//! * [`merge`]: segments of one stream as one frame, where a source cannot give it and a
+//!   destination takes it.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`recheck`]: which ports are looked at once more, since a wake-up may have been lost.
-//! * [`capture`], [`filter`], [`pcapng`]: a port's frames, or some of them, as a file for Wireshark and its like.
+//! * [`capture`], [`filter`], [`pcapng`]: a port's frames, or some of them, as a file for Wireshark
+//!   and its like.
 //! * [`wait`]: how a worker sleeps.
 //! * [`gateway`]: the inner port that serves a network: ARP, ICMP echo, DHCP and DNS.
 //! * [`detail`]: facts of a port's kind, for status.

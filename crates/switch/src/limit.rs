@@ -1,8 +1,8 @@
 //! Limits of rates: token buckets, and what a port may flood or carry.
 //!
 //! # Storm control
-//! A frame to a group or to an unknown address is copied to every other port, so its cost grows with the network. Three
-//! things bound that cost. All of them are O(1) per frame.
+//! A frame to a group or to an unknown address is copied to every other port, so its cost grows
+//! with the network. Three things bound that cost. All of them are O(1) per frame.
 //!
 //! | bound | unit | of | reason |
 //! | --- | --- | --- | --- |
@@ -10,15 +10,15 @@
 //! | the port's share of [`FLOOD_COPIES`] | copies/s | each port | none: beyond it, the pool decides |
 //! | the pool, once more [`FLOOD_COPIES`] | copies/s | the network | `flood_budget` |
 //!
-//! A port that stays within its share is never refused, whatever load the others cause: a storm cannot take away a
-//! neighbour's ARP requests. A port beyond its share takes from the pool, so that a single sender in a quiet network
-//! gets more.
+//! A port that stays within its share is never refused, whatever load the others cause: a storm
+//! cannot take away a neighbour's ARP requests. A port beyond its share takes from the pool, so
+//! that a single sender in a quiet network gets more.
 //!
 //! # Rates
-//! [`Rates::send`] slows a port down. The worker takes no more frames from it until its bucket allows more. So the
-//! peer's own queue fills and nothing is lost in the switch. [`Rates::receive`] drops frames beyond the rate, as
-//! `rate_limit`. So do the limits of classes, in both directions: the frames of one class may not hold up those behind
-//! them in the peer's queue.
+//! [`Rates::send`] slows a port down. The worker takes no more frames from it until its bucket
+//! allows more. So the peer's own queue fills and nothing is lost in the switch. [`Rates::receive`]
+//! drops frames beyond the rate, as `rate_limit`. So do the limits of classes, in both directions:
+//! the frames of one class may not hold up those behind them in the peer's queue.
 
 use crate::Nanos;
 use crate::class::{CLASSES, Class};
@@ -26,12 +26,14 @@ use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Frame};
 use crate::mac::PortNumber;
 
-/// Copies of flooded frames that the ports of one network share per second, and once more as a common pool. A copy into a
-/// tap is a system call of 1 to 2 µs, so all of it together is less than half a core, and much less for shared memory.
+/// Copies of flooded frames that the ports of one network share per second, and once more as a
+/// common pool. A copy into a tap is a system call of 1 to 2 µs, so all of it together is less than
+/// half a core, and much less for shared memory.
 pub const FLOOD_COPIES: u64 = 100_000;
 /// Copies that the pool holds at most: about 10 ms of work.
 const POOL_BURST: u64 = 5_000;
-/// Copies that a port may spend at once from its own share, if that is more than [`SHARE_BURST_FRAMES`] frames.
+/// Copies that a port may spend at once from its own share, if that is more than
+/// [`SHARE_BURST_FRAMES`] frames.
 const SHARE_BURST: u64 = 4_096;
 /// Flooded frames that every port may send at once, however many ports there are.
 const SHARE_BURST_FRAMES: u64 = 16;
@@ -68,7 +70,8 @@ impl Limit {
     }
 }
 
-/// A token bucket in the form of one instant, the one at which it is full again (GCRA, ITU-T I.371 annex A).
+/// A token bucket in the form of one instant, the one at which it is full again (GCRA, ITU-T I.371
+/// annex A).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bucket {
     full_at: Nanos,
@@ -158,7 +161,8 @@ impl Floods {
         self.ports[at] = Spent { storm, ..Spent::default() };
     }
 
-    /// Whether a frame of `port` may be copied to `copies` ports of the `up` that are up. The error is why it may not.
+    /// Whether a frame of `port` may be copied to `copies` ports of the `up` that are up. The error
+    /// is why it may not.
     #[inline]
     pub(crate) fn admit(
         &mut self,
@@ -198,8 +202,8 @@ pub struct Rate {
     pub bits: Option<u64>,
     /// Frames per second. A frame that represents several segments counts as one.
     pub frames: Option<u64>,
-    /// Bits that may pass at once after a pause; `None` for 20 ms' worth, or one of the longest frames if that is more.
-    /// Without `bits` it means nothing.
+    /// Bits that may pass at once after a pause; `None` for 20 ms' worth, or one of the longest
+    /// frames if that is more. Without `bits` it means nothing.
     pub burst: Option<u64>,
 }
 
@@ -217,7 +221,8 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// The limits of both directions and of their classes, by name: `send`, `send_background` to `receive_urgent`.
+    /// The limits of both directions and of their classes, by name: `send`, `send_background` to
+    /// `receive_urgent`.
     pub fn named(&self) -> impl Iterator<Item = (String, Rate)> {
         let ways = [("send", self.send, self.send_class), ("receive", self.receive, self.receive_class)];
         ways.into_iter().flat_map(|(way, whole, classes)| {
@@ -297,7 +302,8 @@ impl Meter {
         .count()
     }
 
-    /// How long the next frame may have to wait where nothing else holds it up: after one of the longest kind.
+    /// How long the next frame may have to wait where nothing else holds it up: after one of the
+    /// longest kind.
     pub(crate) fn longest_wait(&self) -> Nanos {
         let of = |meter: Option<(Limit, Bucket)>, tokens| meter.map_or(Nanos(0), |(limit, _)| limit.span(tokens));
         of(self.bits, RATE_BURST_BITS).max(of(self.frames, 1))
@@ -335,7 +341,8 @@ impl Meters {
         passes
     }
 
-    /// Writes to `passed` those of the frames `which` that the limits of their classes let pass; counts the others in `drops`.
+    /// Writes to `passed` those of the frames `which` that the limits of their classes let pass;
+    /// counts the others in `drops`.
     pub(crate) fn pass_classes(
         &mut self,
         now: Nanos,

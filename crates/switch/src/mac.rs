@@ -1,27 +1,31 @@
 //! Where each MAC address was last seen: the memory of a learning switch.
 //!
 //! # Shape
-//! Open addressing with linear probing over one array of words. Address and port are in one word, so the look-up
-//! of a destination touches one cache line in nearly every case. A second array says when an address was seen. A
-//! third holds each port's addresses in order of age. An address that is seen again within the same [`Tick`]
-//! touches neither of these two. Deletion shifts back, so there are no tombstones. All memory is allocated when
-//! the table is made.
+//! Open addressing with linear probing over one array of words. Address and port are in one word,
+//! so the look-up of a destination touches one cache line in nearly every case. A second array says
+//! when an address was seen. A third holds each port's addresses in order of age. An address that
+//! is seen again within the same [`Tick`] touches neither of these two. Deletion shifts back, so
+//! there are no tombstones. All memory is allocated when the table is made.
 //!
 //! # VLANs
-//! In a network with VLANs an address is learned once in each. A further array, which is empty otherwise, has the VLAN of each
-//! slot. Pinned addresses are in VLAN 0, which stands for all: no port can have the address of another port's pin in any.
+//! In a network with VLANs an address is learned once in each. A further array, which is empty
+//! otherwise, has the VLAN of each slot. Pinned addresses are in VLAN 0, which stands for all: no
+//! port can have the address of another port's pin in any.
 //!
 //! # Invariants
 //! * A slot is 0 or `port << 48 | address`; an address is never 0 and never a group address.
-//! * From an address's home slot to its slot no slot is empty, and the distance is below `MAX_PROBE`.
-//! * An address that is not pinned is on the list of its port exactly once, lists are sorted by `seen`.
+//! * From an address's home slot to its slot no slot is empty, and the distance is below
+//!   `MAX_PROBE`.
+//! * An address that is not pinned is on the list of its port exactly once, lists are sorted by
+//!   `seen`.
 //!
 //! # What a hostile port can do
-//! A port has a limit; at the limit it pushes out its own oldest address. When the whole table is full, a port
-//! that holds its fair share (capacity divided by ports) or more pushes out its own oldest address. A port below
-//! its share takes the place of the oldest address of the port that holds most. So a flood of addresses costs its
-//! own port. It costs no other port more than the share that the table owes to each. The hash is keyed, so no
-//! outsider can choose addresses that share a slot. A probe has a bound all the same.
+//! A port has a limit; at the limit it pushes out its own oldest address. When the whole table is
+//! full, a port that holds its fair share (capacity divided by ports) or more pushes out its own
+//! oldest address. A port below its share takes the place of the oldest address of the port that
+//! holds most. So a flood of addresses costs its own port. It costs no other port more than the
+//! share that the table owes to each. The hash is keyed, so no outsider can choose addresses that
+//! share a slot. A probe has a bound all the same.
 
 use crate::Nanos;
 use crate::frame::Mac;
@@ -155,7 +159,8 @@ pub struct MacEntry {
     pub address: Address,
     /// The port behind which it was seen.
     pub port: PortNumber,
-    /// The VLAN in which it was seen; `None` where the network has no VLANs, or it is pinned in all.
+    /// The VLAN in which it was seen; `None` where the network has no VLANs, or it is pinned in
+    /// all.
     pub vlan: Option<u16>,
     /// Time since it was seen, to the tick; `None` where it is pinned.
     pub age: Option<Nanos>,
@@ -308,8 +313,9 @@ impl MacTable {
         }
     }
 
-    /// Binds `address` to `port`, without age and beyond all limits, until [`MacTable::unpin_port`]. Returns
-    /// whether that was done: not where another port has it pinned already, nor for a group address.
+    /// Binds `address` to `port`, without age and beyond all limits, until
+    /// [`MacTable::unpin_port`]. Returns whether that was done: not where another port has it
+    /// pinned already, nor for a group address.
     pub fn pin(&mut self, address: Address, port: PortNumber) -> bool {
         if !address.is_station() {
             return false;
@@ -361,7 +367,8 @@ impl MacTable {
         }
     }
 
-    /// Forgets addresses that are too old at `now`, up to a bound per call; returns whether there are more.
+    /// Forgets addresses that are too old at `now`, up to a bound per call; returns whether there
+    /// are more.
     pub fn expire(&mut self, now: Tick) -> bool {
         if now <= self.expired_to {
             return false;

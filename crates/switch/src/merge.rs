@@ -1,30 +1,35 @@
-//! Segments of one TCP stream, and datagrams of one UDP flow, put together for a destination that takes them as one frame.
+//! Segments of one TCP stream, and datagrams of one UDP flow, put together for a destination that
+//! takes them as one frame.
 //!
-//! A port whose frames come from a network gets no segmented frames from its peer. For the destination each segment then
-//! costs as much as a frame of 64 KiB: a tap takes one frame a system call, a guest handles one descriptor and answers
-//! every two segments with an acknowledgement. Such a port says so ([`Batch::set_may_merge`]), and the worker hands its
-//! frames to a destination in the form that a sender with segmentation offload would have given them, if the destination
+//! A port whose frames come from a network gets no segmented frames from its peer. For the
+//! destination each segment then costs as much as a frame of 64 KiB: a tap takes one frame a system
+//! call, a guest handles one descriptor and answers every two segments with an acknowledgement.
+//! Such a port says so ([`Batch::set_may_merge`]), and the worker hands its frames to a destination
+//! in the form that a sender with segmentation offload would have given them, if the destination
 //! takes that.
 //!
 //! # What is merged
-//! Only what [`crate::offload`] would cut into the same frames again. Frames of one turn are one frame if
+//! Only what [`crate::offload`] would cut into the same frames again. Frames of one turn are one
+//! frame if
 //! - their addresses and ports are the same;
 //! - all are as long as the first one, the last excepted, which may be shorter;
 //! - type of service, hop limit, fragment flags, flow label and 802.1p priority are the same;
-//! - the IPv4 identification counts up, or "don't fragment" is set, where it has no meaning (RFC 6864 §4);
-//! - with TCP: each starts where the one before ends; acknowledgement, window and options are the same; of the flags only
-//!   ACK is set, and PSH in the last one;
-//! - the checksums of all of them are right. A frame with a wrong one goes on as it came, for its receiver to drop. A
-//!   datagram without a checksum goes on as it came too.
+//! - the IPv4 identification counts up, or "don't fragment" is set, where it has no meaning (RFC
+//!   6864 §4);
+//! - with TCP: each starts where the one before ends; acknowledgement, window and options are the
+//!   same; of the flags only ACK is set, and PSH in the last one;
+//! - the checksums of all of them are right. A frame with a wrong one goes on as it came, for its
+//!   receiver to drop. A datagram without a checksum goes on as it came too.
 //!
-//! What the destination gets has the checksum of the pseudo-header only, as any segmented frame has.
+//! What the destination gets has the checksum of the pseudo-header only, as any segmented frame
+//! has.
 //!
 //! # Order
-//! A merged frame is where its first segment was. Frames of one flow keep their order; a segment may overtake frames of
-//! other flows of its turn.
+//! A merged frame is where its first segment was. Frames of one flow keep their order; a segment
+//! may overtake frames of other flows of its turn.
 //!
-//! Limits: IPv4 without options, IPv6 without extension headers, no VLAN tag, [`MAX_OPEN`] flows at one time, [`MAX_COUNT`]
-//! segments.
+//! Limits: IPv4 without options, IPv6 without extension headers, no VLAN tag, [`MAX_OPEN`] flows at
+//! one time, [`MAX_COUNT`] segments.
 
 use crate::drop::Drops;
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, Offload, SegmentKind, Segmentation};
@@ -36,7 +41,8 @@ use tombolo_ring::mem::ForeignMut;
 
 /// Flows among which the place of a segment is looked for; one more closes the first of them.
 pub const MAX_OPEN: usize = 8;
-/// Segments that become one frame. Linux takes no more datagrams at once (`UDP_MAX_SEGMENTS`, before 6.9).
+/// Segments that become one frame. Linux takes no more datagrams at once (`UDP_MAX_SEGMENTS`,
+/// before 6.9).
 pub const MAX_COUNT: u16 = 64;
 /// The longest IP packet.
 const MAX_PACKET_BYTES: usize = 65_535;
@@ -121,8 +127,9 @@ enum Seen {
 }
 
 impl Merger {
-    /// Hands the frames `which` of `batch` to `send`, those together that can be one frame for a destination with `caps`,
-    /// which takes each of them as it is. Adds the frames that became parts of others to `merged`.
+    /// Hands the frames `which` of `batch` to `send`, those together that can be one frame for a
+    /// destination with `caps`, which takes each of them as it is. Adds the frames that became
+    /// parts of others to `merged`.
     ///
     /// # Errors
     /// What `send` returns.
@@ -262,7 +269,8 @@ impl Flow {
             && a[..IP] == b[..IP]
     }
 
-    /// Whether `frame`, of this flow, continues it in such a way that [`crate::offload`] would cut it off again.
+    /// Whether `frame`, of this flow, continues it in such a way that [`crate::offload`] would cut
+    /// it off again.
     fn continues_with(&self, first: &Frame, frame: &Frame, segment: Segment) -> bool {
         let (a, b, at, payload) = (first.head(), frame.head(), segment.transport, segment.payload);
         let same = |range: Range<usize>| a[range.clone()] == b[range];
@@ -279,8 +287,8 @@ impl Flow {
             SegmentKind::Udp => true,
             SegmentKind::Tcp4 | SegmentKind::Tcp6 => {
                 segment.sequence == self.segment.sequence.wrapping_add(self.bytes as u32)
-                    // Acknowledgement and header length; window; urgent pointer and options. The flags are those of
-                    // every segment that can join.
+                    // Acknowledgement and header length; window; urgent pointer and options. The
+                    // flags are those of every segment that can join.
                     && same(at + 8..at + 13)
                     && same(at + 14..at + 16)
                     && same(at + 18..payload)

@@ -105,7 +105,8 @@ impl Packet {
     }
 }
 
-/// What the merger hands on of `frames`: bytes and offload of each, and how many became parts of others.
+/// What the merger hands on of `frames`: bytes and offload of each, and how many became parts of
+/// others.
 fn merge(merger: &mut Merger, frames: &[Vec<u8>], caps: Caps) -> (Vec<(Vec<u8>, Offload)>, u64) {
     let mut batch = Batch::with_capacity(8);
     for frame in frames {
@@ -344,7 +345,8 @@ fn a_merged_frame_is_no_longer_than_an_ip_packet() {
     assert_eq!(cut(&out), frames);
 }
 
-/// The stream that a frame belongs to, as the test sees it: its first 14 bytes, protocol, addresses and ports.
+/// The stream that a frame belongs to, as the test sees it: its first 14 bytes, protocol, addresses
+/// and ports.
 fn stream_of(frame: &[u8]) -> Vec<u8> {
     let is_v6 = frame[12] == 0x86;
     let (protocol, range) = if is_v6 { (frame[20], 22..58) } else { (frame[23], 26..38) };

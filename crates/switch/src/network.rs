@@ -1,8 +1,9 @@
 //! Where the frames of a batch go: one network's decision, without moving a byte.
 //!
-//! [`Network::decide`] passes over a batch once and writes a [`Plan`]: for each destination port the indices of its
-//! frames, in order. Frames of one batch tend to be of few flows. So the verdict on the last source and the way to the
-//! last destination are kept while they repeat. A repeated pair costs two comparisons.
+//! [`Network::decide`] passes over a batch once and writes a [`Plan`]: for each destination port
+//! the indices of its frames, in order. Frames of one batch tend to be of few flows. So the verdict
+//! on the last source and the way to the last destination are kept while they repeat. A repeated
+//! pair costs two comparisons.
 //!
 //! # What becomes of a frame
 //! | frame | becomes |
@@ -24,14 +25,15 @@
 //! | from a mirror's port | dropped, `mirror_port` |
 //! | of a VLAN that its port may not send in, or with other tags ([`crate::vlan`]) | dropped, `vlan_denied`, `vlan_tags` |
 //!
-//! Where the network has VLANs, each is a network of its own for all of this but pinned addresses, which are in every one.
-//! Where it has a policy, floods reach only the ports that the frame may go to, and a mirror's port gets its
-//! own copies.
+//! Where the network has VLANs, each is a network of its own for all of this but pinned addresses,
+//! which are in every one. Where it has a policy, floods reach only the ports that the frame may go
+//! to, and a mirror's port gets its own copies.
 //!
 //! # Accounting
-//! A frame that came in is counted once as one of the port's `rx_frames`. It is then counted either as one of its
-//! `rx_drops` or as `copies` ≥ 1 of this network. Each copy ends as one of the destination's `tx_frames` or `tx_drops`.
-//! Where a destination needs segments, each segment counts instead of the copy that was cut.
+//! A frame that came in is counted once as one of the port's `rx_frames`. It is then counted either
+//! as one of its `rx_drops` or as `copies` ≥ 1 of this network. Each copy ends as one of the
+//! destination's `tx_frames` or `tx_drops`. Where a destination needs segments, each segment counts
+//! instead of the copy that was cut.
 
 use crate::Nanos;
 use crate::counters::Counter;
@@ -48,7 +50,8 @@ use std::collections::HashMap;
 /// What one network counts; one writer, any number of readers.
 #[derive(Debug, Default)]
 pub struct NetworkCounters {
-    /// Copies of frames on their way to a destination; 1 for a frame to a known port, n for one that is flooded.
+    /// Copies of frames on their way to a destination; 1 for a frame to a known port, n for one
+    /// that is flooded.
     pub copies: Counter,
     /// Frames that went to all ports because no port was known to have the address.
     pub flooded_unknown: Counter,
@@ -145,7 +148,8 @@ impl Plan {
         self.dropped.clear();
     }
 
-    /// Takes out the frames that `passes` refuses, and counts them. Frames that go somewhere are asked for once each.
+    /// Takes out the frames that `passes` refuses, and counts them. Frames that go somewhere are
+    /// asked for once each.
     pub(crate) fn limit(&mut self, batch: &Batch<'_>, mut passes: impl FnMut(&Frame) -> bool, drops: &mut Drops) {
         let mut known = std::mem::take(&mut self.passes);
         known.clear();
@@ -180,7 +184,8 @@ impl Plan {
         list.push(frame);
     }
 
-    /// As [`Plan::push`], unless the frame is on the port's list already, as its last one; returns how many were added.
+    /// As [`Plan::push`], unless the frame is on the port's list already, as its last one; returns
+    /// how many were added.
     #[inline]
     fn push_once(&mut self, port: PortNumber, frame: u16) -> u64 {
         let is_new = self.lists[port as usize].last() != Some(&frame);
@@ -229,7 +234,8 @@ impl Network {
         }
     }
 
-    /// Joins `port`, its link down, without storm control; `mac_limit` as in [`MacTable::add_port`].
+    /// Joins `port`, its link down, without storm control; `mac_limit` as in
+    /// [`MacTable::add_port`].
     pub fn join(&mut self, port: PortNumber, mac_limit: Option<u32>) {
         self.macs.add_port(port, mac_limit);
         self.floods.set(port, Storm::OFF);
@@ -249,7 +255,8 @@ impl Network {
         }
     }
 
-    /// Sets what the members may exchange. Connections that the policy before let through are judged again.
+    /// Sets what the members may exchange. Connections that the policy before let through are
+    /// judged again.
     pub fn set_policy(&mut self, settings: policy::Settings) {
         if self.policy.is_some() && settings == self.policy_settings {
             return;
@@ -262,8 +269,8 @@ impl Network {
         self.policy_settings = settings;
     }
 
-    /// Sets the VLANs of `port`, a member; `None` for an access port of [`crate::vlan::DEFAULT`]. What was learned behind it is
-    /// forgotten, where that changes anything.
+    /// Sets the VLANs of `port`, a member; `None` for an access port of [`crate::vlan::DEFAULT`].
+    /// What was learned behind it is forgotten, where that changes anything.
     pub fn set_vlans(&mut self, port: PortNumber, membership: Option<Membership>) {
         if self.memberships.get(&port) == membership.as_ref() {
             return;
@@ -333,7 +340,8 @@ impl Network {
         }
     }
 
-    /// Sets the IPv6 addresses that no port whose guard learns may claim, since another machine has them.
+    /// Sets the IPv6 addresses that no port whose guard learns may claim, since another machine has
+    /// them.
     pub fn lose(&mut self, addresses: &[std::net::Ipv6Addr]) {
         self.bindings.lose(addresses.iter().copied());
     }
@@ -362,8 +370,9 @@ impl Network {
         }
     }
 
-    /// Locks the guard's addresses to `port` where the guard asks for it, and ends what an earlier guard had
-    /// locked. Returns how many are pinned to another port already and so could not be had.
+    /// Locks the guard's addresses to `port` where the guard asks for it, and ends what an earlier
+    /// guard had locked. Returns how many are pinned to another port already and so could not be
+    /// had.
     pub fn set_pins(&mut self, port: PortNumber, guard: &Guard) -> usize {
         self.macs.unpin_port(port);
         let listed = guard.ipv6().into_iter().flatten().filter(|(_, bits)| *bits == 128);
@@ -382,9 +391,9 @@ impl Network {
         elsewhere
     }
 
-    /// Decides on `batch`, which came from `from` at `now`: fills `plan`, which is empty, and counts in `drops`
-    /// the frames that go nowhere. Where the network has VLANs, the frames lose their tags; [`Network::shape`] then gives
-    /// them the form for each destination.
+    /// Decides on `batch`, which came from `from` at `now`: fills `plan`, which is empty, and
+    /// counts in `drops` the frames that go nowhere. Where the network has VLANs, the frames lose
+    /// their tags; [`Network::shape`] then gives them the form for each destination.
     #[inline]
     pub fn decide(
         &mut self,
@@ -408,7 +417,8 @@ impl Network {
         }
     }
 
-    /// [`Network::decide`]; a network without VLANs has code of its own, which knows nothing of them.
+    /// [`Network::decide`]; a network without VLANs has code of its own, which knows nothing of
+    /// them.
     #[allow(clippy::too_many_arguments)]
     fn decide_in<const VLANS: bool>(
         &mut self,
@@ -429,7 +439,8 @@ impl Network {
         let silent = policy.as_ref().is_some_and(|policy| policy.is_mirror(from));
         let mut summary = Summary::default();
         let roles = guard.roles();
-        // The address zero is no station's, so it can mean "none yet": the verdict on it is the one kept.
+        // The address zero is no station's, so it can mean "none yet": the verdict on it is the one
+        // kept.
         let (mut last_source, mut source_reason) = (Address::ZERO, Some(Reason::BadSource));
         let (mut last_destination, mut way) = (Address::ZERO, None);
         // What holds between the port and the last destination's.
@@ -555,8 +566,9 @@ impl Network {
                     plan.push(port, index as u16);
                 }
                 Destination::Nowhere(reason) => plan.lose(index, reason, drops),
-                // TCP knows no groups, and a sender of bulk data has just heard from its peer. If one such frame with a
-                // few bytes per segment were flooded, it would cost a thousand copies at each port that has it cut.
+                // TCP knows no groups, and a sender of bulk data has just heard from its peer. If
+                // one such frame with a few bytes per segment were flooded, it would cost a
+                // thousand copies at each port that has it cut.
                 Destination::Unknown | Destination::Group if frame.offload.segmentation.is_some() => {
                     plan.lose(index, Reason::NotTransformable, drops);
                 }
@@ -649,8 +661,8 @@ impl Network {
     }
 }
 
-/// Plans a copy of a frame for each port of `up` that it may go to, and for the mirrors of those; returns how many, or why
-/// there is none.
+/// Plans a copy of a frame for each port of `up` that it may go to, and for the mirrors of those;
+/// returns how many, or why there is none.
 #[allow(clippy::too_many_arguments)]
 fn flood(
     policy: &mut Policy,
@@ -683,7 +695,8 @@ fn needs_capability(frame: &Frame) -> bool {
     matches!(frame.offload.checksum, Checksum::Partial { .. }) || frame.offload.segmentation.is_some()
 }
 
-/// Whether the frame's checksum, where it is partial, is one that can be completed without a change to its headers.
+/// Whether the frame's checksum, where it is partial, is one that can be completed without a change
+/// to its headers.
 fn is_honest(frame: &Frame) -> bool {
     match frame.offload.checksum {
         Checksum::Partial { start, offset } => offload::is_of_transport(frame.head(), start, offset),
@@ -691,9 +704,10 @@ fn is_honest(frame: &Frame) -> bool {
     }
 }
 
-/// Group addresses that no bridge passes on: 01-80-C2-00-00-01 to -0F (pause frames, slow protocols, LLDP and
-/// the like belong to one link). Spanning tree's own, -00, passes, as through any bridge that does not take part
-/// in it, so that bridges around the fabric can find a loop through it.
+/// Group addresses that no bridge passes on: 01-80-C2-00-00-01 to -0F (pause frames, slow
+/// protocols, LLDP and the like belong to one link). Spanning tree's own, -00, passes, as through
+/// any bridge that does not take part in it, so that bridges around the fabric can find a loop
+/// through it.
 fn is_reserved(destination: Address) -> bool {
     let [a, b, c, d, e, last] = destination.bytes();
     [a, b, c, d, e] == [0x01, 0x80, 0xc2, 0, 0] && (0x01..=0x0f).contains(&last)

@@ -248,7 +248,8 @@ fn a_mirror_gets_each_frame_once_and_sends_none() {
     assert_eq!(bench.decide(0, &[frame(B, A)]).0, [(1, vec![0])]);
 }
 
-/// A UDP or TCP frame without options and extension headers from A to B, by the last bytes of the IP addresses.
+/// A UDP or TCP frame without options and extension headers from A to B, by the last bytes of the
+/// IP addresses.
 fn plain(six: bool, from: u8, to: u8, protocol: u8, to_port: u16) -> Vec<u8> {
     let mut bytes = [B, A].concat();
     if six {
@@ -266,7 +267,8 @@ fn plain(six: bool, from: u8, to: u8, protocol: u8, to_port: u16) -> Vec<u8> {
     bytes
 }
 
-/// A frame of a known connection is not asked for its port's roles again, so nothing that they are about may change meanwhile.
+/// A frame of a known connection is not asked for its port's roles again, so nothing that they are
+/// about may change meanwhile.
 #[test]
 fn no_frame_of_a_known_connection_passes_against_the_roles_of_its_port() {
     let mut bench = Bench::new(3);

@@ -1,8 +1,9 @@
 //! Offloads done in software, for a destination that cannot do them.
 //!
-//! A frame that the destination takes as it is goes there as it is, straight from its source. Any other frame is first
-//! copied into the worker's own memory, so that its source cannot change it any more. It is segmented or summed there,
-//! and the results are sent as a separate batch. The order of frames is kept.
+//! A frame that the destination takes as it is goes there as it is, straight from its source. Any
+//! other frame is first copied into the worker's own memory, so that its source cannot change it
+//! any more. It is segmented or summed there, and the results are sent as a separate batch. The
+//! order of frames is kept.
 //!
 //! | frame | destination | becomes |
 //! | --- | --- | --- |
@@ -17,9 +18,9 @@
 //! | either, behind a VLAN tag | takes it of frames without a tag only | as where it takes none |
 //! | … with an IP fragment, a routing header still under way, unknown extension headers, more than 2048 segments | does not | dropped, `not_transformable` |
 //!
-//! Segments follow Linux's `tcp_gso_segment`: the IPv4 identification counts up, sequence numbers advance, PSH and
-//! FIN stay on the last segment only, CWR on the first only, all other header bytes are repeated. Datagrams of a UDP
-//! flow are cut as its `__udp_gso_segment` does.
+//! Segments follow Linux's `tcp_gso_segment`: the IPv4 identification counts up, sequence numbers
+//! advance, PSH and FIN stay on the last segment only, CWR on the first only, all other header
+//! bytes are repeated. Datagrams of a UDP flow are cut as its `__udp_gso_segment` does.
 //!
 //! Limits: two VLAN tags, IPv4 options, IPv6 hop-by-hop, destination and completed routing headers.
 
@@ -41,13 +42,13 @@ const TCP_FIN: u8 = 0x01;
 const TCP_PSH: u8 = 0x08;
 const TCP_CWR: u8 = 0x80;
 
-/// Made frames are handed on when they exceed this many bytes, which bounds the scratch memory to this and one
-/// frame's segments.
+/// Made frames are handed on when they exceed this many bytes, which bounds the scratch memory to
+/// this and one frame's segments.
 const HAND_ON_BYTES: usize = 128 << 10;
 /// And when they are this many.
 const HAND_ON_FRAMES: usize = 512;
-/// Segments that one frame may become: 64 KiB by 48 bytes, the least that Linux's TCP uses, are 1,366. Without a
-/// bound a guest could have 65,000 frames made of one.
+/// Segments that one frame may become: 64 KiB by 48 bytes, the least that Linux's TCP uses, are
+/// 1,366. Without a bound a guest could have 65,000 frames made of one.
 const MAX_SEGMENTS: usize = 2048;
 /// Extension headers that are looked through.
 const MAX_EXTENSIONS: usize = 8;
@@ -95,8 +96,8 @@ struct Headers {
 }
 
 impl Transformer {
-    /// Hands the frames `which` of `batch` to `send` in such a form that a destination with `caps` takes them.
-    /// Those that it cannot take are counted in `drops`.
+    /// Hands the frames `which` of `batch` to `send` in such a form that a destination with `caps`
+    /// takes them. Those that it cannot take are counted in `drops`.
     ///
     /// # Errors
     /// What `send` returns.
@@ -229,21 +230,23 @@ fn is_tagged(head: &[u8]) -> bool {
 /// Completes a partial checksum in place.
 fn complete(bytes: &mut [u8], start: u16, offset: u16) -> Result<(), Reason> {
     let (start, field) = (start as usize, start as usize + offset as usize);
-    // The code that pushed the frame has checked that; a mistake there must not become a panic here.
+    // The code that pushed the frame has checked that; a mistake there must not become a panic
+    // here.
     if start < ETHERNET_HEADER_BYTES || field + 2 > bytes.len() {
         return Err(Reason::BadOffload);
     }
     let sum = !checksum::sum(&bytes[start..]);
-    // Zero means "no checksum" in UDP, and its other form is as good in every protocol that sums this way.
+    // Zero means "no checksum" in UDP, and its other form is as good in every protocol that sums
+    // this way.
     let sum = if sum == 0 { 0xffff } else { sum };
     bytes[field..field + 2].copy_from_slice(&sum.to_be_bytes());
     Ok(())
 }
 
-/// Whether a partial checksum is that of the TCP or UDP header behind the IP headers of the frame that starts with
-/// `head`. Completing any other would write a sum of the sender's choosing over bytes that were checked already, such
-/// as the source address that a guard let pass. It makes no difference who completes it: we, a kernel, or the guest
-/// that gets it.
+/// Whether a partial checksum is that of the TCP or UDP header behind the IP headers of the frame
+/// that starts with `head`. Completing any other would write a sum of the sender's choosing over
+/// bytes that were checked already, such as the source address that a guard let pass. It makes no
+/// difference who completes it: we, a kernel, or the guest that gets it.
 pub(crate) fn is_of_transport(head: &[u8], start: u16, offset: u16) -> bool {
     transport(head) == Some((start as usize, offset))
 }
@@ -285,11 +288,12 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Finds the headers of a packet that claims to be of `kind`; `head` is the start of a frame of `len` bytes.
+/// Finds the headers of a packet that claims to be of `kind`; `head` is the start of a frame of
+/// `len` bytes.
 ///
 /// # Errors
-/// [`Reason::BadOffload`] where it is something else, [`Reason::NotTransformable`] where it is a packet that cannot be
-/// cut, or whose headers are longer than `head`.
+/// [`Reason::BadOffload`] where it is something else, [`Reason::NotTransformable`] where it is a
+/// packet that cannot be cut, or whose headers are longer than `head`.
 fn parse(head: &[u8], len: usize, kind: SegmentKind) -> Result<Headers, Reason> {
     // A header that ends beyond the head is a lie of a short frame, and beyond us in a long one.
     let short = if head.len() == len { Reason::BadOffload } else { Reason::NotTransformable };
@@ -412,7 +416,8 @@ fn cut_into(frame: &[u8], headers: Headers, cut: Segmentation, made: &mut Vec<u8
     count as u64
 }
 
-/// Makes an IP header, with its options and extensions, that of a packet with so many bytes behind it.
+/// Makes an IP header, with its options and extensions, that of a packet with so many bytes behind
+/// it.
 pub(crate) fn set_length(header: &mut [u8], transport_bytes: u16) {
     if header[0] >> 4 == 4 {
         let total = transport_bytes + header.len() as u16;

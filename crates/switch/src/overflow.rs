@@ -1,10 +1,11 @@
 //! Frames that wait for a destination that has no buffer at the moment.
 //!
 //! # Purpose
-//! A guest that posts few receive buffers loses most of a burst, such as the 45 segments that one frame of a sender
-//! becomes, and TCP then crawls. Frames that a port refuses ([`Drops::refuse`]) are copied into the destination's queue and
-//! handed over when it has room. The source gets its own buffers back at once, so a slow or hostile
-//! destination holds nothing of its neighbours. docs/decisions/0015-bounded-queue-per-destination.md says why.
+//! A guest that posts few receive buffers loses most of a burst, such as the 45 segments that one
+//! frame of a sender becomes, and TCP then crawls. Frames that a port refuses ([`Drops::refuse`])
+//! are copied into the destination's queue and handed over when it has room. The source gets its
+//! own buffers back at once, so a slow or hostile destination holds nothing of its neighbours.
+//! docs/decisions/0015-bounded-queue-per-destination.md says why.
 //!
 //! # Limits
 //! | what | limit | then |
@@ -13,26 +14,30 @@
 //! | time of a frame in the queue | [`HOLD`] | `queue_timeout` |
 //! | a ring that took nothing for [`HOLD`] | has no queue until it takes a frame again | `no_buffer` |
 //!
-//! Frames beyond the limit of what a port may receive wait here too, until it lets them pass. A frame of 64 KiB then may hold
-//! up others for long, so they wait for the time that it takes as well, up to [`LONGEST_HOLD`]. What is lost then is counted
-//! as `rate_limit`, and the ring keeps its queue.
+//! Frames beyond the limit of what a port may receive wait here too, until it lets them pass. A
+//! frame of 64 KiB then may hold up others for long, so they wait for the time that it takes as
+//! well, up to [`LONGEST_HOLD`]. What is lost then is counted as `rate_limit`, and the ring keeps
+//! its queue.
 //!
 //! # Fairness and order
-//! Each source has a lane for each of the destination's rings and each class ([`crate::class`]), first in, first out. Lanes of a
-//! class take turns, one frame each. After [`RUN`] frames of a class goes one of those below, so that they do not
-//! starve. A ring that is full holds up its own lanes only. A full queue drops from the end of the longest lane of the source
-//! that has most in it, so a source that floods loses its own frames and not those of others. Before that, a frame takes the
-//! place of one of a lower class of its own source, or of any source where its own has little in the queue ([`MODEST`]).
-//! When a peer opens or closes rings, frames of one flow that wait meanwhile may overtake each other.
+//! Each source has a lane for each of the destination's rings and each class ([`crate::class`]),
+//! first in, first out. Lanes of a class take turns, one frame each. After [`RUN`] frames of a
+//! class goes one of those below, so that they do not starve. A ring that is full holds up its own
+//! lanes only. A full queue drops from the end of the longest lane of the source that has most in
+//! it, so a source that floods loses its own frames and not those of others. Before that, a frame
+//! takes the place of one of a lower class of its own source, or of any source where its own has
+//! little in the queue ([`MODEST`]). When a peer opens or closes rings, frames of one flow that
+//! wait meanwhile may overtake each other.
 //!
 //! # Waking up
-//! A queue that is not empty is tried again whenever a frame for the port comes, and after [`FIRST_TRY`], doubling up to
-//! [`LAST_TRY`] while the port takes nothing. No notification of the peer is needed, so a lost or withheld one costs
-//! nothing. The tries end with the queue, after [`HOLD`] at the latest: nothing ticks.
+//! A queue that is not empty is tried again whenever a frame for the port comes, and after
+//! [`FIRST_TRY`], doubling up to [`LAST_TRY`] while the port takes nothing. No notification of the
+//! peer is needed, so a lost or withheld one costs nothing. The tries end with the queue, after
+//! [`HOLD`] at the latest: nothing ticks.
 //!
 //! # Cost
-//! A frame that is not refused costs one comparison. Queueing is O(lanes) at worst, takes no memory once the cells are
-//! there, and copies the frame once more.
+//! A frame that is not refused costs one comparison. Queueing is O(lanes) at worst, takes no memory
+//! once the cells are there, and copies the frame once more.
 
 use crate::Nanos;
 use crate::class::{CLASSES, Class};
@@ -59,7 +64,8 @@ pub(crate) const LAST_TRY: Nanos = Nanos(1_000_000);
 pub(crate) const KEEP: Nanos = Nanos(1_000_000_000);
 /// Frames of a class that go one after the other while those of lower classes wait.
 pub(crate) const RUN: u8 = 7;
-/// Cells of a source up to which its frames displace those of lower classes: a quarter of the queue.
+/// Cells of a source up to which its frames displace those of lower classes: a quarter of the
+/// queue.
 pub(crate) const MODEST: usize = CELLS as usize / 4;
 /// Frames that are handed over at a time.
 const CHUNK: usize = 32;
@@ -71,7 +77,8 @@ const NIL: u16 = u16::MAX;
 #[derive(Debug, Default)]
 pub(crate) struct Overflow {
     store: Option<Box<Store>>,
-    /// The rings that took nothing for [`HOLD`], a bit each; nothing is queued for one until it takes a frame.
+    /// The rings that took nothing for [`HOLD`], a bit each; nothing is queued for one until it
+    /// takes a frame.
     stalled: u64,
     /// When the port took something last, or the queue began.
     progress: Nanos,
@@ -238,8 +245,9 @@ impl Store {
         at
     }
 
-    /// The lane to drop from in favour of a frame of `class` of the source `share`: the longest of the lowest class below; one
-    /// of the same source, else one of others where the source is `modest`.
+    /// The lane to drop from in favour of a frame of `class` of the source `share`: the longest of
+    /// the lowest class below; one of the same source, else one of others where the source is
+    /// `modest`.
     fn displaced(&self, share: usize, class: Class, modest: bool) -> Option<&Lane> {
         let is_own = |lane: &Lane| usize::from(lane.share) == share;
         let lower = self.lanes.iter().filter(|lane| lane.first != NIL && lane.class < class);
@@ -247,8 +255,9 @@ impl Store {
         may_go.max_by_key(|lane| (is_own(lane), Reverse(lane.class), lane.cells))
     }
 
-    /// Makes room for `need` cells of the source `share` and `class`; `false` where no frame of a lower class may be displaced,
-    /// and no other source has more than that one would have. Frames that go for it are counted in `late`.
+    /// Makes room for `need` cells of the source `share` and `class`; `false` where no frame of a
+    /// lower class may be displaced, and no other source has more than that one would have. Frames
+    /// that go for it are counted in `late`.
     fn make_room(&mut self, share: usize, class: Class, need: usize, late: &mut u64) -> bool {
         let own = usize::from(self.shares[share].cells) + need;
         while usize::from(self.free_cells) < need {
@@ -269,8 +278,8 @@ impl Store {
         true
     }
 
-    /// Copies a frame to the end of the lane of its source and ring; `false` where there is no room for it. Frames of others
-    /// that make room are counted in `late`.
+    /// Copies a frame to the end of the lane of its source and ring; `false` where there is no room
+    /// for it. Frames of others that make room are counted in `late`.
     fn push(
         &mut self,
         source: Option<Token>,
@@ -376,7 +385,8 @@ impl Store {
         (before - self.waiting) as u64
     }
 
-    /// Chooses the frames that go next, one of each lane of a class in turn, without those for the rings `full`.
+    /// Chooses the frames that go next, one of each lane of a class in turn, without those for the
+    /// rings `full`.
     fn pick(&mut self, full: u64) {
         self.picks.clear();
         self.after.clear();
@@ -426,7 +436,8 @@ impl Overflow {
         self.store.as_ref().is_some_and(|store| store.busy & bit(ring) != 0)
     }
 
-    /// Whether there are rings that were given up, so that it is of interest when one of them takes a frame.
+    /// Whether there are rings that were given up, so that it is of interest when one of them takes
+    /// a frame.
     #[inline]
     pub(crate) fn has_stalled(&self) -> bool {
         self.stalled != 0
@@ -438,9 +449,9 @@ impl Overflow {
         self.stalled &= !bit(ring);
     }
 
-    /// Queues what the port refused of `batch`, and takes that out of `drops`; returns how many frames. What finds no
-    /// room is counted in `drops` as `queue_full`. Frames of others that gave way are counted in `late`. `ring_of` is
-    /// [`crate::port::Port::ring_of`] of the port.
+    /// Queues what the port refused of `batch`, and takes that out of `drops`; returns how many
+    /// frames. What finds no room is counted in `drops` as `queue_full`. Frames of others that gave
+    /// way are counted in `late`. `ring_of` is [`crate::port::Port::ring_of`] of the port.
     #[cold]
     pub(crate) fn take(
         &mut self,
@@ -476,8 +487,8 @@ impl Overflow {
         })
     }
 
-    /// Hands over what waits, as far as the port takes it, to `send`; then drops what waited for too long. All that
-    /// leaves the queue is in what it returns or in `drops`.
+    /// Hands over what waits, as far as the port takes it, to `send`; then drops what waited for
+    /// too long. All that leaves the queue is in what it returns or in `drops`.
     pub(crate) fn drain(
         &mut self,
         now: Nanos,
@@ -517,7 +528,8 @@ impl Overflow {
             match result {
                 Ok(more) => sent.add(more),
                 Err(fault) => {
-                    // As for `Port::transmit`: what the peer has not seen is lost, and what was counted stays counted.
+                    // As for `Port::transmit`: what the peer has not seen is lost, and what was
+                    // counted stays counted.
                     store.picks.clone().into_iter().for_each(|first| store.remove(first));
                     let counted = drops.total() - before;
                     drops.count(Reason::Reset, sent.frames + (count as u64).saturating_sub(counted));

@@ -207,7 +207,8 @@ fn higher_classes_go_first_and_lower_ones_do_not_starve() {
     let order: Vec<u32> =
         world.got.iter().map(|frame| u32::from_be_bytes([frame[0], frame[1], frame[2], frame[3]])).collect();
     let of = |source: u32, part: &[u32]| part.iter().filter(|of| **of == source).count();
-    // Seven of the urgent class, then one of those below, of which every eighth is a background one.
+    // Seven of the urgent class, then one of those below, of which every eighth is a background
+    // one.
     assert_eq!(order[..8], [2, 2, 2, 2, 2, 2, 2, 1]);
     assert_eq!((of(2, &order[..64]), of(1, &order[..64]), of(3, &order[..64])), (56, 7, 1));
     // What is left of the urgent ones, then the two others in the same proportion.
@@ -245,7 +246,8 @@ fn a_full_queue_gives_a_modest_source_of_a_higher_class_the_place_of_lower_ones(
     let mut world = World { classes: [Normal, Background, Normal, Urgent, Urgent], ..World::default() };
     assert_eq!(world.send(1, &flood(1)[..128]), 128);
     assert_eq!(world.send(2, &flood(2)[..128]), 128);
-    // Nobody has more than half, so the urgent source gets its place by its class alone, and the lowest class pays.
+    // Nobody has more than half, so the urgent source gets its place by its class alone, and the
+    // lowest class pays.
     assert_eq!(world.send(3, &flood(3)[..MODEST]), MODEST as u64);
     world.check();
     let waiting = |world: &World, class: Class| {

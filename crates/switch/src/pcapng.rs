@@ -1,8 +1,10 @@
-//! Captured frames as pcapng (draft-ietf-opsawg-pcapng, version 1.0), the form that Wireshark, tshark and tcpdump read.
+//! Captured frames as pcapng (draft-ietf-opsawg-pcapng, version 1.0), the form that Wireshark,
+//! tshark and tcpdump read.
 //!
-//! One section, little-endian; one interface per port with its name and nanosecond timestamps; one enhanced packet
-//! block per frame with its direction, and a comment where the frame carries offload state or was dropped; one
-//! statistics block at the end that says how many frames the capture lost.
+//! One section, little-endian; one interface per port with its name and nanosecond timestamps; one
+//! enhanced packet block per frame with its direction, and a comment where the frame carries
+//! offload state or was dropped; one statistics block at the end that says how many frames the
+//! capture lost.
 
 const BLOCK_SECTION: u32 = 0x0a0d_0d0a;
 const BLOCK_INTERFACE: u32 = 1;
@@ -91,7 +93,8 @@ pub fn packet(out: &mut Vec<u8>, packet: &Packet<'_>) {
     });
 }
 
-/// Appends what became of an interface's frames: how many there were, and how many of these are not in the capture.
+/// Appends what became of an interface's frames: how many there were, and how many of these are not
+/// in the capture.
 pub fn statistics(out: &mut Vec<u8>, interface: u32, time_ns: u64, frames: u64, lost: u64) {
     block(out, BLOCK_STATISTICS, |out| {
         out.extend_from_slice(&interface.to_le_bytes());
@@ -107,7 +110,8 @@ fn time(out: &mut Vec<u8>, time_ns: u64) {
     out.extend_from_slice(&(time_ns as u32).to_le_bytes());
 }
 
-/// Type and length come before a block, and the length once more behind it. All blocks have whole words.
+/// Type and length come before a block, and the length once more behind it. All blocks have whole
+/// words.
 fn block(out: &mut Vec<u8>, kind: u32, body: impl FnOnce(&mut Vec<u8>)) {
     let start = out.len();
     out.extend_from_slice(&kind.to_le_bytes());
@@ -127,8 +131,8 @@ fn option(out: &mut Vec<u8>, code: u16, value: &[u8]) {
     pad(out);
 }
 
-/// Fills up to a whole word. Blocks start at whole words, so the position in `out` will do where `out` itself
-/// started at one; each read starts with an empty buffer or after whole blocks.
+/// Fills up to a whole word. Blocks start at whole words, so the position in `out` will do where
+/// `out` itself started at one; each read starts with an empty buffer or after whole blocks.
 fn pad(out: &mut Vec<u8>) {
     out.resize(out.len().next_multiple_of(4), 0);
 }

@@ -1,7 +1,7 @@
 //! What the members of a network may exchange: isolation, rules, and mirrors.
 //!
-//! A network without any of it has no policy, and its frames pay nothing. With one, a frame between two ports
-//! passes these steps; the first that applies decides:
+//! A network without any of it has no policy, and its frames pay nothing. With one, a frame between
+//! two ports passes these steps; the first that applies decides:
 //!
 //! | step | passes | is dropped as |
 //! | --- | --- | --- |
@@ -15,17 +15,19 @@
 //! | no room for the new connection | | `connections_full` |
 //!
 //! # Connections
-//! A connection is two addresses, their ports, the protocol, and the two ports of the switch. It is remembered when a
-//! frame of it is allowed, and then its answers pass whatever the rules say of that direction. Any TCP segment that a
-//! rule allows opens one, not only the first: connections survive a restart of the daemon. When rules change, each
-//! connection is judged again at its next frame.
+//! A connection is two addresses, their ports, the protocol, and the two ports of the switch. It is
+//! remembered when a frame of it is allowed, and then its answers pass whatever the rules say of
+//! that direction. Any TCP segment that a rule allows opens one, not only the first: connections
+//! survive a restart of the daemon. When rules change, each connection is judged again at its next
+//! frame.
 //!
-//! A frame of a connection that had one in the same direction since the last tick is not asked again, neither here nor for
-//! the roles of its port ([`crate::guard::Roles`]): what both depend on is the same in both frames ([`Policy::is_recent`]).
+//! A frame of a connection that had one in the same direction since the last tick is not asked
+//! again, neither here nor for the roles of its port ([`crate::guard::Roles`]): what both depend on
+//! is the same in both frames ([`Policy::is_recent`]).
 //!
-//! A frame to a group opens no connection. Fragments pass once the first one did. Frames that hold no IP are judged by
-//! the rules that name no protocol, port or address. IP whose headers do not show in a frame's first 128 bytes passes
-//! only where nothing could be denied.
+//! A frame to a group opens no connection. Fragments pass once the first one did. Frames that hold
+//! no IP are judged by the rules that name no protocol, port or address. IP whose headers do not
+//! show in a frame's first 128 bytes passes only where nothing could be denied.
 
 mod flows;
 mod tuple;
@@ -158,8 +160,8 @@ impl Labels {
 /// Counts of a policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Frames that each rule decided on, in the order of the rules. The frames that follow in a connection are not
-    /// among them.
+    /// Frames that each rule decided on, in the order of the rules. The frames that follow in a
+    /// connection are not among them.
     pub rules: Vec<u64>,
     /// Frames that no rule decided on.
     pub otherwise: u64,
@@ -299,7 +301,8 @@ impl Policy {
         Some(policy)
     }
 
-    /// Takes over the connections of the policy before, which are judged by the new rules at their next frame.
+    /// Takes over the connections of the policy before, which are judged by the new rules at their
+    /// next frame.
     pub(crate) fn inherit(&mut self, before: Policy) {
         if self.filters && before.filters {
             self.flows = before.flows;
@@ -458,8 +461,8 @@ impl Policy {
         Passes::IfAllowed
     }
 
-    /// Why the frame that starts with `head` may not go from `from` to `to`, if it may not. One that is `shared` goes
-    /// to a group.
+    /// Why the frame that starts with `head` may not go from `from` to `to`, if it may not. One
+    /// that is `shared` goes to a group.
     pub(crate) fn refuse(
         &mut self,
         now: Tick,
@@ -475,9 +478,10 @@ impl Policy {
         }
     }
 
-    /// Whether a frame of the same connection and direction, from the same port with the same roles, passed in this tick, under
-    /// these rules, and whether one like the one that starts with `head` changes nothing about that. Both the rules and
-    /// [`crate::guard::refuse`] look at nothing else of such a frame: addresses, protocol, ports and roles.
+    /// Whether a frame of the same connection and direction, from the same port with the same
+    /// roles, passed in this tick, under these rules, and whether one like the one that starts with
+    /// `head` changes nothing about that. Both the rules and [`crate::guard::refuse`] look at
+    /// nothing else of such a frame: addresses, protocol, ports and roles.
     #[inline(always)]
     pub(crate) fn is_recent(&self, now: Tick, (from, roles): (PortNumber, Roles), to: PortNumber, head: &[u8]) -> bool {
         tuple::quick(head).is_some_and(|(plain, kind)| {
@@ -508,8 +512,8 @@ impl Policy {
         self.settings.otherwise == Action::Allow
     }
 
-    /// As [`Policy::refuse`], for ports of which [`Policy::relation`] says that it depends on the frame. The roles of its port
-    /// let the frame pass.
+    /// As [`Policy::refuse`], for ports of which [`Policy::relation`] says that it depends on the
+    /// frame. The roles of its port let the frame pass.
     pub(crate) fn judge(
         &mut self,
         now: Tick,

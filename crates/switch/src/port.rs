@@ -19,18 +19,20 @@
 //! worker: receive -> nothing        arm: wake-ups on  ->  look again -> nothing -> sleep
 //! peer:                     adds a frame ^ sees wake-ups off, does not ring
 //! ```
-//! A port that looked only before it armed would sleep on that frame. So `arm` first turns wake-ups on, then looks
-//! again, and says what it found.
+//! A port that looked only before it armed would sleep on that frame. So `arm` first turns wake-ups
+//! on, then looks again, and says what it found.
 //!
 //! # The window that `recheck` closes
-//! `arm` needs memory fences on both sides, and a peer's fences may do nothing. QEMU before 8.1 drops those of a guest
-//! with one CPU ([`tombolo_ring::virtio::notify`] draws it). So a port whose peer shares memory asks for one more look
-//! ([`Port::take_recheck`]) when it was armed and when it did not signal its peer. The worker has it look
-//! ([`Port::recheck`]) [`RECHECK_DELAY`](crate::recheck::RECHECK_DELAY) later, once.
+//! `arm` needs memory fences on both sides, and a peer's fences may do nothing. QEMU before 8.1
+//! drops those of a guest with one CPU ([`tombolo_ring::virtio::notify`] draws it). So a port whose
+//! peer shares memory asks for one more look ([`Port::take_recheck`]) when it was armed and when it
+//! did not signal its peer. The worker has it look ([`Port::recheck`])
+//! [`RECHECK_DELAY`](crate::recheck::RECHECK_DELAY) later, once.
 //!
 //! # Faults
-//! A peer that breaks its protocol makes a method return a [`Fault`]. The worker counts it, calls [`Port::reset`], and
-//! continues with the other ports. No method blocks, and none panics over what a peer wrote.
+//! A peer that breaks its protocol makes a method return a [`Fault`]. The worker counts it, calls
+//! [`Port::reset`], and continues with the other ports. No method blocks, and none panics over what
+//! a peer wrote.
 
 use crate::Nanos;
 use crate::detail::Details;
@@ -38,7 +40,8 @@ use crate::drop::Drops;
 use crate::frame::{Batch, Frame, SegmentKind};
 use std::os::fd::OwnedFd;
 
-/// What a destination takes as it is. What it does not, the switch does in software before it transmits.
+/// What a destination takes as it is. What it does not, the switch does in software before it
+/// transmits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caps {
     /// Takes frames whose checksum is partial.
@@ -51,7 +54,8 @@ pub struct Caps {
     pub ecn: bool,
     /// Takes frames that represent several datagrams of one UDP flow.
     pub uso: bool,
-    /// Takes all of this also of frames with a VLAN tag. Those of a destination that does not are finished in software.
+    /// Takes all of this also of frames with a VLAN tag. Those of a destination that does not are
+    /// finished in software.
     pub tagged: bool,
     /// Longest frame without segmentation state, in bytes with Ethernet header (and one VLAN tag).
     pub max_frame_bytes: u32,
@@ -140,50 +144,53 @@ pub trait Port: Send {
     /// Whether frames flow.
     fn link(&self) -> Link;
 
-    /// What it takes as a destination now; may change when a guest renegotiates, never within a turn.
+    /// What it takes as a destination now; may change when a guest renegotiates, never within a
+    /// turn.
     fn caps(&self) -> Caps;
 
-    /// Takes what the control side left and runs timers. Called at each wake-up and at least every few
-    /// milliseconds of polling; costs one relaxed load when there is nothing. Returns when to be called again
-    /// although nothing happens, if ever.
+    /// Takes what the control side left and runs timers. Called at each wake-up and at least every
+    /// few milliseconds of polling; costs one relaxed load when there is nothing. Returns when to
+    /// be called again although nothing happens, if ever.
     ///
     /// # Errors
     /// A [`Fault`] of the control side.
     fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault>;
 
-    /// Appends up to `budget` frames to `batch`, as views into the port's memory. Frames that cannot be taken
-    /// as they are (a runt, offload fields that lie) are counted in `drops` and count against the budget.
-    /// Returns how much of the budget was used: less than `budget` means that there was no more.
+    /// Appends up to `budget` frames to `batch`, as views into the port's memory. Frames that
+    /// cannot be taken as they are (a runt, offload fields that lie) are counted in `drops` and
+    /// count against the budget. Returns how much of the budget was used: less than `budget` means
+    /// that there was no more.
     ///
     /// # Errors
     /// A [`Fault`]; frames already appended are still delivered.
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault>;
 
-    /// Gives the buffers of all frames received since the last call back to the peer and rings it where it
-    /// wants that. Called once per turn, after the batch is gone.
+    /// Gives the buffers of all frames received since the last call back to the peer and rings it
+    /// where it wants that. Called once per turn, after the batch is gone.
     ///
     /// # Errors
     /// A [`Fault`] of the ring.
     fn release(&mut self) -> Result<(), Fault>;
 
-    /// Copies the frames `which` (indices into `batch`, in order) into the peer's buffers; the peer sees them
-    /// at [`Port::flush`] at the latest. Frames that do not fit are counted in `drops`. Those for which the peer has no
-    /// buffer *now* are best refused ([`Drops::refuse`]), and then wait a little in a queue of the worker's. Each frame is within
-    /// what [`Port::caps`] said. Returns frames and bytes taken.
+    /// Copies the frames `which` (indices into `batch`, in order) into the peer's buffers; the peer
+    /// sees them at [`Port::flush`] at the latest. Frames that do not fit are counted in `drops`.
+    /// Those for which the peer has no buffer *now* are best refused ([`Drops::refuse`]), and then
+    /// wait a little in a queue of the worker's. Each frame is within what [`Port::caps`] said.
+    /// Returns frames and bytes taken.
     ///
     /// Each frame is accounted for once: it is one of [`Sent::frames`] or one of `drops`.
     ///
     /// # Errors
-    /// A [`Fault`]. What was counted in `drops` before it stays counted. The caller counts every other frame as
-    /// [`Reason::Reset`], including those already written, since the peer does not see them any more. The port counts
-    /// none of them itself.
+    /// A [`Fault`]. What was counted in `drops` before it stays counted. The caller counts every
+    /// other frame as [`Reason::Reset`], including those already written, since the peer does not
+    /// see them any more. The port counts none of them itself.
     ///
     /// [`Reason::Reset`]: crate::drop::Reason::Reset
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault>;
 
-    /// Which of the peer's rings a frame goes to, below [`MAX_RINGS`]; the same for all frames of a flow. Where one ring is
-    /// full, the frames for the others go on. Asked only while frames wait. Rings may share a number; their frames then wait
-    /// for each other.
+    /// Which of the peer's rings a frame goes to, below [`MAX_RINGS`]; the same for all frames of a
+    /// flow. Where one ring is full, the frames for the others go on. Asked only while frames wait.
+    /// Rings may share a number; their frames then wait for each other.
     fn ring_of(&self, frame: &Frame) -> u8 {
         let _ = frame;
         0
@@ -195,31 +202,33 @@ pub trait Port: Send {
     /// A [`Fault`] of the ring or the socket.
     fn flush(&mut self) -> Result<(), Fault>;
 
-    /// Whether what was transmitted left frames to be received from this port: true only of ports whose peer is
-    /// this process, such as the gateway, which answers within [`Port::transmit`]. The worker then gives the port a
-    /// turn, beginning with [`Port::service`], without any wake-up.
+    /// Whether what was transmitted left frames to be received from this port: true only of ports
+    /// whose peer is this process, such as the gateway, which answers within [`Port::transmit`].
+    /// The worker then gives the port a turn, beginning with [`Port::service`], without any
+    /// wake-up.
     fn answers(&self) -> bool {
         false
     }
 
-    /// Turns wake-ups on and looks once more: `true` means that work is there, wake-ups may be on or off, and
-    /// the caller polls on.
+    /// Turns wake-ups on and looks once more: `true` means that work is there, wake-ups may be on
+    /// or off, and the caller polls on.
     ///
     /// # Errors
     /// A [`Fault`] of the ring.
     fn arm(&mut self) -> Result<bool, Fault>;
 
-    /// Whether a look is due some time after what happened since the last call: the port was armed, or its peer was not
-    /// signalled. Asked at the end of each turn and after each [`Port::flush`]. Ports whose peer cannot miss a wake-up
-    /// (the kernel's, or this process itself) never want one.
+    /// Whether a look is due some time after what happened since the last call: the port was armed,
+    /// or its peer was not signalled. Asked at the end of each turn and after each [`Port::flush`].
+    /// Ports whose peer cannot miss a wake-up (the kernel's, or this process itself) never want
+    /// one.
     #[inline]
     fn take_recheck(&mut self) -> bool {
         false
     }
 
-    /// Looks again, some time after [`Port::take_recheck`] asked for it: whether work waits though no wake-up came, and whether
-    /// the peer wishes for a signal by now, which it then gets. Changes nothing of what `arm` or `disarm` set up. Asks
-    /// for no further look.
+    /// Looks again, some time after [`Port::take_recheck`] asked for it: whether work waits though
+    /// no wake-up came, and whether the peer wishes for a signal by now, which it then gets.
+    /// Changes nothing of what `arm` or `disarm` set up. Asks for no further look.
     ///
     /// # Errors
     /// A [`Fault`] of the ring.
@@ -233,9 +242,9 @@ pub trait Port: Send {
     /// Drops everything held for the peer and returns to waiting for one, after `fault`.
     fn reset(&mut self, fault: &Fault);
 
-    /// The state that the port of another process needs to continue from here. The worker is stopped meanwhile. The
-    /// port must be able to continue itself, since a handover can be called off. `None` where the kind starts from
-    /// scratch.
+    /// The state that the port of another process needs to continue from here. The worker is
+    /// stopped meanwhile. The port must be able to continue itself, since a handover can be called
+    /// off. `None` where the kind starts from scratch.
     fn hand_over(&self) -> Option<HandOver> {
         None
     }

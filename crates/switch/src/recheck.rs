@@ -1,12 +1,14 @@
 //! Which ports are to be looked at again, and when.
 //!
-//! A wake-up between a port and its peer can get lost where the peer's memory fences do nothing (the window is drawn in
-//! [`tombolo_ring::virtio::notify`]). So a port that goes to sleep, or did not signal its peer, is looked at once more,
-//! [`RECHECK_DELAY`] later, by [`crate::port::Port::recheck`]. Once: a port that stays quiet after that costs nothing.
+//! A wake-up between a port and its peer can get lost where the peer's memory fences do nothing
+//! (the window is drawn in [`tombolo_ring::virtio::notify`]). So a port that goes to sleep, or did
+//! not signal its peer, is looked at once more, [`RECHECK_DELAY`] later, by
+//! [`crate::port::Port::recheck`]. Once: a port that stays quiet after that costs nothing.
 //!
-//! The delay is the same for all, so the due times are a queue in order of time, and each operation is O(1). A port is
-//! in the queue once at most. One that is noted while it waits there is looked at when its turn comes, and once more after
-//! another delay: so every note is followed by a look between one and two delays later.
+//! The delay is the same for all, so the due times are a queue in order of time, and each operation
+//! is O(1). A port is in the queue once at most. One that is noted while it waits there is looked
+//! at when its turn comes, and once more after another delay: so every note is followed by a look
+//! between one and two delays later.
 
 use crate::Nanos;
 use std::collections::VecDeque;
@@ -26,8 +28,8 @@ const AGAIN: u8 = 4;
 pub(crate) struct Rechecks {
     /// By the index of a port.
     flags: Vec<u8>,
-    /// Noted in the current round: their delay starts with the next look at the clock, since the one before
-    /// may be from long before they went to sleep.
+    /// Noted in the current round: their delay starts with the next look at the clock, since the
+    /// one before may be from long before they went to sleep.
     noted: Vec<u16>,
     due: VecDeque<(Nanos, u16)>,
 }

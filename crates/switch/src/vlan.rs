@@ -1,8 +1,8 @@
 //! VLANs: which of them a port belongs to, and how frames get and lose their tags (IEEE 802.1Q).
 //!
-//! A network has VLANs as soon as one of its ports has a [`Membership`]. Its other ports then are access ports of
-//! [`DEFAULT`]. So are its own services: the gateway (DHCP, DNS) and the uplink. A network without any passes tags on
-//! like other bytes, and its frames pay nothing.
+//! A network has VLANs as soon as one of its ports has a [`Membership`]. Its other ports then are
+//! access ports of [`DEFAULT`]. So are its own services: the gateway (DHCP, DNS) and the uplink. A
+//! network without any passes tags on like other bytes, and its frames pay nothing.
 //!
 //! | a frame comes | by an access port | by a trunk |
 //! | --- | --- | --- |
@@ -11,14 +11,16 @@
 //! | with another VLAN | dropped, `vlan_denied` | dropped, `vlan_denied` |
 //! | with two tags, or one of 802.1ad (0x88a8, 0x9100) | dropped, `vlan_tags` | dropped, `vlan_tags` |
 //!
-//! A frame goes only to ports of its VLAN. It has no tag where the VLAN is the port's native one (an access port has no
-//! other), and else one with its VLAN and the priority that it came with. A mirror's port is in every VLAN in this respect.
+//! A frame goes only to ports of its VLAN. It has no tag where the VLAN is the port's native one
+//! (an access port has no other), and else one with its VLAN and the priority that it came with. A
+//! mirror's port is in every VLAN in this respect.
 //!
 //! # How a frame is changed
-//! Tags are in the local copy of the head ([`crate::frame`]). All frames of a batch lose theirs before the network
-//! decides. So what decides (guard, policy) sees no tags, and a frame that the switch passes on never has a second one that
-//! a receiver could take for the first. Before a batch goes to a destination, its frames get the form for that one.
-//! Checksum and segmentation state follow. Only the head moves, nothing of the payload.
+//! Tags are in the local copy of the head ([`crate::frame`]). All frames of a batch lose theirs
+//! before the network decides. So what decides (guard, policy) sees no tags, and a frame that the
+//! switch passes on never has a second one that a receiver could take for the first. Before a batch
+//! goes to a destination, its frames get the form for that one. Checksum and segmentation state
+//! follow. Only the head moves, nothing of the payload.
 
 use crate::drop::Reason;
 use crate::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, TAG_BYTES};
@@ -38,7 +40,8 @@ const VLAN_BITS: u16 = 0xfff;
 pub struct Membership {
     /// The VLAN of frames without a tag, 1 to [`HIGHEST`]; without one such frames are dropped.
     pub native: Option<u16>,
-    /// The VLANs of frames with a tag; `None` for an access port, which takes no tags. The native one is among them.
+    /// The VLANs of frames with a tag; `None` for an access port, which takes no tags. The native
+    /// one is among them.
     pub trunk: Option<Vec<RangeInclusive<u16>>>,
 }
 
@@ -81,7 +84,8 @@ impl Compiled {
         }
     }
 
-    /// Whether a frame that comes by this port is of its native VLAN, since it has no tag, and can be given one.
+    /// Whether a frame that comes by this port is of its native VLAN, since it has no tag, and can
+    /// be given one.
     #[inline]
     fn is_plain(&self, frame: &Frame) -> bool {
         let kind = frame.head().get(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES);
@@ -161,13 +165,15 @@ impl Vlans {
         }
     }
 
-    /// Finds the VLAN of each frame of a batch from `from`, and takes the tags out of those that have one.
+    /// Finds the VLAN of each frame of a batch from `from`, and takes the tags out of those that
+    /// have one.
     pub(crate) fn untag(&mut self, from: PortNumber, batch: &mut Batch<'_>) {
         let plain = Compiled { native: DEFAULT, trunk: None };
         let port = self.ports.get(usize::from(from)).unwrap_or(&plain);
         self.came.clear();
         self.tagged = false;
-        // Most batches are of this kind. Of one VLAN, without tags, they cost one look at each frame.
+        // Most batches are of this kind. Of one VLAN, without tags, they cost one look at each
+        // frame.
         self.plain =
             (port.native != 0 && batch.frames().iter().all(|frame| port.is_plain(frame))).then_some(port.native);
         if self.plain.is_some() {

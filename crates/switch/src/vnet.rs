@@ -1,8 +1,10 @@
-//! Offload state to and from `virtio_net_hdr` (VirtIO 1.3 §5.1.6), which virtio-net guests, taps with
-//! `IFF_VNET_HDR` and packet sockets with `PACKET_VNET_HDR` all put before a frame, in little endian.
+//! Offload state to and from `virtio_net_hdr` (VirtIO 1.3 §5.1.6), which virtio-net guests, taps
+//! with `IFF_VNET_HDR` and packet sockets with `PACKET_VNET_HDR` all put before a frame, in little
+//! endian.
 //!
 //! What comes from a peer is checked against the frame's own length here, once; behind this door an
-//! [`Offload`] can be relied on (CVE-2024-11614 of another switch was a `csum_start` beyond the frame).
+//! [`Offload`] can be relied on (CVE-2024-11614 of another switch was a `csum_start` beyond the
+//! frame).
 
 use crate::drop::Reason;
 use crate::frame::{Checksum, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload, SegmentKind, Segmentation};
@@ -22,7 +24,8 @@ impl Offload {
     /// The state that a peer's header gives a frame of `frame_bytes`.
     ///
     /// # Errors
-    /// [`Reason::BadOffload`] where its fields do not fit the frame, or name a segmentation that was not offered.
+    /// [`Reason::BadOffload`] where its fields do not fit the frame, or name a segmentation that
+    /// was not offered.
     #[inline]
     pub fn from_vnet(header: &[u8; VNET_HEADER_BYTES], frame_bytes: usize) -> Result<Offload, Reason> {
         // The ordinary small frame: no flag, no segmentation.
@@ -52,7 +55,8 @@ impl Offload {
             GSO_NONE => None,
             kind @ (GSO_TCPV4 | GSO_TCPV6 | GSO_UDP_L4) => {
                 let (header_bytes, size) = (word(2), word(4));
-                // A segmented frame has a partial checksum by the specification's own words (§5.1.6.2.2).
+                // A segmented frame has a partial checksum by the specification's own words
+                // (§5.1.6.2.2).
                 let partial = matches!(checksum, Checksum::Partial { .. });
                 // Datagrams have no flag of TCP's.
                 let is_marked = kind == GSO_UDP_L4 && gso & GSO_ECN != 0;
@@ -71,11 +75,13 @@ impl Offload {
         Ok(Offload { checksum, segmentation })
     }
 
-    /// As [`Offload::from_vnet`], from a guest: also the frame's length is judged, the guest's word that a checksum is right is
-    /// worth nothing to others, and it was not offered to send several datagrams as one frame.
+    /// As [`Offload::from_vnet`], from a guest: also the frame's length is judged, the guest's word
+    /// that a checksum is right is worth nothing to others, and it was not offered to send several
+    /// datagrams as one frame.
     ///
     /// # Errors
-    /// [`Reason::Runt`], [`Reason::TooLong`], [`Reason::BadOffload`]; `None` for a header is a runt.
+    /// [`Reason::Runt`], [`Reason::TooLong`], [`Reason::BadOffload`]; `None` for a header is a
+    /// runt.
     #[inline]
     pub fn from_guest(header: Option<[u8; VNET_HEADER_BYTES]>, frame_bytes: usize) -> Result<Offload, Reason> {
         match header {

@@ -1,13 +1,15 @@
 //! The poll loop: one thread, its ports, and the networks that they belong to.
 //!
 //! # What a worker does
-//! A worker holds the ports that are *active*: those that were woken and have not yet been found empty with their
-//! wake-ups on. Each active port gets one turn per round. In a turn, up to *budget* frames are taken, decided on, and
-//! copied straight to their destinations. A port that stays under budget is polled for the busy-poll time. Then it is
-//! armed, looked at once more (the window is drawn in [`crate::port`]), and sleeps. Where a peer's memory fences may do
-//! nothing, it is looked at once more a little later ([`crate::recheck`]). With no active port the worker sleeps in its
-//! [`Waiter`]. With active ports it asks the waiter without sleeping, after each round that moved nothing and at least
-//! every [`POLL_INTERVAL`]. So ports that wake up meanwhile get their turns.
+//! A worker holds the ports that are *active*: those that were woken and have not yet been found
+//! empty with their wake-ups on. Each active port gets one turn per round. In a turn, up to
+//! *budget* frames are taken, decided on, and copied straight to their destinations. A port that
+//! stays under budget is polled for the busy-poll time. Then it is armed, looked at once more (the
+//! window is drawn in [`crate::port`]), and sleeps. Where a peer's memory fences may do nothing, it
+//! is looked at once more a little later ([`crate::recheck`]). With no active port the worker
+//! sleeps in its [`Waiter`]. With active ports it asks the waiter without sleeping, after each
+//! round that moved nothing and at least every [`POLL_INTERVAL`]. So ports that wake up meanwhile
+//! get their turns.
 //!
 //! ```text
 //!            woken, timer, found by a re-check, or an answer left by a transmit
@@ -18,30 +20,35 @@
 //! ```
 //!
 //! # Invariants
-//! * What a turn costs beyond its budget, in copies and in segments made in software, is a debt of the port that sent
-//!   the frames. The port pays a budget's worth per round in place of a turn. So a port that floods, or makes the
-//!   worker segment its frames for other ports, gets no more of the worker's time than the rest. Its next turn takes
-//!   fewer frames, so that no turn costs much more than a budget's worth of copies.
+//! * What a turn costs beyond its budget, in copies and in segments made in software, is a debt of
+//!   the port that sent the frames. The port pays a budget's worth per round in place of a turn. So
+//!   a port that floods, or makes the worker segment its frames for other ports, gets no more of
+//!   the worker's time than the rest. Its next turn takes fewer frames, so that no turn costs much
+//!   more than a budget's worth of copies.
 //! * A control command waits for one turn at most, and a wake-up for [`ROUND_TIME`] and one turn.
-//! * A port's clock is never further behind than [`SERVICE_INTERVAL`] when it gets frames, even while it sleeps.
+//! * A port's clock is never further behind than [`SERVICE_INTERVAL`] when it gets frames, even
+//!   while it sleeps.
 //! * All ports of a network belong to one worker, so the path of a frame takes no lock
 //!   (docs/decisions/0001-one-worker-per-network.md).
-//! * While a port's batch lives, its slot is out of the table. A frame never goes back to its own port, so the
-//!   destinations are all in the table.
-//! * A token is the index of a slot. It is reserved before the port is made and free again after it is removed.
-//! * Every frame is accounted for; see [`crate::network`]. A frame that waits for a buffer of its destination
-//!   (`overflow.rs`) is counted when it leaves that queue.
+//! * While a port's batch lives, its slot is out of the table. A frame never goes back to its own
+//!   port, so the destinations are all in the table.
+//! * A token is the index of a slot. It is reserved before the port is made and free again after it
+//!   is removed.
+//! * Every frame is accounted for; see [`crate::network`]. A frame that waits for a buffer of its
+//!   destination (`overflow.rs`) is counted when it leaves that queue.
 //!
 //! # Failure
-//! A [`Fault`] is recorded, and the port is reset. The worker then leaves it alone for [`FAULT_PAUSE`], so that a peer
-//! that breaks its protocol over and over costs others nothing. A port that does not account for every frame that it
-//! was given is treated the same way, and its lost frames are counted.
+//! A [`Fault`] is recorded, and the port is reset. The worker then leaves it alone for
+//! [`FAULT_PAUSE`], so that a peer that breaks its protocol over and over costs others nothing. A
+//! port that does not account for every frame that it was given is treated the same way, and its
+//! lost frames are counted.
 //!
-//! A panic inside a port's code is a defect in this project, and other ports must not pay for it. It is caught at the
-//! call. The port's object is dropped, and its slot reports the panic's text. A port that came with a [`Restart`] is
-//! restarted in the same slot, with its name, guard, pins and counters. The pause before that doubles from
-//! [`FAULT_PAUSE`] to [`RESTART_PAUSE_MAX`] while the port continues to panic; `restarts` counts the restarts. Any other
-//! port stays out of service until the control side removes it. A panic in the loop itself ends the worker, and every
+//! A panic inside a port's code is a defect in this project, and other ports must not pay for it.
+//! It is caught at the call. The port's object is dropped, and its slot reports the panic's text. A
+//! port that came with a [`Restart`] is restarted in the same slot, with its name, guard, pins and
+//! counters. The pause before that doubles from [`FAULT_PAUSE`] to [`RESTART_PAUSE_MAX`] while the
+//! port continues to panic; `restarts` counts the restarts. Any other port stays out of service
+//! until the control side removes it. A panic in the loop itself ends the worker, and every
 //! [`WorkerHandle`] call then says so.
 //!
 //! # Limits
@@ -70,8 +77,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-/// With ports active, the waiter is asked at least this often. A question is a system call of about 250 ns, so
-/// this is about 1 % of a core.
+/// With ports active, the waiter is asked at least this often. A question is a system call of about
+/// 250 ns, so this is about 1 % of a core.
 pub const POLL_INTERVAL: Nanos = Nanos(25_000);
 /// A port that is polled without pause gets its control side looked after at least this often.
 pub const SERVICE_INTERVAL: Nanos = Nanos(2_000_000);
@@ -79,15 +86,15 @@ pub const SERVICE_INTERVAL: Nanos = Nanos(2_000_000);
 pub const ROUND_TIME: Nanos = Nanos(1_000_000);
 /// Turns between two looks at the clock within a round.
 const TURNS_PER_LOOK: usize = 4;
-/// A port most of whose frames are lost to storm control gets this part of a budget per turn: frames that are only dropped cost
-/// time too.
+/// A port most of whose frames are lost to storm control gets this part of a budget per turn:
+/// frames that are only dropped cost time too.
 const STORM_PART: usize = 16;
 /// Frames per turn of a port whose sending is limited.
 const LIMITED_BUDGET: usize = 8;
 /// How long a port is left alone after a fault.
 pub const FAULT_PAUSE: Nanos = Nanos(10_000_000);
-/// Longest pause before a port that panicked is restarted. A guest that finds a way to make it panic so costs the
-/// worker one restart per second.
+/// Longest pause before a port that panicked is restarted. A guest that finds a way to make it
+/// panic so costs the worker one restart per second.
 pub const RESTART_PAUSE_MAX: Nanos = Nanos(1_000_000_000);
 /// A port that ran for this long since its restart starts with the shortest pause again.
 const CALM: Nanos = Nanos(10_000_000_000);
@@ -116,7 +123,8 @@ pub(crate) struct Core {
     pub(crate) stopped: bool,
     /// Ports that want turns, the next one first.
     active: VecDeque<u16>,
-    /// Those of them whose turns come between those of the others, and whether the last turn was one of theirs.
+    /// Those of them whose turns come between those of the others, and whether the last turn was
+    /// one of theirs.
     urgent: VecDeque<u16>,
     was_urgent: bool,
     /// Ports that may be among `urgent`.
@@ -125,10 +133,12 @@ pub(crate) struct Core {
     /// No deadline of any slot is earlier than this.
     earliest: Nanos,
     rechecks: Rechecks,
-    /// Slots with frames that wait for a buffer of their peer, and when the first of them is tried again.
+    /// Slots with frames that wait for a buffer of their peer, and when the first of them is tried
+    /// again.
     waiting: Vec<u16>,
     waiting_at: Nanos,
-    /// Reused memory for what a port refuses, and for the frames of a batch that a capture is shown.
+    /// Reused memory for what a port refuses, and for the frames of a batch that a capture is
+    /// shown.
     refused: Vec<u16>,
     shown: Vec<u16>,
     /// Frames for rings that no others wait for; keeps its memory.
@@ -160,8 +170,9 @@ pub struct FaultRecord {
     pub at: Nanos,
 }
 
-/// Restarts a port after a panic in its code, from the state that outlives it. The worker calls it with its clock. It
-/// must not block. The error is one sentence that says what to do; the worker tries again later.
+/// Restarts a port after a panic in its code, from the state that outlives it. The worker calls it
+/// with its clock. It must not block. The error is one sentence that says what to do; the worker
+/// tries again later.
 pub type Restart = Box<dyn FnMut(Nanos) -> Result<Box<dyn Port>, String> + Send>;
 
 /// Who is told that frames flow.
@@ -225,8 +236,8 @@ enum PortFailure {
     Panic(String),
 }
 
-/// Calls into a port; a panic becomes a [`PortFailure`] instead of the worker's end. The port is not used again after
-/// a panic, so that it may be left in any state.
+/// Calls into a port; a panic becomes a [`PortFailure`] instead of the worker's end. The port is
+/// not used again after a panic, so that it may be left in any state.
 #[inline]
 fn catch_panic<T>(call: impl FnOnce() -> Result<T, Fault>) -> Result<T, PortFailure> {
     match catch_unwind(AssertUnwindSafe(call)) {
@@ -251,8 +262,8 @@ fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
 }
 
 impl Worker {
-    /// A worker without networks; a budget out of bounds is brought into them. `seed` keys its hash tables and is best random; `wake` makes its waiter return
-    /// [`CONTROL`], from any thread.
+    /// A worker without networks; a budget out of bounds is brought into them. `seed` keys its hash
+    /// tables and is best random; `wake` makes its waiter return [`CONTROL`], from any thread.
     pub fn new(settings: WorkerSettings, seed: u64, wake: impl Fn() + Send + Sync + 'static) -> (Worker, WorkerHandle) {
         let settings = WorkerSettings { budget: settings.budget.clamp(1, MAX_BUDGET), ..settings };
         let counters = Arc::new(LoopCounters::default());
@@ -295,8 +306,8 @@ impl Worker {
         while self.step(waiter) {}
     }
 
-    /// One round: waits if no port is active, does what was asked, then gives each active port one turn. Returns
-    /// `false` when the worker was stopped.
+    /// One round: waits if no port is active, does what was asked, then gives each active port one
+    /// turn. Returns `false` when the worker was stopped.
     pub fn step(&mut self, waiter: &mut impl Waiter) -> bool {
         let core = &mut self.core;
         core.now = waiter.now();
@@ -481,16 +492,16 @@ impl Core {
         }
     }
 
-    /// One turn for each port that was active when the round began, for at most [`ROUND_TIME`]: those that are left are first in
-    /// the next round. Commands are run between turns.
+    /// One turn for each port that was active when the round began, for at most [`ROUND_TIME`]:
+    /// those that are left are first in the next round. Commands are run between turns.
     fn round(&mut self, waiter: &mut impl Waiter, commands: &Receiver<Command>) {
         self.moved = 0;
         if self.is_idle() {
             return;
         }
         self.counters.rounds.add(1);
-        // A port that becomes active meanwhile queues up behind, so none can be overtaken for ever. An urgent one overtakes
-        // others, by one turn for each of theirs.
+        // A port that becomes active meanwhile queues up behind, so none can be overtaken for ever.
+        // An urgent one overtakes others, by one turn for each of theirs.
         let (began, mut turn, mut left) = (self.now, 0, self.active.len() + self.urgent.len());
         while left != 0 {
             let Some(index) = self.next_turn() else { break };
@@ -602,8 +613,8 @@ impl Core {
         })
     }
 
-    /// Decides on a batch of `index` and hands its frames to their destinations; returns how many copies and segments
-    /// that took, and the bytes that came.
+    /// Decides on a batch of `index` and hands its frames to their destinations; returns how many
+    /// copies and segments that took, and the bytes that came.
     #[inline]
     fn pass_on(
         &mut self,
@@ -614,7 +625,8 @@ impl Core {
         drops: &mut Drops,
     ) -> (u64, u64) {
         let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(from.network.0 as usize) else {
-            // A network goes only after its ports, so this cannot be; the frames are accounted for all the same.
+            // A network goes only after its ports, so this cannot be; the frames are accounted for
+            // all the same.
             drops.count(Reason::NoDestination, batch.len() as u64);
             return (0, 0);
         };
@@ -641,8 +653,8 @@ impl Core {
             let may_merge = batch.may_merge() && !network.is_some_and(|slot| slot.network.is_mirror(to));
             match self.deliver(to, batch, summary, may_merge) {
                 Some(copies) => cost += copies,
-                // A destination is a member of the network and not the source, so this cannot be; its counters would
-                // have gone with its slot, so the frames are accounted for here.
+                // A destination is a member of the network and not the source, so this cannot be;
+                // its counters would have gone with its slot, so the frames are accounted for here.
                 None => drops.count(Reason::NoDestination, self.plan.frames_to(to).len() as u64),
             }
         }
@@ -700,8 +712,9 @@ impl Core {
     }
 }
 
-/// Frames that a port may give in its next turn, after one of `taken` frames that cost `cost` copies: about as many as make
-/// a budget's worth of copies, and few if most were lost to storm control.
+/// Frames that a port may give in its next turn, after one of `taken` frames that cost `cost`
+/// copies: about as many as make a budget's worth of copies, and few if most were lost to storm
+/// control.
 #[inline]
 fn allowance(budget: usize, taken: usize, cost: u64, drops: &Drops) -> usize {
     let mut next = usize::MAX;
@@ -718,7 +731,8 @@ fn allowance(budget: usize, taken: usize, cost: u64, drops: &Drops) -> usize {
     next.max(1)
 }
 
-/// [`Port::receive`] with a panic caught; a function of its own for the sake of the batch's lifetime.
+/// [`Port::receive`] with a panic caught; a function of its own for the sake of the batch's
+/// lifetime.
 #[inline]
 fn receive<'m>(
     port: &'m mut dyn Port,
@@ -834,8 +848,8 @@ impl Slot {
         self.panic = Some(text);
     }
 
-    /// Restarts the port after a panic; returns whether it is there again. If not, the worker tries again after the
-    /// next pause.
+    /// Restarts the port after a panic; returns whether it is there again. If not, the worker tries
+    /// again after the next pause.
     #[cold]
     fn restart(&mut self, now: Nanos) -> bool {
         let Some(restart) = &mut self.restart else { return false };

@@ -1,6 +1,8 @@
-//! A worker that forwards frames takes no memory once it is warm: measured by an allocator that counts.
+//! A worker that forwards frames takes no memory once it is warm: measured by an allocator that
+//! counts.
 //!
-//! A global allocator cannot be written without `unsafe`, so this file is on the list of ARCHITECTURE.md.
+//! A global allocator cannot be written without `unsafe`, so this file is on the list of
+//! ARCHITECTURE.md.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "support/memory.rs"]
@@ -74,7 +76,8 @@ fn segment(to: [u8; 6], from: [u8; 6], k: u8) -> Vec<u8> {
 #[test]
 fn a_warm_worker_takes_no_memory() {
     const PORTS: u32 = 16;
-    // Each turn brings frames to many places, and one to be cut, or some to be merged, for another port.
+    // Each turn brings frames to many places, and one to be cut, or some to be merged, for another
+    // port.
     let (mut worker, handle) = Worker::new(WorkerSettings { budget: 16, busy_poll: Nanos(0) }, 7, || {});
     let address = |n: u32| [2, 0, 0, 0, (n >> 8) as u8, n as u8];
     let asking = std::thread::spawn(move || {

@@ -1,6 +1,7 @@
-//! Every frame is accounted for: random traffic over many ports, with guards, full rings, links that come and go,
-//! faults, segmentation and removal of ports, and at the end the sums of the counters agree with each other and
-//! with what the peers saw. The rule is written at the head of `network.rs`.
+//! Every frame is accounted for: random traffic over many ports, with guards, full rings, links
+//! that come and go, faults, segmentation and removal of ports, and at the end the sums of the
+//! counters agree with each other and with what the peers saw. The rule is written at the head of
+//! `network.rs`.
 #![allow(missing_docs)]
 
 mod support;
@@ -145,7 +146,8 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
             sent += c.tx_frames.get();
             extra += c.software_segments.get() - c.software_segmented.get();
             merged += c.software_merged.get();
-            // What a faulty port took before its fault is counted as lost with its rings, not as sent.
+            // What a faulty port took before its fault is counted as lost with its rings, not as
+            // sent.
             let got = peer.lock().from_switch.len() as u64;
             let reset = peer.tx_drops(Reason::Reset);
             assert!(got >= c.tx_frames.get() && got <= c.tx_frames.get() + reset, "seed {seed}");

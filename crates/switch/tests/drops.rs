@@ -1,5 +1,5 @@
-//! Every loss has a name, and every name a use: docs/drops.md is generated from the code, and a reason that nothing
-//! counts fails here.
+//! Every loss has a name, and every name a use: docs/drops.md is generated from the code, and a
+//! reason that nothing counts fails here.
 #![allow(missing_docs)]
 
 use std::fs;

@@ -175,7 +175,8 @@ fn query(id: u16, name: &str) -> Vec<u8> {
     bytes
 }
 
-/// Runs until `done` gives something, and not a step further: an idle worker sleeps until the next lease ends.
+/// Runs until `done` gives something, and not a step further: an idle worker sleeps until the next
+/// lease ends.
 #[track_caller]
 fn run<T>(bench: &mut Bench, mut done: impl FnMut() -> Option<T>) -> T {
     for _ in 0..64 {
@@ -231,8 +232,8 @@ fn a_gateway_that_panicked_comes_back_with_its_leases_members_and_counters() {
         let got = reply(&mut bench, &a, 1);
         assert_eq!((got[42 + 3] & 15, got.last()), (0, Some(&last)), "{name}");
     }
-    // An answer to the old one's query matches no query, though the new one's first query could have been taken
-    // for it.
+    // An answer to the old one's query matches no query, though the new one's first query could
+    // have been taken for it.
     a.send(udp(mac(1), GATEWAY_MAC, client, (GATEWAY, 53), &query(9, "big.org")));
     let asked = run(&mut bench, || handle.take_queries().pop());
     assert_ne!(asked.id, old);

@@ -1,5 +1,6 @@
-//! Address translation compared with a simple table: every mapping is one-to-one and stable, every frame that comes
-//! out has right checksums, and answers find their way back. No input bytes cause a panic.
+//! Address translation compared with a simple table: every mapping is one-to-one and stable, every
+//! frame that comes out has right checksums, and answers find their way back. No input bytes cause
+//! a panic.
 #![allow(missing_docs)]
 
 use proptest::prelude::*;
@@ -46,7 +47,8 @@ fn guest(n: u8) -> (Mac, Ipv4Addr) {
 /// One end of a conversation: address and port, or the identifier of an echo.
 type End = (Ipv4Addr, u16);
 
-/// A frame that is rightly summed; an echo has one identifier, the source's on the way out, the destination's back.
+/// A frame that is rightly summed; an echo has one identifier, the source's on the way out, the
+/// destination's back.
 fn frame(macs: (Mac, Mac), kind: Protocol, from: End, to: End, data: &[u8], back: bool) -> Vec<u8> {
     let sums = ChecksumCapabilities::default();
     let (protocol, header) = match kind {
@@ -206,7 +208,8 @@ proptest! {
         let outer = (Ipv4Addr::new(198, 51, 100, 1), 443);
         let mut good = frame((mac, ROUTER_MAC), step.kind, (address, step.port), outer, &[7; 40], false);
         let mut bad = good.clone();
-        // Behind the ports and outside of the sum itself, where a flipped bit shows in nothing but the sum.
+        // Behind the ports and outside of the sum itself, where a flipped bit shows in nothing but
+        // the sum.
         let sums = match step.kind { Protocol::Tcp => 50..54, Protocol::Udp => 38..42, Protocol::Echo => 34..42 };
         prop_assume!(at >= 42 && !sums.contains(&at) && !(step.kind == Protocol::Tcp && (46..48).contains(&at)));
         bad[at] ^= 1 << bit;

@@ -304,7 +304,8 @@ fn a_lost_wake_up_lasts_for_one_more_look_and_an_idle_port_costs_nothing() {
     assert_eq!(bench.waiter.lock().now.since(slept_at), RECHECK_DELAY);
     assert_eq!((a.counters.wakeups.get(), a.counters.late_wakeups.get()), (1, 1));
     bench.settle();
-    // One look after each sleep of the source; for the destination one after the first flush, and one after the later ones.
+    // One look after each sleep of the source; for the destination one after the first flush, and
+    // one after the later ones.
     let (timeouts, _) = bench.waiter.quiet();
     assert_eq!((looks(&a), looks(&b), looks(&plain)), (2, 2, 0));
     bench.waiter.advance(Nanos::SECOND);
@@ -314,7 +315,8 @@ fn a_lost_wake_up_lasts_for_one_more_look_and_an_idle_port_costs_nothing() {
     assert_eq!((looks(&a), looks(&b), bench.waiter.quiet().0), (2, 2, timeouts), "an idle port is left alone");
     // A port that goes while a look is due, and a fault of the look.
     a.send(frame(mac(2), mac(1), 64, 3));
-    // The frame is forwarded first: a command that comes with it would remove the port before its turn.
+    // The frame is forwarded first: a command that comes with it would remove the port before its
+    // turn.
     while b.lock().from_switch.len() < 3 {
         bench.worker.step(&mut bench.waiter);
     }
@@ -962,7 +964,8 @@ fn what_a_port_receives_beyond_its_rate_waits_and_what_finds_no_room_is_dropped_
     assert_eq!((sink.tx_drops(Reason::RateLimit), sink.counters.tx_frames.get()), (1000 - 72, 72));
 }
 
-/// A sender of bulk data that hears of each loss late, as TCP does, gets the rate: what it sends too early waits.
+/// A sender of bulk data that hears of each loss late, as TCP does, gets the rate: what it sends
+/// too early waits.
 #[test]
 fn bursts_of_long_frames_come_at_the_rate_of_their_receiver() {
     for rate in [1_000_000u64, 20_000_000, 100_000_000, 1_000_000_000] {
@@ -974,7 +977,8 @@ fn bursts_of_long_frames_come_at_the_rate_of_their_receiver() {
         bench.settle();
         let rates = Rates { receive: Rate { bits: Some(rate), ..Rate::default() }, ..Rates::default() };
         bench.ask(|h| h.set_limits(sink.token, Storm::OFF, rates)).unwrap();
-        // Four frames of 60,000 bytes are under way at most; one that is lost is missed after 200 ms.
+        // Four frames of 60,000 bytes are under way at most; one that is lost is missed after 200
+        // ms.
         let (mut under_way, mut back, mut got) = (0, Vec::new(), 0u64);
         let start = bench.waiter.lock().now;
         let mut lost = 0;
@@ -1060,7 +1064,8 @@ fn a_command_waits_for_one_turn_and_not_for_the_round() {
     }
     let handle = bench.handle.clone();
     let asking = std::thread::spawn(move || handle.status().unwrap().networks[0].copies);
-    // The command is in the queue once the waiter was woken. The wake-up is taken away: only a look between turns finds it.
+    // The command is in the queue once the waiter was woken. The wake-up is taken away: only a look
+    // between turns finds it.
     while !bench.waiter.lock().ready.contains(&CONTROL) {
         std::thread::yield_now();
     }

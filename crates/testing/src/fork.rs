@@ -11,16 +11,19 @@ const BOUND_S: u32 = 30;
 /// Forks, as other threads run, and has the child do that and nothing else.
 ///
 /// # Errors
-/// In words how the child ended, where it ended otherwise than by finding `true`: also that it did not end within half a minute.
+/// In words how the child ended, where it ended otherwise than by finding `true`: also that it did
+/// not end within half a minute.
 ///
 /// # Panics
 /// Where there can be no child.
 pub fn in_child(body: impl FnOnce() -> bool) -> Result<(), String> {
-    // SAFETY: the child does what it is there to show to be possible, and then ends; it never returns from here.
+    // SAFETY: the child does what it is there to show to be possible, and then ends; it never
+    // returns from here.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork: {}", std::io::Error::last_os_error());
     if child == 0 {
-        // SAFETY: system calls on this process alone. The signal's default ends it, whatever it waits for.
+        // SAFETY: system calls on this process alone. The signal's default ends it, whatever it
+        // waits for.
         unsafe {
             libc::signal(libc::SIGALRM, libc::SIG_DFL);
             libc::alarm(BOUND_S);

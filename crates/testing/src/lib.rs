@@ -1,8 +1,10 @@
-//! What tests of several crates share: waits for conditions, and random numbers that a seed repeats. No program uses it.
+//! What tests of several crates share: waits for conditions, and random numbers that a seed
+//! repeats. No program uses it.
 //!
-//! A test waits for what it says, never for a time: [`until`] and [`found`] look again and again, and fail by the name of what did not
-//! come. Random choices come from a [`Random`], whose seed is printed, so that a failure can be run again with `TOMBOLO_SEED`.
-//! [`fork`] has children of a fork. [`hex`] reads bytes that a test has written down.
+//! A test waits for what it says, never for a time: [`until`] and [`found`] look again and again,
+//! and fail by the name of what did not come. Random choices come from a [`Random`], whose seed is
+//! printed, so that a failure can be run again with `TOMBOLO_SEED`. [`fork`] has children of a
+//! fork. [`hex`] reads bytes that a test has written down.
 
 pub mod fork;
 
@@ -40,9 +42,11 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     found(what, || done().then_some(()));
 }
 
-/// Says that the test of this thread, or a part of it, cannot run here, and why. Where `CI` is `true` nothing may be skipped.
+/// Says that the test of this thread, or a part of it, cannot run here, and why. Where `CI` is
+/// `true` nothing may be skipped.
 ///
-/// The line goes past the test harness, which keeps what a test that passes has printed: tests/stages.py counts these lines.
+/// The line goes past the test harness, which keeps what a test that passes has printed:
+/// tests/stages.py counts these lines.
 ///
 /// # Panics
 /// Where `CI` is `true`.

@@ -1,4 +1,5 @@
-//! A calculator as a typed service: what is generated from `proto/calculator.proto`, and who serves it.
+//! A calculator as a typed service: what is generated from `proto/calculator.proto`, and who serves
+//! it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

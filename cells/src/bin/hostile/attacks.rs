@@ -113,7 +113,8 @@ fn tcp_frame(mac: [u8; 6], payload: u16) -> [u8; 54] {
     frame
 }
 
-/// A well-formed chain of `slots` with `size` bytes in all, of which each slot behind the first has `piece`.
+/// A well-formed chain of `slots` with `size` bytes in all, of which each slot behind the first has
+/// `piece`.
 fn chain(gref: u32, slots: u16, size: u16, piece: u16) -> Vec<Slot> {
     (0..slots)
         .map(|at| Request(gref, 0, if at + 1 < slots { MORE } else { 0 }, if at == 0 { size } else { piece }))
@@ -421,8 +422,9 @@ impl Foe {
                 (Vec::new(), Due::GoOn)
             }
             "double-fetch" => {
-                // Each request is sound and unsound by turns while the backend may be reading it. Whichever it sees, it must
-                // use what it has checked: the frame goes, or the device closes.
+                // Each request is sound and unsound by turns while the backend may be reading it.
+                // Whichever it sees, it must use what it has checked: the frame goes, or the device
+                // closes.
                 for _ in 0..FLICKERS {
                     if self.state() != CONNECTED {
                         break;
@@ -447,7 +449,8 @@ impl Foe {
                 (Vec::new(), Due::Either)
             }
             "bytes-of-responses" => {
-                // A response is shorter than its request. What is behind it must still be the request's.
+                // A response is shorter than its request. What is behind it must still be the
+                // request's.
                 let index = rings.produced;
                 rings.push(rings.sound());
                 let asked = rings.slot(index);

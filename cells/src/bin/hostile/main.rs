@@ -1,5 +1,5 @@
-//! A Xen network frontend that breaks every rule on purpose, for tests of backends. It is built by `./x xen` only, with the
-//! feature `hostile`, and needs `net=none`.
+//! A Xen network frontend that breaks every rule on purpose, for tests of backends. It is built by
+//! `./x xen` only, with the feature `hostile`, and needs `net=none`.
 //!
 //! | word | meaning |
 //! | --- | --- |
@@ -8,11 +8,13 @@
 //! | `crash=STATE` | crashes in this state |
 //! | `stay=STATE` | stays in this state for good |
 //!
-//! Without any of these it takes attacks from XenStore: `N NAME` in its node `data/attack`. It answers `N ok` or `N FAILED` in
-//! `data/met`, and keeps the connection as the attack left it until the next attack, or `N end`.
+//! Without any of these it takes attacks from XenStore: `N NAME` in its node `data/attack`. It
+//! answers `N ok` or `N FAILED` in `data/met`, and keeps the connection as the attack left it until
+//! the next attack, or `N end`.
 //!
-//! After an attack the backend either closes the device or goes on to take a well-formed frame, as the protocol
-//! demands. In the end each page's grant can be revoked, so the backend holds none of them.
+//! After an attack the backend either closes the device or goes on to take a well-formed frame, as
+//! the protocol demands. In the end each page's grant can be revoked, so the backend holds none of
+//! them.
 #![no_std]
 #![no_main]
 
@@ -39,7 +41,8 @@ const INIT_WAIT: u32 = 2;
 const CONNECTED: u32 = 4;
 const CLOSING: u32 = 5;
 const CLOSED: u32 = 6;
-/// A backend looks at a frontend that comes again and again once a second, until it has been calm for two.
+/// A backend looks at a frontend that comes again and again once a second, until it has been calm
+/// for two.
 const CLOSED_AT_A_TIME: u32 = 4;
 const REST_NS: u64 = 2_200_000_000;
 /// Pages of a connection: two rings, a frame, a receive buffer, two more rings.
@@ -101,7 +104,8 @@ impl Foe {
         true
     }
 
-    /// Makes rings, with all receive buffers posted; `lie` changes the rings, and the nodes before they are written.
+    /// Makes rings, with all receive buffers posted; `lie` changes the rings, and the nodes before
+    /// they are written.
     fn publish(&self, lie: impl FnOnce(&mut Vec<(String, String)>, &mut Rings)) -> Option<Rings> {
         let [transmit, receive, page, buffer, ..] = self.pages;
         for page in self.pages {

@@ -106,7 +106,8 @@ impl Comparer<'_> {
         Slots::of(self.ports.iter().filter(|p| is_it(p)).map(|p| p.slot))
     }
 
-    /// Those of the filter's flows that have these bytes, and whether they are just those; none: no flow has.
+    /// Those of the filter's flows that have these bytes, and whether they are just those; none: no
+    /// flow has.
     fn narrow(&self, cells: &[Cell], data: &[u8], filter: &Filter) -> Option<(Filter, bool)> {
         let (mut narrow, mut exact) = (*filter, true);
         let mut ports = [[None; 2]; 2];

@@ -12,8 +12,8 @@ const HEADER_BYTES: usize = 16;
 /// Bytes of `struct judges`.
 pub const JUDGES_BYTES: usize = HEADER_BYTES + MAX_FILTERS * FILTER_BYTES;
 
-/// `enum rules_state`: whether the programs may learn at all, and whether the generation must be the one
-/// that the filters were made for.
+/// `enum rules_state`: whether the programs may learn at all, and whether the generation must be
+/// the one that the filters were made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum RulesState {

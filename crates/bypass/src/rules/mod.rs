@@ -12,11 +12,11 @@
 //! It is read at `attach`, and by the controller whenever the ruleset's generation changes or an
 //! interface gets another name. The map holds the generation that it was made for. Under another
 //! generation no flow is learned, from Linux 6.17 on, where programs can read the generation. So no
-//! flow is learned before a new rule was read. The controller reads on a thread of its own and without
-//! the place's lock, since a large ruleset takes seconds. Known flows expire by themselves, since
-//! they hold under one generation only. Without a controller no flow is learned until the next
-//! `attach`; `status` says so. Before Linux 6.17 flows are learned under a ruleset that has not
-//! been read yet, for as long as the controller needs to read it. They are then learned again.
+//! flow is learned before a new rule was read. The controller reads on a thread of its own and
+//! without the place's lock, since a large ruleset takes seconds. Known flows expire by themselves,
+//! since they hold under one generation only. Without a controller no flow is learned until the
+//! next `attach`; `status` says so. Before Linux 6.17 flows are learned under a ruleset that has
+//! not been read yet, for as long as the controller needs to read it. They are then learned again.
 //!
 //! # What it does not see
 //! Rules of legacy iptables, and BPF programs at netfilter's hooks. Of sets only the elements that
@@ -70,7 +70,8 @@ impl std::fmt::Display for JudgingRule {
     }
 }
 
-/// The attached interfaces, by the names that they have now. Nothing here waits for the kernel's lock of interfaces.
+/// The attached interfaces, by the names that they have now. Nothing here waits for the kernel's
+/// lock of interfaces.
 fn ports(maps: &Maps) -> Result<Vec<Port>, AttachError> {
     let wrong = |cause| NetlinkError::Call { what: "socket", cause };
     let any = socket(AddressFamily::INET, SocketType::DGRAM, None).map_err(wrong)?;
@@ -93,8 +94,8 @@ pub(crate) struct Judging {
     pub total: usize,
 }
 
-/// The ruleset as it was read for the interfaces that were attached then. Beside the pins there is a copy of it without the map's
-/// contents, so that `status` need not read the ruleset again.
+/// The ruleset as it was read for the interfaces that were attached then. Beside the pins there is
+/// a copy of it without the map's contents, so that `status` need not read the ruleset again.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Reading {
     generation: u32,
@@ -120,8 +121,9 @@ fn is_true(reading: &Reading, maps: &Maps) -> Result<bool, AttachError> {
     Ok(reading.generation == Nftables::open()?.generation()? && reading.ports == ports(maps)?)
 }
 
-/// The rules that judge each frame of flows between attached interfaces, as they are now: as they were read last, or else, if they
-/// are to be read for that, as they are read now. Nothing where they are not known.
+/// The rules that judge each frame of flows between attached interfaces, as they are now: as they
+/// were read last, or else, if they are to be read for that, as they are read now. Nothing where
+/// they are not known.
 pub(crate) fn judging(place: &Place, maps: &Maps, reads: bool) -> Result<Option<Judging>, AttachError> {
     match place.rules().filter(|known| is_true(known, maps).unwrap_or(false)) {
         Some(known) => Ok(Some(known.judging)),
@@ -139,7 +141,8 @@ pub(crate) fn is_current(maps: &Maps) -> Result<bool, AttachError> {
     })
 }
 
-/// Whether the map is that of the ruleset and the interfaces as they are now, so that there is nothing to read.
+/// Whether the map is that of the ruleset and the interfaces as they are now, so that there is
+/// nothing to read.
 pub(crate) fn is_read(place: &Place, maps: &Maps) -> Result<bool, AttachError> {
     let is_state = matches!(header(&maps.judges()?), (RulesState::Read, _)) && is_current(maps)?;
     Ok(is_state && place.rules().is_some_and(|known| is_true(&known, maps).unwrap_or(false)))

@@ -1,8 +1,9 @@
 //! The nftables ruleset as netlink tells it: tables, chains, rules, sets.
 //!
-//! Messages are decoded by `linux/netfilter/nf_tables.h`. Numbers are big-endian there. An expression
-//! keeps its attributes as bytes; `walk` reads those that it knows. What cannot be decoded is counted
-//! in `broken`, so that a ruleset that is not understood is never taken for an empty one.
+//! Messages are decoded by `linux/netfilter/nf_tables.h`. Numbers are big-endian there. An
+//! expression keeps its attributes as bytes; `walk` reads those that it knows. What cannot be
+//! decoded is counted in `broken`, so that a ruleset that is not understood is never taken for an
+//! empty one.
 
 use crate::netlink::attributes;
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,7 +38,8 @@ pub(crate) const CATCH_ALL: u32 = 0x2;
 const DATA_VERDICT: u32 = 0xffff_ff00;
 const TABLE_DORMANT: u32 = 0x1;
 
-/// Most of each that are read, so that no ruleset takes all memory. With more rules no walk would come to its end.
+/// Most of each that are read, so that no ruleset takes all memory. With more rules no walk would
+/// come to its end.
 const MOST_TABLES: usize = 10_000;
 const MOST_RULES: usize = 250_000;
 const MOST_ELEMENTS: usize = 1_000_000;
@@ -143,8 +145,8 @@ impl Expression {
         }
     }
 
-    /// Where a data register begins among the bytes of all of them: four have sixteen bytes (1 to 4),
-    /// and the same bytes are sixteen of four (8 to 23).
+    /// Where a data register begins among the bytes of all of them: four have sixteen bytes (1 to
+    /// 4), and the same bytes are sixteen of four (8 to 23).
     pub(crate) fn register(&self, kind: u16) -> Option<usize> {
         match self.number(kind)? as usize {
             n @ 1..=4 => Some((n - 1) * 16),
@@ -342,8 +344,9 @@ impl Ruleset {
         self.tables.get_mut(self.last)
     }
 
-    /// Takes in a message of a dump: tables first, then chains, rules, sets, elements. `kind` is the low
-    /// byte of its type, `body` begins with `struct nfgenmsg`. Says whether there is room for more.
+    /// Takes in a message of a dump: tables first, then chains, rules, sets, elements. `kind` is
+    /// the low byte of its type, `body` begins with `struct nfgenmsg`. Says whether there is room
+    /// for more.
     pub(crate) fn add(&mut self, kind: u8, body: &[u8]) -> bool {
         if self.decode(kind, body).is_none() {
             self.broken += 1;
@@ -435,7 +438,8 @@ pub(crate) mod tests {
 
     #[test]
     fn sets_with_mac_addresses_and_lists_beside_them_are_found_as_the_kernel_sends_them() {
-        // As Linux 6.18 answers IPSET_CMD_LIST: the index is in network byte order, and its type says so.
+        // As Linux 6.18 answers IPSET_CMD_LIST: the index is in network byte order, and its type
+        // says so.
         let set = |name: &[u8], kind: &[u8], index: u16| {
             message(2, &[put(1, &[7]), put(2, name), put(3, kind), put(0x400b, &index.to_be_bytes())])
         };
@@ -458,7 +462,8 @@ pub(crate) mod tests {
         body
     }
 
-    /// `ip f forward handle 7: meta l4proto udp counter accept`, and a set of verdicts, as Linux 6.18 sends them.
+    /// `ip f forward handle 7: meta l4proto udp counter accept`, and a set of verdicts, as Linux
+    /// 6.18 sends them.
     fn messages() -> Vec<(u8, Vec<u8>)> {
         let expression =
             |name: &[u8], data: &[Vec<u8>]| put(1 | 0x8000, &[put(1, name), put(2 | 0x8000, &data.concat())].concat());

@@ -10,8 +10,9 @@ use std::time::Duration;
 
 /// NFNL_SUBSYS_NFTABLES, in a message's high byte.
 const SUBSYSTEM: u16 = 10 << 8;
-/// NFNL_SUBSYS_IPSET; `IPSET_CMD_LIST` and its attributes: the protocol, here 7, since which sets are listed with their indices,
-/// and that their entries are not wanted (linux/netfilter/ipset/ip_set.h).
+/// NFNL_SUBSYS_IPSET; `IPSET_CMD_LIST` and its attributes: the protocol, here 7, since which sets
+/// are listed with their indices, and that their entries are not wanted
+/// (linux/netfilter/ipset/ip_set.h).
 const SUBSYSTEM_IPSET: u16 = 6 << 8;
 const IPSET_LIST: u16 = 7;
 const IPSET_PROTOCOL: u16 = 1;

@@ -1,8 +1,8 @@
 //! What is known of a register's bytes while a rule is walked for all frames of a flow at once.
 //!
-//! Each bit is one of three: known; the same for all frames of a flow, but not known here; or it may
-//! vary from frame to frame. A comparison whose result the known bits do not settle, and that looks at
-//! a bit that varies, judges each frame.
+//! Each bit is one of three: known; the same for all frames of a flow, but not known here; or it
+//! may vary from frame to frame. A comparison whose result the known bits do not settle, and that
+//! looks at a bit that varies, judges each frame.
 
 use super::ruleset::REGISTERS_BYTES;
 

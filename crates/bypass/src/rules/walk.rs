@@ -27,7 +27,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 const DEPTH: usize = 16;
 /// Most rules that are looked at, so that no ruleset keeps the controller from its work.
 const MOST_STEPS: usize = 3_000_000;
-/// An element of a set that stays at least this long, in ms, is renewed in time by a frame per lease.
+/// An element of a set that stays at least this long, in ms, is renewed in time by a frame per
+/// lease.
 const LONG_MS: u64 = 20_000;
 /// `NFT_OBJECT_*` that judge each frame: quota, limit, connlimit, synproxy.
 const JUDGING_OBJECTS: [(u32, &str); 4] = [(2, "quota"), (4, "limit"), (5, "ct count"), (10, "synproxy")];
@@ -37,7 +38,8 @@ const LAST_OBJECT: u32 = 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     On,
-    /// No flow of this kind comes further in this chain; whether some go back to where it was called.
+    /// No flow of this kind comes further in this chain; whether some go back to where it was
+    /// called.
     Ends {
         returns: bool,
     },
@@ -68,7 +70,8 @@ struct Walk<'s, 'a> {
     walked: HashMap<(&'a str, Filter), bool>,
 }
 
-/// The rules that judge each frame of a flow between these interfaces, and the flows that they could judge.
+/// The rules that judge each frame of a flow between these interfaces, and the flows that they
+/// could judge.
 pub(crate) fn survey(ruleset: &Ruleset, ports: &[Port]) -> (Vec<JudgingRule>, Filters) {
     let mut survey = Survey {
         ruleset,
@@ -113,7 +116,8 @@ fn expressions(table: &Table) -> impl Iterator<Item = &Expression> {
     table.chains.values().flat_map(|c| &c.rules).flat_map(|r| &r.expressions)
 }
 
-/// Whether a rule writes addresses or ports by itself: then those of a flow say nothing of what a rule sees.
+/// Whether a rule writes addresses or ports by itself: then those of a flow say nothing of what a
+/// rule sees.
 fn rewrites_addresses(ruleset: &Ruleset) -> bool {
     ruleset.tables.iter().flat_map(expressions).any(|e| {
         let (header, offset) = (e.number(2), e.number(3).unwrap_or(0));
@@ -256,7 +260,8 @@ impl<'a> Walk<'_, 'a> {
         }
     }
 
-    /// Walks a rule for flows that come to it: how it goes on, whether some return, and the flows that come to the next rule.
+    /// Walks a rule for flows that come to it: how it goes on, whether some return, and the flows
+    /// that come to the next rule.
     fn rule(&mut self, chain: &'a str, rule: &'a Rule, filter: Filter, depth: usize) -> (Next, bool, Filter) {
         let mut going = Going {
             registers: Registers::new(),
@@ -334,7 +339,8 @@ impl<'a> Walk<'_, 'a> {
         }
     }
 
-    /// What an expression does. Registers are those of `nf_tables_api.c`: what is too short is padded.
+    /// What an expression does. Registers are those of `nf_tables_api.c`: what is too short is
+    /// padded.
     fn expression(&self, e: &Expression, going: &mut Going) -> Outcome {
         self.evaluate(e, going).unwrap_or_else(|| Outcome::unknown(&e.name))
     }
@@ -493,8 +499,8 @@ impl<'a> Walk<'_, 'a> {
         }
     }
 
-    /// IPv6's extension headers, IPv4's options, TCP's options. Of the first two frames that may be taken have
-    /// none.
+    /// IPv6's extension headers, IPv4's options, TCP's options. Of the first two frames that may be
+    /// taken have none.
     fn extension(&self, e: &Expression, registers: &mut Registers) -> Option<Outcome> {
         const TCP_OPTION: u32 = 1;
         const IS_PRESENT: u32 = 1;

@@ -1,8 +1,9 @@
 //! What the frames of a flow have in common, at a chain's place in the kernel: what a rule loads.
 //!
-//! The frames that the bypass takes are untagged, have neither IPv4 options nor IPv6 extension headers,
-//! and carry TCP with ACK and without SYN, FIN and RST, UDP or an ICMP echo. All frames of a flow have
-//! the same addresses, ports, TOS, TTL, fragment bits, flow label and mark (ebpf/validate.h).
+//! The frames that the bypass takes are untagged, have neither IPv4 options nor IPv6 extension
+//! headers, and carry TCP with ACK and without SYN, FIN and RST, UDP or an ICMP echo. All frames of
+//! a flow have the same addresses, ports, TOS, TTL, fragment bits, flow label and mark
+//! (ebpf/validate.h).
 
 use super::ruleset::{Hook, INET, IPV4, IPV6, NETDEV};
 use super::value::{Cell, Field};
@@ -209,9 +210,9 @@ pub(crate) fn payload(world: World, at: Position, header: u32, n: usize) -> Cell
 }
 
 /// Whether what a rule writes there is seen when a flow is learned. It is seen if a frame that
-/// already has the written value is told from one that has not (ebpf/validate.h, `differs_in_fields`),
-/// or if the kernel itself rewrites the value. Other fields that vary in a packet may not be
-/// written.
+/// already has the written value is told from one that has not (ebpf/validate.h,
+/// `differs_in_fields`), or if the kernel itself rewrites the value. Other fields that vary in a
+/// packet may not be written.
 pub(crate) fn may_be_written(world: World, header: u32, n: usize) -> bool {
     match (header, world.v6) {
         (LINK_HEADER, _) => n < 14 || may_be_written(world, NETWORK_HEADER, n - 14),

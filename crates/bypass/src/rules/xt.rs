@@ -1,14 +1,15 @@
 //! iptables' matches and targets, as `iptables-nft` puts them into nftables rules.
 //!
-//! Those that all frames of a flow have in common are listed; of a few the data is read, since firewalls
-//! lean on them. One that is not listed judges each frame.
+//! Those that all frames of a flow have in common are listed; of a few the data is read, since
+//! firewalls lean on them. One that is not listed judges each frame.
 
 use super::compare::Match;
 use super::filter::Filter;
 use super::world::{Position, Protocol, World};
 use std::collections::BTreeSet;
 
-/// Matches with one answer for all frames of a flow, or for none that may be taken (SCTP, fragments).
+/// Matches with one answer for all frames of a flow, or for none that may be taken (SCTP,
+/// fragments).
 const STABLE_MATCHES: &[&str] = &[
     "addrtype",
     "ah",
@@ -47,8 +48,8 @@ const STABLE_MATCHES: &[&str] = &[
     "ttl",
 ];
 
-/// Targets that do the same with all frames of a flow, or whose work is seen when a flow is learned.
-/// TCPMSS alters SYN only.
+/// Targets that do the same with all frames of a flow, or whose work is seen when a flow is
+/// learned. TCPMSS alters SYN only.
 const STABLE_TARGETS: &[&str] = &[
     "CHECKSUM",
     "CLASSIFY",
@@ -131,9 +132,10 @@ pub(crate) fn matches(world: World, at: Position, name: &str, revision: u32, inf
     }
 }
 
-/// `-m set`, with the sets whose entries have MAC addresses. Those of a flow's frames may differ, and what a set has counted grows
-/// with each frame that the kernel sees. `struct xt_set_info_match_v1` to `v4`: the set's index, and since the third two comparisons
-/// with counters, each an operator beside eight bytes.
+/// `-m set`, with the sets whose entries have MAC addresses. Those of a flow's frames may differ,
+/// and what a set has counted grows with each frame that the kernel sees. `struct
+/// xt_set_info_match_v1` to `v4`: the set's index, and since the third two comparisons with
+/// counters, each an operator beside eight bytes.
 pub(crate) fn set(revision: u32, info: &[u8], mac_sets: &BTreeSet<u16>, filter: &Filter) -> Match {
     let operators: &[usize] = match revision {
         0..=2 => &[],

@@ -1,8 +1,9 @@
 //! Records between two peers of a link, without IP: the base for real-time code.
 //!
-//! The layout of the sections is [`tombolo_ring::ivshmem::channel`]'s: a queue of records each way, and a register that
-//! holds the latest value. The states are those of a network link. Either peer may stop, die and restart, and the
-//! channel comes up again. A peer that breaks the layout loses the channel for a moment, and this is counted.
+//! The layout of the sections is [`tombolo_ring::ivshmem::channel`]'s: a queue of records each way,
+//! and a register that holds the latest value. The states are those of a network link. Either peer
+//! may stop, die and restart, and the channel comes up again. A peer that breaks the layout loses
+//! the channel for a moment, and this is counted.
 
 use super::handshake::Handshake;
 use super::link::{Link, LinkError};
@@ -41,7 +42,8 @@ pub enum ChannelError {
     Link(LinkError),
     /// The link was made for something else.
     Protocol(u32),
-    /// The link has more than two peers, and none of them was named; or the one that was is the cell itself, or none.
+    /// The link has more than two peers, and none of them was named; or the one that was is the
+    /// cell itself, or none.
     Peer {
         /// The cell's own number.
         own: u32,
@@ -50,7 +52,8 @@ pub enum ChannelError {
     },
     /// The peer is not there, or restarts; [`Channel::up`] waits for it.
     Down,
-    /// The call, or the shape of the channel, does not fit; or the peer broke the layout, and the channel restarts.
+    /// The call, or the shape of the channel, does not fit; or the peer broke the layout, and the
+    /// channel restarts.
     Layout(channel::ChannelError),
 }
 
@@ -172,7 +175,8 @@ impl Channel {
     /// Sends a record; false where the queue is full, and nothing was sent.
     ///
     /// # Errors
-    /// [`ChannelError::Down`]; [`ChannelError::Layout`] where the record is too long, or the peer broke the layout.
+    /// [`ChannelError::Down`]; [`ChannelError::Layout`] where the record is too long, or the peer
+    /// broke the layout.
     pub fn send(&mut self, record: &[u8]) -> Result<bool, ChannelError> {
         self.need_up()?;
         let sent = self.ring.send(&self.sections, record).map_err(|error| self.fault(error))?;
@@ -213,7 +217,8 @@ impl Channel {
         }
     }
 
-    /// Waits for the next record and copies it into `to`. The network and other tasks have their turns meanwhile.
+    /// Waits for the next record and copies it into `to`. The network and other tasks have their
+    /// turns meanwhile.
     ///
     /// # Errors
     /// As [`Channel::try_recv`].
@@ -222,8 +227,9 @@ impl Channel {
         link.until(|| this.recv_or_arm(to)).await
     }
 
-    /// Waits for the next record until `until_ns`, and copies it into `to`; `None` where none came. Nothing else runs meanwhile;
-    /// with `spin` the processor does not sleep either. See [`Link::until_alone`].
+    /// Waits for the next record until `until_ns`, and copies it into `to`; `None` where none came.
+    /// Nothing else runs meanwhile; with `spin` the processor does not sleep either. See
+    /// [`Link::until_alone`].
     ///
     /// # Errors
     /// As [`Channel::try_recv`].

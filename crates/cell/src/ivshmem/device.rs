@@ -1,13 +1,14 @@
 //! The device: memory that peers share, a state word for each, doorbells.
 //!
-//! Two kinds are known. The first version (QEMU's `ivshmem-doorbell` and `ivshmem-plain`; docs/specs/ivshmem-spec.rst)
-//! has no register for the memory's layout, so its region begins with a header page. The second (Jailhouse's) has the
-//! layout in its capability. Every value from the memory is read once and checked. A device that makes no sense is
-//! refused, and the cell continues without it.
+//! Two kinds are known. The first version (QEMU's `ivshmem-doorbell` and `ivshmem-plain`;
+//! docs/specs/ivshmem-spec.rst) has no register for the memory's layout, so its region begins with
+//! a header page. The second (Jailhouse's) has the layout in its capability. Every value from the
+//! memory is read once and checked. A device that makes no sense is refused, and the cell continues
+//! without it.
 //!
-//! Bus mastering and MSI-X are on before anything is written that peers see. A ring that comes before is lost, since a
-//! vector has no pending bit that can be polled. All vectors lead to one interrupt of the cell, which then looks at
-//! everything.
+//! Bus mastering and MSI-X are on before anything is written that peers see. A ring that comes
+//! before is lost, since a vector has no pending bit that can be polled. All vectors lead to one
+//! interrupt of the cell, which then looks at everything.
 
 use super::v2;
 use crate::config::Config;
@@ -51,7 +52,8 @@ pub(crate) enum Refusal {
     Revision(u32),
     /// The header, or the layout of the second version, makes no sense.
     Region(RegionError),
-    /// The second version's class is not one of its own, or the vendor capability is not there or has a wrong length.
+    /// The second version's class is not one of its own, or the vendor capability is not there or
+    /// has a wrong length.
     V2(String),
     /// The own number is not one of the link's.
     Peer { id: u32, max_peers: u32 },
@@ -110,7 +112,8 @@ pub(crate) struct Device {
     interrupt: Option<Interrupt>,
 }
 
-/// Which peer this one is. `position` is what the device says; `None` for a plain one, which cannot say. Pure.
+/// Which peer this one is. `position` is what the device says; `None` for a plain one, which cannot
+/// say. Pure.
 fn own_id(header: &Header, position: Option<u32>, told: Option<&str>) -> Result<u32, Refusal> {
     let name = || header.name.as_str().to_string();
     let id = match (position, told) {
@@ -150,8 +153,9 @@ impl Device {
         found
     }
 
-    /// Leads the device's vectors to an interrupt of the cell. `None` where it has fewer than peers ring of `vectors`, or no interrupt is
-    /// left: then the cell looks by itself, and rings its peers all the same.
+    /// Leads the device's vectors to an interrupt of the cell. `None` where it has fewer than peers
+    /// ring of `vectors`, or no interrupt is left: then the cell looks by itself, and rings its
+    /// peers all the same.
     fn enable_vectors(platform: &Platform, pci: &mut Pci<'_>, f: Function, vectors: u32) -> Option<Interrupt> {
         if vectors == 0 || pci.msix_vectors(f) < vectors.min(RUNG_VECTORS) {
             return None;
@@ -181,7 +185,8 @@ impl Device {
             return Err(Refusal::Region(RegionError::Section { part, offset, bytes, free_from: PAGE_BYTES }));
         }
         let memory = platform.map_shared(bar.address, header.layout.bytes() as usize).ok_or_else(no_memory)?;
-        // Only a device with doorbell has vectors, and a number of its own; 0 in the register may mean both.
+        // Only a device with doorbell has vectors, and a number of its own; 0 in the register may
+        // mean both.
         let has_doorbell = pci.msix_vectors(f) > 0;
         let position = has_doorbell.then(|| registers.read32(V1_POSITION));
         let own_id = own_id(&header, position, config.get(&format!("ivshmem.{}.id", header.name.as_str())))?;
@@ -324,7 +329,8 @@ impl Device {
     /// Writes the own state word once more, where peers can write it too (v1) and one may have.
     pub(crate) fn assert_state(&self, value: u32) {
         if let (Registers::V1(_), Some(offset)) = (self.registers, self.layout.state(self.own_id)) {
-            // Release: what was written before (a cleared section) is seen with it. Cannot fail: the table is mapped.
+            // Release: what was written before (a cleared section) is seen with it. Cannot fail:
+            // the table is mapped.
             let _ = self.memory.store_u32(offset, value, Ordering::Release);
         }
     }

@@ -1,5 +1,6 @@
-//! The handshake of the cell and its peer on a link: the state words, and what is done to the sections on the way.
-//! Channels and calls share this. What they clear and check is defined in their own modules.
+//! The handshake of the cell and its peer on a link: the state words, and what is done to the
+//! sections on the way. Channels and calls share this. What they clear and check is defined in
+//! their own modules.
 
 use super::link::Link;
 use super::poll_interval::PollInterval;
@@ -78,8 +79,9 @@ impl Handshake {
         self.down_until_ns = self.link.now_ns() + FAULT_PAUSE_NS;
     }
 
-    /// Waits, while the link is down, until the peer's word is no longer `theirs` or it is time to look again. It is looked at also where
-    /// the peer rings: the first rings of a machine that starts can go to one that is not yet told of it.
+    /// Waits, while the link is down, until the peer's word is no longer `theirs` or it is time to
+    /// look again. It is looked at also where the peer rings: the first rings of a machine that
+    /// starts can go to one that is not yet told of it.
     pub(crate) async fn change(link: &Link, theirs: (u32, u32), down_until_ns: u64, poll_interval: &mut PollInterval) {
         let ((peer, word), now_ns) = (theirs, link.now_ns());
         if now_ns < down_until_ns {

@@ -1,18 +1,20 @@
-//! A link from an app's point of view: sections, state words, doorbells, and how to wait for a peer.
+//! A link from an app's point of view: sections, state words, doorbells, and how to wait for a
+//! peer.
 //!
-//! Nothing here knows a protocol. What peers write is untrusted: read a field once, check it, use it. The views
-//! ([`Foreign`], [`ForeignMut`]) give no reference into the memory.
+//! Nothing here knows a protocol. What peers write is untrusted: read a field once, check it, use
+//! it. The views ([`Foreign`], [`ForeignMut`]) give no reference into the memory.
 //!
 //! # Waiting
 //!
-//! Rings of a doorbell merge and are not stored. So a waiter always waits for something in the memory: it looks, and if
-//! the thing is not there, it waits until a peer has rung and looks again. A ring between the look and the wait is not
-//! lost. Interrupts come in only while the cell sleeps, and the count of rings is compared with the one before the
-//! look. On a link without doorbell the wait ends when it is time to look again ([`super::pace`]).
+//! Rings of a doorbell merge and are not stored. So a waiter always waits for something in the
+//! memory: it looks, and if the thing is not there, it waits until a peer has rung and looks again.
+//! A ring between the look and the wait is not lost. Interrupts come in only while the cell sleeps,
+//! and the count of rings is compared with the one before the look. On a link without doorbell the
+//! wait ends when it is time to look again ([`super::pace`]).
 //!
-//! [`Link::until`] lets the network and other tasks run meanwhile. [`Link::until_alone`] does not: the processor does
-//! nothing else until the event is there or the time is up. That saves the way through the main loop. With `spin` the
-//! processor does not even sleep.
+//! [`Link::until`] lets the network and other tasks run meanwhile. [`Link::until_alone`] does not:
+//! the processor does nothing else until the event is there or the time is up. That saves the way
+//! through the main loop. With `spin` the processor does not even sleep.
 
 use super::device::Device;
 use super::poll_interval::PollInterval;
@@ -63,8 +65,8 @@ struct Taken {
     poll_interval: Cell<PollInterval>,
     /// Something was found or sent since the last look that found nothing.
     has_moved: Cell<bool>,
-    /// When to look again. Where peers ring: once, a little after a look that found nothing, since a machine's memory fences may
-    /// do nothing ([`tombolo_ring::virtio::notify`]); then `None`.
+    /// When to look again. Where peers ring: once, a little after a look that found nothing, since
+    /// a machine's memory fences may do nothing ([`tombolo_ring::virtio::notify`]); then `None`.
     look_at_ns: Cell<Option<u64>>,
     waker: RefCell<Option<Waker>>,
 }
@@ -120,8 +122,8 @@ impl Links {
     }
 }
 
-/// A link over memory that this cell shares with others; from [`Net::link`]. It stays taken for as long as the cell lives. A clone
-/// refers to the same one; one task at a time can wait for it.
+/// A link over memory that this cell shares with others; from [`Net::link`]. It stays taken for as
+/// long as the cell lives. A clone refers to the same one; one task at a time can wait for it.
 #[derive(Clone)]
 pub struct Link {
     net: Net,
@@ -143,8 +145,8 @@ impl Link {
         self.taken.device.name()
     }
 
-    /// The number of the protocol that the link was made for: 0x4001 for [`Channel`](crate::Channel), 0x4000 to 0x7fff for any
-    /// of an app's own.
+    /// The number of the protocol that the link was made for: 0x4001 for
+    /// [`Channel`](crate::Channel), 0x4000 to 0x7fff for any of an app's own.
     pub fn protocol(&self) -> u32 {
         self.taken.device.protocol()
     }
@@ -189,7 +191,8 @@ impl Link {
         self.taken.device.state(peer)
     }
 
-    /// Writes the own state word, after all that was written before, and rings vector 0 of all others.
+    /// Writes the own state word, after all that was written before, and rings vector 0 of all
+    /// others.
     pub fn set_state(&self, value: u32) {
         self.taken.device.set_state(value);
     }
@@ -198,7 +201,8 @@ impl Link {
         self.taken.device.assert_state(value);
     }
 
-    /// Rings `vector` of `peer`, after all that was written before. Nothing happens where it is not there or has no doorbell.
+    /// Rings `vector` of `peer`, after all that was written before. Nothing happens where it is not
+    /// there or has no doorbell.
     pub fn ring(&self, peer: u32, vector: u16) {
         self.taken.device.ring(peer, vector);
     }
@@ -234,7 +238,8 @@ impl Link {
         }
     }
 
-    /// Says that something was sent or found, so that a link without doorbell is looked at often for a while.
+    /// Says that something was sent or found, so that a link without doorbell is looked at often
+    /// for a while.
     pub fn expect_answer(&self) {
         self.taken.has_moved.set(true);
         if !self.has_doorbell() {
@@ -251,8 +256,9 @@ impl Link {
         }
     }
 
-    /// Looks until `look` finds something, and gives that. The cell sleeps between two looks, and the network and other tasks have
-    /// their turns; with `busy_poll_us=` on the command line it goes on looking for so long first.
+    /// Looks until `look` finds something, and gives that. The cell sleeps between two looks, and
+    /// the network and other tasks have their turns; with `busy_poll_us=` on the command line it
+    /// goes on looking for so long first.
     pub async fn until<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
         let busy_poll_ns = self.net.shared().config.busy_poll_ns;
         let mut busy_until_ns = None;
@@ -279,8 +285,9 @@ impl Link {
         .await
     }
 
-    /// Looks until `look` finds something, or until `until_ns`; nothing else runs meanwhile, neither the network nor another task.
-    /// With `spin` the processor does not sleep between two looks.
+    /// Looks until `look` finds something, or until `until_ns`; nothing else runs meanwhile,
+    /// neither the network nor another task. With `spin` the processor does not sleep between two
+    /// looks.
     pub fn until_alone<T>(&self, until_ns: u64, spin: bool, mut look: impl FnMut() -> Option<T>) -> Option<T> {
         loop {
             self.before_look();

@@ -1,5 +1,5 @@
-//! Memory that virtual machines share (IVSHMEM): the devices, the network over them, and bare channels for code that wants no
-//! network.
+//! Memory that virtual machines share (IVSHMEM): the devices, the network over them, and bare
+//! channels for code that wants no network.
 //!
 //! | file | noun |
 //! | --- | --- |

@@ -1,23 +1,25 @@
 //! A network link: Ethernet frames over a device's memory, as the stack's device.
 //!
-//! The rings are [`tombolo_ring::ivshmem::net`]'s, the states [`tombolo_ring::ivshmem::state`]'s. A frame is copied
-//! between local memory and the sections, once each way. So no reference points to memory that a peer writes. Where the
-//! fabric offers offloads, frames follow virtio-net headers. Then machines of one host exchange frames with unfinished
-//! checksums, and TCP is segmented only by a receiver that needs segments. Otherwise frames are as on a wire, and
-//! checksums are computed and verified here ([`offload`]).
+//! The rings are [`tombolo_ring::ivshmem::net`]'s, the states [`tombolo_ring::ivshmem::state`]'s. A
+//! frame is copied between local memory and the sections, once each way. So no reference points to
+//! memory that a peer writes. Where the fabric offers offloads, frames follow virtio-net headers.
+//! Then machines of one host exchange frames with unfinished checksums, and TCP is segmented only
+//! by a receiver that needs segments. Otherwise frames are as on a wire, and checksums are computed
+//! and verified here ([`offload`]).
 //!
 //! # Up and down
 //!
-//! Each turn begins with a look at the peer's state word. While the link is down, no frame is taken from the stack. The
-//! stack's first frames (DHCP, an answer to be retried) wait. A peer that goes to RESET, or restarts, takes the link
-//! down. The link comes up again when that peer is ready, and addresses and connections stay as they are. A peer that
-//! breaks the rings loses the link for [`FAULT_PAUSE_NS`], and this is counted.
+//! Each turn begins with a look at the peer's state word. While the link is down, no frame is taken
+//! from the stack. The stack's first frames (DHCP, an answer to be retried) wait. A peer that goes
+//! to RESET, or restarts, takes the link down. The link comes up again when that peer is ready, and
+//! addresses and connections stay as they are. A peer that breaks the rings loses the link for
+//! [`FAULT_PAUSE_NS`], and this is counted.
 //!
 //! # Wake-ups
 //!
-//! With a doorbell, wake-ups use the event index, as the rings say. Without one, the link is polled, often while frames
-//! come and seldom while they do not ([`PollInterval`]). A link with a doorbell is polled too while it is down, since a peer
-//! that died does not ring.
+//! With a doorbell, wake-ups use the event index, as the rings say. Without one, the link is
+//! polled, often while frames come and seldom while they do not ([`PollInterval`]). A link with a
+//! doorbell is polled too while it is down, since a peer that died does not ring.
 
 use super::device::Device;
 use super::poll_interval::{Pauses, PollInterval};
@@ -122,7 +124,8 @@ pub(crate) struct IvshmemNet {
 }
 
 impl IvshmemNet {
-    /// Takes the device; its link comes up when the peer is ready. `seed` makes an address where the link names none.
+    /// Takes the device; its link comes up when the peer is ready. `seed` makes an address where
+    /// the link names none.
     pub(crate) fn new(device: Device, config: &Config, seed: u64) -> Result<IvshmemNet, Refusal> {
         let own = device.own_output();
         let geometry = check(device.max_peers(), own.len() as u64, device.mtu(), device.mac())?;
@@ -197,7 +200,8 @@ impl IvshmemNet {
         frames * self.mtu
     }
 
-    /// Payload bytes that may arrive before the cell has its turn: the peer's ring is as large, and what does not fit it is lost.
+    /// Payload bytes that may arrive before the cell has its turn: the peer's ring is as large, and
+    /// what does not fit it is lost.
     pub(crate) fn receive_bytes(&self) -> usize {
         self.transmit_bytes()
     }
@@ -344,8 +348,8 @@ impl IvshmemNet {
         }
     }
 
-    /// Asks to be rung when a frame comes, and, where the ring is full, when it no longer is. Returns whether there is something to
-    /// do already.
+    /// Asks to be rung when a frame comes, and, where the ring is full, when it no longer is.
+    /// Returns whether there is something to do already.
     pub(crate) fn arm(&mut self) -> bool {
         if !self.outgoing.is_up {
             return self.outgoing.fault.is_some();
@@ -365,14 +369,14 @@ impl IvshmemNet {
         }
     }
 
-    /// Whether a sleep is to be followed by [`IvshmemNet::recheck`]: a wish that has been set since the last one was
-    /// seen by now.
+    /// Whether a sleep is to be followed by [`IvshmemNet::recheck`]: a wish that has been set since
+    /// the last one was seen by now.
     pub(crate) fn wants_recheck(&self) -> bool {
         self.device.rings().is_some() && self.outgoing.is_up && self.has_moved
     }
 
-    /// The look that follows a sleep once ([`tombolo_ring::virtio::notify`]): whether frames came without a ring. Rings the
-    /// peer late where it wishes for that by now.
+    /// The look that follows a sleep once ([`tombolo_ring::virtio::notify`]): whether frames came
+    /// without a ring. Rings the peer late where it wishes for that by now.
     pub(crate) fn recheck(&mut self) -> bool {
         self.has_moved = false;
         if !self.outgoing.is_up {

@@ -1,8 +1,9 @@
 //! How often a link without doorbell is looked at. Pure.
 //!
-//! The pause is a [`SHARE`]th of the time for which the link has been quiet, between a shortest and a longest one. So a
-//! frame that follows on traffic waits for the shortest pause. For a peer that answers after a while, the wait is a few
-//! percent longer than the answer took. A quiet cell costs its machine a handful of wake-ups a second.
+//! The pause is a [`SHARE`]th of the time for which the link has been quiet, between a shortest and
+//! a longest one. So a frame that follows on traffic waits for the shortest pause. For a peer that
+//! answers after a while, the wait is a few percent longer than the answer took. A quiet cell costs
+//! its machine a handful of wake-ups a second.
 
 /// Pauses in the time since the last traffic.
 const SHARE: u64 = 16;
@@ -15,10 +16,12 @@ pub(crate) struct Pauses {
 }
 
 impl Pauses {
-    /// For a link whose peer announces no frames. A look costs an emulated machine 200 to 300 microseconds of its
-    /// host's time, so 64 quiet cells take less than a tenth of a core together.
+    /// For a link whose peer announces no frames. A look costs an emulated machine 200 to 300
+    /// microseconds of its host's time, so 64 quiet cells take less than a tenth of a core
+    /// together.
     pub(crate) const POLLED: Pauses = Pauses { shortest_ns: 50_000, longest_ns: 200_000_000 };
-    /// For a link with doorbell that is down: a peer that died rings no doorbell, and one that starts may have rung too early.
+    /// For a link with doorbell that is down: a peer that died rings no doorbell, and one that
+    /// starts may have rung too early.
     pub(crate) const DOWN: Pauses = Pauses { shortest_ns: 1_000_000, longest_ns: 250_000_000 };
 }
 
@@ -41,8 +44,8 @@ impl PollInterval {
         self.next_ns = 0;
     }
 
-    /// Nothing was found at `now_ns`: when to look again. A look before its time (the cell woke for something else) does not put
-    /// that off.
+    /// Nothing was found at `now_ns`: when to look again. A look before its time (the cell woke for
+    /// something else) does not put that off.
     pub(crate) fn next(&mut self, now_ns: u64) -> u64 {
         if now_ns >= self.next_ns {
             let quiet_ns = now_ns.saturating_sub(self.busy_ns);

@@ -1,7 +1,7 @@
 //! The second version of the device, as Jailhouse has it: what its configuration space says. Pure.
 //!
-//! Jailhouse, Documentation/ivshmem-v2-specification.md. Stock QEMU has no such device, so only the parsing is
-//! tested, against bytes made from the specification.
+//! Jailhouse, Documentation/ivshmem-v2-specification.md. Stock QEMU has no such device, so only the
+//! parsing is tested, against bytes made from the specification.
 
 use core::fmt;
 
@@ -63,7 +63,8 @@ impl Capability {
     }
 }
 
-/// The protocol, from the word of configuration space that holds revision, interface, subclass and class; `None` for another class.
+/// The protocol, from the word of configuration space that holds revision, interface, subclass and
+/// class; `None` for another class.
 pub(crate) fn protocol(class_word: u32) -> Option<u32> {
     ((class_word >> 24) as u8 == CLASS).then_some(class_word >> 8 & 0xffff)
 }

@@ -118,7 +118,8 @@ fn peer_frame(seq_number: TcpSeqNumber, ack_number: TcpSeqNumber, control: TcpCo
     tcp_frame(&repr, PEER.into(), OWN.into())
 }
 
-/// A receiver as Linux has it: what comes early is kept and told of, what finds no room is dropped, and then the window is closed.
+/// A receiver as Linux has it: what comes early is kept and told of, what finds no room is dropped,
+/// and then the window is closed.
 struct Peer {
     /// The sequence number of the stream's first byte.
     first: TcpSeqNumber,
@@ -511,7 +512,8 @@ fn several_losses_in_one_flight_cost_a_round_trip_each() {
     }
 }
 
-/// The end of a reply finds no room at a peer, which closes its window, and opens it when its app has read.
+/// The end of a reply finds no room at a peer, which closes its window, and opens it when its app
+/// has read.
 fn closed_with_the_end_on_the_way(is_watched: bool) -> Net {
     let peer = Peer { reads: false, room_bytes: 19_900, ..Peer::new(30_000) };
     let mut net = Net::new(is_watched, peer, 20_000, |_, _| false);
@@ -530,7 +532,8 @@ fn the_end_of_a_reply_that_found_no_room_comes_when_the_window_opens() {
     let took = net.transfer(10 * S).unwrap();
     assert!(took < 2 * ROUND_TRIP_NS, "{took} ns");
     assert_eq!((net.losses(), net.peer.twice), (1, 0));
-    // Without the detector the answers to three keep-alives, 10 s apart, are the duplicates that it takes.
+    // Without the detector the answers to three keep-alives, 10 s apart, are the duplicates that it
+    // takes.
     let took = closed_with_the_end_on_the_way(false).transfer(300 * S).unwrap();
     assert!((29 * S..31 * S).contains(&took), "{took} ns");
 }

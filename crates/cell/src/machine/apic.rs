@@ -1,4 +1,5 @@
-//! The local APIC (its timer wakes the processor) and the I/O APICs (they carry the interrupts of virtio-mmio).
+//! The local APIC (its timer wakes the processor) and the I/O APICs (they carry the interrupts of
+//! virtio-mmio).
 //!
 //! Intel SDM volume 3, chapter 11; Intel 82093AA data sheet for the I/O APIC.
 #![allow(unsafe_code)]
@@ -43,7 +44,8 @@ enum Timer {
     TscDeadline,
     /// A counter that runs down, with its rate in ticks per second.
     Countdown(u64),
-    /// The counter runs to find its rate: the clock before and after it was set to its largest value.
+    /// The counter runs to find its rate: the clock before and after it was set to its largest
+    /// value.
     Measuring(u64, u64),
 }
 
@@ -107,8 +109,8 @@ impl Local {
         if self.registers.is_some() { id >> 24 } else { id }
     }
 
-    /// Begins to find the timer's rate by the clock, where the timer is not the clock itself. The end is with the first
-    /// [`Local::arm`], so that the start waits for nothing.
+    /// Begins to find the timer's rate by the clock, where the timer is not the clock itself. The
+    /// end is with the first [`Local::arm`], so that the start waits for nothing.
     pub(super) fn measure(&self, clock: &Clock) {
         if !matches!(self.timer.get(), Timer::TscDeadline) {
             let before_ns = clock.now_ns();
@@ -117,9 +119,9 @@ impl Local {
         }
     }
 
-    /// The rate, of 500 µs or more: the tightest of up to five readings, since a busy host may take the processor away
-    /// between two of them. Where the counter has run out meanwhile, or its beginning was not tight, the measurement
-    /// starts again.
+    /// The rate, of 500 µs or more: the tightest of up to five readings, since a busy host may take
+    /// the processor away between two of them. Where the counter has run out meanwhile, or its
+    /// beginning was not tight, the measurement starts again.
     fn measured_rate(&self, clock: &Clock, mut before_start: u64, mut after_start: u64) -> u64 {
         const RUN_NS: u64 = 500_000;
         let (mut best_rate, mut best_slack) = (1_000_000_000, u64::MAX);
@@ -147,8 +149,8 @@ impl Local {
         best_rate.max(1)
     }
 
-    /// Sets the timer to fire at `until_ns` by `clock`, or stops it. A countdown that cannot reach so far fires
-    /// earlier; the waiting code looks at the clock again.
+    /// Sets the timer to fire at `until_ns` by `clock`, or stops it. A countdown that cannot reach
+    /// so far fires earlier; the waiting code looks at the clock again.
     pub(super) fn arm(&self, clock: &Clock, until_ns: Option<u64>) {
         if let Timer::Measuring(before_ns, after_ns) = self.timer.get() {
             self.timer.set(Timer::Countdown(self.measured_rate(clock, before_ns, after_ns)));
@@ -172,7 +174,8 @@ impl Local {
     }
 }
 
-/// Masks the two interrupt controllers of the PC: their interrupts would come in on the vectors of exceptions.
+/// Masks the two interrupt controllers of the PC: their interrupts would come in on the vectors of
+/// exceptions.
 pub(super) fn mask_legacy_controllers() {
     for port in [0x21, 0xa1] {
         cpu::out8(port, 0xff);
@@ -194,8 +197,8 @@ pub(crate) struct IoApic {
 }
 
 impl IoApic {
-    /// The I/O APICs at the addresses where QEMU, Firecracker and every PC have them; the second is there on
-    /// microvm with ACPI, whose devices use it.
+    /// The I/O APICs at the addresses where QEMU, Firecracker and every PC have them; the second is
+    /// there on microvm with ACPI, whose devices use it.
     pub(super) fn find(map: impl Fn(u64, usize) -> Option<Mmio>) -> alloc::vec::Vec<IoApic> {
         let mut found = alloc::vec::Vec::new();
         let mut first = 0;
@@ -213,8 +216,8 @@ impl IoApic {
         found
     }
 
-    /// Leads input `gsi` to `vector` of processor `apic_id`: edge triggered, active high, as virtio-mmio wants it.
-    /// False where the input belongs to another I/O APIC.
+    /// Leads input `gsi` to `vector` of processor `apic_id`: edge triggered, active high, as
+    /// virtio-mmio wants it. False where the input belongs to another I/O APIC.
     pub(super) fn route(&self, gsi: u32, vector: u8, apic_id: u32) -> bool {
         let Some(input) = gsi.checked_sub(self.first).filter(|i| *i < self.inputs) else { return false };
         for (register, value) in [(1, apic_id << 24), (0, u32::from(vector))] {

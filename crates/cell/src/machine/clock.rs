@@ -1,7 +1,8 @@
 //! The clock: nanoseconds since the start, from the processor's time-stamp counter.
 //!
-//! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, Xen's clock page, KVM's
-//! pvclock, CPUID leaf 0x15, the hypervisor's CPUID leaf 0x40000010, the interval timer (PIT).
+//! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, Xen's
+//! clock page, KVM's pvclock, CPUID leaf 0x15, the hypervisor's CPUID leaf 0x40000010, the interval
+//! timer (PIT).
 //!
 //! While a domain of Xen is saved, its clock is stopped ([`Clock::resume`]).
 #![allow(unsafe_code)]
@@ -114,8 +115,8 @@ impl Clock {
     }
 }
 
-/// A rate as the hypervisors' clock pages tell it: ticks, shifted left by `shift` or right by `-shift`, times `multiplier >> 32`
-/// are nanoseconds.
+/// A rate as the hypervisors' clock pages tell it: ticks, shifted left by `shift` or right by
+/// `-shift`, times `multiplier >> 32` are nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PvRate {
     pub(crate) multiplier: u32,
@@ -142,8 +143,8 @@ fn hypervisor_leaves() -> Option<u32> {
     (cpuid(1).ecx & HYPERVISOR_PRESENT != 0).then(|| cpuid(KVM_LEAF).eax)
 }
 
-/// The page that KVM fills (Documentation/virt/kvm/x86/msr.rst): version u32, pad u32, tsc u64, system time u64,
-/// multiplier u32, shift i8, flags u8.
+/// The page that KVM fills (Documentation/virt/kvm/x86/msr.rst): version u32, pad u32, tsc u64,
+/// system time u64, multiplier u32, shift i8, flags u8.
 #[repr(C, align(64))]
 struct PvClock([u8; 64]);
 
@@ -159,8 +160,8 @@ fn kvm_clock_multiplier() -> Option<u64> {
         return None;
     }
     let page = &raw mut PV_CLOCK;
-    // SAFETY: the page is a static of this module that nothing else uses; KVM writes it before the MSR write returns,
-    // and is told to stop right after the read.
+    // SAFETY: the page is a static of this module that nothing else uses; KVM writes it before the
+    // MSR write returns, and is told to stop right after the read.
     let (multiplier, shift) = unsafe {
         cpu::write_msr(KVM_CLOCK_MSR, page.addr() as u64 | 1);
         let bytes = page.cast::<u8>();
@@ -199,8 +200,8 @@ fn read_interval_timer() -> (u64, u16, u64) {
     (before, u16::from_le_bytes([low, high]), after)
 }
 
-/// Runs of 1 ms; the tightest counts, since a busy host may take the processor away between two reads. Stops as
-/// soon as two runs agree within 1 in 2000.
+/// Runs of 1 ms; the tightest counts, since a busy host may take the processor away between two
+/// reads. Stops as soon as two runs agree within 1 in 2000.
 fn interval_timer_hz() -> Option<u64> {
     const RUN_TICKS: u16 = (PIT_HZ / 1000) as u16;
     const TRIES: u32 = 100_000;
@@ -237,9 +238,9 @@ fn interval_timer_hz() -> Option<u64> {
     best_hz
 }
 
-/// Sets the interval timer to fire once, and so to stop. From reset on it fires 18 times a second for no purpose, which
-/// costs each emulated machine a third of a percent of its host's processor. On a machine without such a timer this has
-/// no effect.
+/// Sets the interval timer to fire once, and so to stop. From reset on it fires 18 times a second
+/// for no purpose, which costs each emulated machine a third of a percent of its host's processor.
+/// On a machine without such a timer this has no effect.
 fn stop_interval_timer() {
     out8(0x43, 0x30);
     out8(0x40, 1);

@@ -1,4 +1,5 @@
-//! The console: the first serial port, written and waited for; as a domain of Xen, Xen's console ring.
+//! The console: the first serial port, written and waited for; as a domain of Xen, Xen's console
+//! ring.
 
 use super::cpu::{in8, out8};
 use super::hypercall;
@@ -12,11 +13,12 @@ const LINE_STATUS: u16 = COM1 + 5;
 const TRANSMITTER_EMPTY: u8 = 1 << 5;
 /// What the port takes once its transmitter is empty (16550A).
 const FIFO_BYTES: usize = 16;
-/// How often the status is read before bytes are written all the same: a port that never gets ready must not
-/// stop the cell.
+/// How often the status is read before bytes are written all the same: a port that never gets ready
+/// must not stop the cell.
 const READY_TRIES: u32 = 100_000;
 
-/// False where a read of the status gives what an empty bus gives: there is no port, and no output to wait for.
+/// False where a read of the status gives what an empty bus gives: there is no port, and no output
+/// to wait for.
 static PRESENT: AtomicBool = AtomicBool::new(true);
 
 /// Sets the port to 115200 8N1 with its FIFO on.
@@ -27,8 +29,8 @@ pub(super) fn init() {
     PRESENT.store(in8(LINE_STATUS) != 0xff, Relaxed);
 }
 
-/// Where bytes appear in Xen's own log, for a domain that has no console ring yet: the debug port of
-/// HVM domains (Xen's tools/firmware/hvmloader).
+/// Where bytes appear in Xen's own log, for a domain that has no console ring yet: the debug port
+/// of HVM domains (Xen's tools/firmware/hvmloader).
 const XEN_DEBUG_PORT: u16 = 0xe9;
 
 /// Xen's console ring, once it is mapped.
@@ -39,12 +41,14 @@ pub(crate) fn use_ring(ring: ConsoleRing) {
     *RING.lock() = Some(ring);
 }
 
-/// Takes bytes that were typed at Xen's console; returns how many. A serial port's input is not read.
+/// Takes bytes that were typed at Xen's console; returns how many. A serial port's input is not
+/// read.
 pub(crate) fn read(to: &mut [u8]) -> usize {
     RING.lock().as_ref().map_or(0, |ring| ring.read(to))
 }
 
-/// Waits until what was written has been read, where somebody may be reading still; for the end of a domain.
+/// Waits until what was written has been read, where somebody may be reading still; for the end of
+/// a domain.
 pub(crate) fn drain() {
     if let Some(Some(ring)) = RING.try_lock().as_deref() {
         ring.drain();
@@ -60,7 +64,8 @@ impl Write for Console {
             return Ok(());
         }
         if hypercall::is_available() {
-            // An exception may come while the ring is written: its words must not wait for what it has interrupted.
+            // An exception may come while the ring is written: its words must not wait for what it
+            // has interrupted.
             match RING.try_lock().as_deref() {
                 Some(Some(ring)) => ring.write(text.as_bytes()),
                 _ => text.bytes().for_each(|byte| out8(XEN_DEBUG_PORT, byte)),
@@ -83,7 +88,8 @@ impl Write for Console {
 
 /// Writes to the console; used through [`println!`](crate::println).
 pub fn print(text: fmt::Arguments<'_>) {
-    // Console's write_str never fails; an error could come from a Display only, which then prints less.
+    // Console's write_str never fails; an error could come from a Display only, which then prints
+    // less.
     let _ = Console.write_fmt(text);
 }
 

@@ -1,7 +1,9 @@
-//! Single instructions that Rust has no words for: port I/O, model-specific registers, tables, `hlt`.
+//! Single instructions that Rust has no words for: port I/O, model-specific registers, tables,
+//! `hlt`.
 //!
-//! A port or an MSR reaches devices and the processor, never Rust's memory (device memory access is set up by the
-//! drivers alone, with addresses from [`super::dma`]), so the functions are safe for this crate; none is public.
+//! A port or an MSR reaches devices and the processor, never Rust's memory (device memory access is
+//! set up by the drivers alone, with addresses from [`super::dma`]), so the functions are safe for
+//! this crate; none is public.
 #![allow(unsafe_code)]
 
 use core::arch::asm;
@@ -33,14 +35,15 @@ pub(crate) fn in32(port: u16) -> u32 {
 
 pub(crate) fn read_msr(register: u32) -> u64 {
     let (low, high): (u32, u32);
-    // SAFETY: the callers name registers whose presence they have checked; reading one has no effect on memory.
+    // SAFETY: the callers name registers whose presence they have checked; reading one has no
+    // effect on memory.
     unsafe { asm!("rdmsr", in("ecx") register, out("eax") low, out("edx") high, options(nomem, nostack)) };
     u64::from(high) << 32 | u64::from(low)
 }
 
 /// # Safety
-/// Some registers name memory that the processor or the hypervisor then writes (the pvclock page); the caller owns
-/// that memory for ever.
+/// Some registers name memory that the processor or the hypervisor then writes (the pvclock page);
+/// the caller owns that memory for ever.
 pub(crate) unsafe fn write_msr(register: u32, value: u64) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -57,7 +60,8 @@ pub(crate) fn cpuid(leaf: u32) -> CpuidResult {
     __cpuid(leaf)
 }
 
-/// How many bits a physical address has (Intel SDM volume 2, CPUID leaf 80000008H); 36 where nothing says.
+/// How many bits a physical address has (Intel SDM volume 2, CPUID leaf 80000008H); 36 where
+/// nothing says.
 pub(crate) fn physical_address_bits() -> u32 {
     const EXTENDED: u32 = 0x8000_0000;
     const ADDRESSES: u32 = 0x8000_0008;
@@ -82,7 +86,8 @@ fn hardware_random() -> Option<u64> {
     None
 }
 
-/// A number that peers do not know: of a generator of the processor's if there is one, else of what differs from start to start.
+/// A number that peers do not know: of a generator of the processor's if there is one, else of what
+/// differs from start to start.
 pub(crate) fn seed() -> u64 {
     hardware_random().unwrap_or_else(|| tsc().wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
@@ -97,7 +102,8 @@ pub(super) fn fault_address() -> u64 {
 
 /// Forgets all cached translations.
 pub(super) fn flush_tlb() {
-    // SAFETY: reloads CR3 with its own value; not `nomem`, since page tables must be written before.
+    // SAFETY: reloads CR3 with its own value; not `nomem`, since page tables must be written
+    // before.
     unsafe { asm!("mov rax, cr3", "mov cr3, rax", out("rax") _, options(nostack, preserves_flags)) };
 }
 
@@ -121,11 +127,12 @@ pub(super) unsafe fn load_task_register(selector: u16) {
     unsafe { asm!("ltr {:x}", in(reg) selector, options(nostack, preserves_flags)) };
 }
 
-/// Sleeps until the next interrupt. Interrupts are off outside this function: one that came before is still
-/// pending in the local APIC, and `sti` takes effect only after `hlt` has begun, so no wake-up is lost.
+/// Sleeps until the next interrupt. Interrupts are off outside this function: one that came before
+/// is still pending in the local APIC, and `sti` takes effect only after `hlt` has begun, so no
+/// wake-up is lost.
 pub(super) fn sleep() {
-    // SAFETY: every vector that can fire has its gate on a stack of its own (traps.rs); not `nomem`, since
-    // what the devices wrote meanwhile must be read again.
+    // SAFETY: every vector that can fire has its gate on a stack of its own (traps.rs); not
+    // `nomem`, since what the devices wrote meanwhile must be read again.
     unsafe { asm!("sti", "hlt", "cli", options(nostack)) };
 }
 

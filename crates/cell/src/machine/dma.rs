@@ -1,8 +1,9 @@
 //! Memory that devices read and write.
 //!
-//! Some of the machine's memory is set apart at the start and never given to the heap. Buffers come from there as they
-//! are, without being zeroed. Zeroing would cost milliseconds of the start, and touch pages that are not needed yet.
-//! Rust never owned this memory, so its bytes have some unknown value.
+//! Some of the machine's memory is set apart at the start and never given to the heap. Buffers come
+//! from there as they are, without being zeroed. Zeroing would cost milliseconds of the start, and
+//! touch pages that are not needed yet. Rust never owned this memory, so its bytes have some
+//! unknown value.
 #![allow(unsafe_code)]
 
 use super::startup::Region;
@@ -17,7 +18,8 @@ const ZEROS: [u8; 512] = [0; 512];
 /// What is left of the memory set apart: first byte, and the byte after the last.
 static APART: Spinlock<(usize, usize)> = Spinlock::new((0, 0));
 
-/// How much of a region of `bytes` to set apart: enough for the largest rings and their buffers, where there is plenty.
+/// How much of a region of `bytes` to set apart: enough for the largest rings and their buffers,
+/// where there is plenty.
 pub(super) const fn share(bytes: u64) -> u64 {
     if bytes >= 24 << 20 { 5 << 20 } else { bytes / 8 / PAGE as u64 * PAGE as u64 }
 }
@@ -30,7 +32,8 @@ pub(super) unsafe fn set_apart(region: Region) {
     *APART.lock() = (region.start as usize, region.end as usize);
 }
 
-/// `len` bytes of any value, aligned to a page, for ever. Their address is the one that a device uses.
+/// `len` bytes of any value, aligned to a page, for ever. Their address is the one that a device
+/// uses.
 pub(crate) fn alloc_buffers(len: usize) -> ForeignMut<'static> {
     {
         let mut apart = APART.lock();
@@ -40,7 +43,8 @@ pub(crate) fn alloc_buffers(len: usize) -> ForeignMut<'static> {
             && let Some(pointer) = NonNull::new(core::ptr::with_exposed_provenance_mut::<u8>(start))
         {
             apart.0 = start + whole;
-            // SAFETY: of the region that was set apart, given out once; mapped for ever, and no reference into it exists.
+            // SAFETY: of the region that was set apart, given out once; mapped for ever, and no
+            // reference into it exists.
             return unsafe { ForeignMut::new(pointer, len) };
         }
     }
@@ -68,7 +72,8 @@ pub(crate) struct HostMemory;
 impl tombolo_ring::virtio::GuestMemory for HostMemory {
     fn view(&self, address: u64, len: u32) -> Option<ForeignMut<'_>> {
         let pointer = NonNull::new(core::ptr::with_exposed_provenance_mut::<u8>(address as usize))?;
-        // SAFETY: the driver under test names only memory that it got from `alloc_buffers`, which is never freed.
+        // SAFETY: the driver under test names only memory that it got from `alloc_buffers`, which
+        // is never freed.
         Some(unsafe { ForeignMut::new(pointer, len as usize) })
     }
 }

@@ -12,8 +12,9 @@ use talc::source::Manual;
 #[cfg_attr(not(test), global_allocator)]
 static HEAP: Heap = Heap(TalcLock::new(Manual));
 
-/// The allocator, behind calls that are never inlined: else each place that allocates has its own copy of the lock and of the
-/// common case, and a copy that the start runs once costs an emulator more to translate than calls cost for ever after.
+/// The allocator, behind calls that are never inlined: else each place that allocates has its own
+/// copy of the lock and of the common case, and a copy that the start runs once costs an emulator
+/// more to translate than calls cost for ever after.
 struct Heap(TalcLock<spinning_top::RawSpinlock, Manual>);
 
 // SAFETY: the inner allocator's own implementation, unchanged.
@@ -63,14 +64,15 @@ pub(crate) fn bytes() -> usize {
     BYTES.load(Relaxed)
 }
 
-/// `len` bytes of any value, for a buffer that is written before it is read. If they were zeroed, the buffers of a
-/// dozen connections would cost the start of an emulated cell some milliseconds, and its host a page for each 4 KiB
-/// that is not needed yet.
+/// `len` bytes of any value, for a buffer that is written before it is read. If they were zeroed,
+/// the buffers of a dozen connections would cost the start of an emulated cell some milliseconds,
+/// and its host a page for each 4 KiB that is not needed yet.
 pub(crate) fn buffer(len: usize) -> Vec<u8> {
     let mut bytes: Vec<u8> = Vec::with_capacity(len);
     let start = bytes.as_mut_ptr();
-    // SAFETY: to the compiler this block has written the bytes, since it may write anything that its operand leads to.
-    // On the machine they hold what they held: RAM has a value in each byte, and keeps it.
+    // SAFETY: to the compiler this block has written the bytes, since it may write anything that
+    // its operand leads to. On the machine they hold what they held: RAM has a value in each byte,
+    // and keeps it.
     unsafe { asm!("/* {} */", in(reg) start, options(nostack, preserves_flags)) };
     // SAFETY: `len` bytes were allocated, and have their values by the block above.
     unsafe { bytes.set_len(len) };

@@ -1,8 +1,9 @@
 //! Calls to Xen: the hypercall page, and one safe function for each call that a cell makes.
 //!
-//! Numbers and structures: Xen 4.17, public/xen.h, event_channel.h, grant_table.h, memory.h, sched.h, vcpu.h,
-//! hvm/hvm_op.h, hvm/params.h, arch-x86/cpuid.h. Arguments lie in local memory for the length of a call; where Xen is told of
-//! memory that it keeps using, the function takes a page of [`super::dma`], which Rust never owned.
+//! Numbers and structures: Xen 4.17, public/xen.h, event_channel.h, grant_table.h, memory.h,
+//! sched.h, vcpu.h, hvm/hvm_op.h, hvm/params.h, arch-x86/cpuid.h. Arguments lie in local memory for
+//! the length of a call; where Xen is told of memory that it keeps using, the function takes a page
+//! of [`super::dma`], which Rust never owned.
 #![allow(unsafe_code)]
 
 use super::cpu::{self, cpuid};
@@ -10,7 +11,8 @@ use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use tombolo_ring::mem::ForeignMut;
 
-// The page that Xen fills with one entry of 32 bytes for each hypercall; paging.rs makes it executable and read-only.
+// The page that Xen fills with one entry of 32 bytes for each hypercall; paging.rs makes it
+// executable and read-only.
 global_asm!(
     ".section .bss.hypercall,\"aw\",@nobits",
     ".balign 4096",
@@ -119,14 +121,16 @@ pub(super) fn init() -> bool {
     });
     let Some(base) = base else { return false };
     let msr = cpuid(base + 2).ebx;
-    // SAFETY: Xen writes its entries into the page, which is nothing else's, now and when the domain is restored.
+    // SAFETY: Xen writes its entries into the page, which is nothing else's, now and when the
+    // domain is restored.
     unsafe { cpu::write_msr(msr, page() as u64) };
     ON_XEN.store(true, Relaxed);
     true
 }
 
 /// # Safety
-/// `number` and the arguments are a call of Xen's; memory that they name is valid for what the call does with it.
+/// `number` and the arguments are a call of Xen's; memory that they name is valid for what the call
+/// does with it.
 unsafe fn call(number: usize, first: usize, second: usize, third: usize) -> Result<usize, Refused> {
     // On the host there is no Xen: all is granted, nothing happens.
     if cfg!(test) {
@@ -135,8 +139,9 @@ unsafe fn call(number: usize, first: usize, second: usize, third: usize) -> Resu
     assert!(is_available(), "a hypercall without Xen");
     let entry = page() + number * ENTRY_BYTES;
     let result: i64;
-    // SAFETY: Xen has filled the page (`is_available`); its entry keeps to this convention (public/arch-x86/xen.h); the
-    // rest is the caller's promise. Not `nomem`: Xen reads and writes arguments. Not `nostack`: `call` pushes.
+    // SAFETY: Xen has filled the page (`is_available`); its entry keeps to this convention
+    // (public/arch-x86/xen.h); the rest is the caller's promise. Not `nomem`: Xen reads and writes
+    // arguments. Not `nostack`: `call` pushes.
     unsafe {
         asm!(
             "call {entry}",
@@ -156,8 +161,8 @@ unsafe fn call(number: usize, first: usize, second: usize, third: usize) -> Resu
 
 /// A call whose arguments are a structure in local memory that Xen reads, and may answer in.
 fn call_with<T>(number: usize, operation: usize, argument: &mut T) -> Result<usize, Refused> {
-    // SAFETY: each caller below passes the structure of that operation. Its members name no other memory of Rust's, but for
-    // that of `poll`, which Xen reads within the call.
+    // SAFETY: each caller below passes the structure of that operation. Its members name no other
+    // memory of Rust's, but for that of `poll`, which Xen reads within the call.
     unsafe { call(number, operation, (&raw mut *argument).expose_provenance(), 0) }
 }
 
@@ -207,10 +212,12 @@ fn add_to_physmap(space: u32, index: u64, page: ForeignMut<'static>) -> Result<(
     call_with(MEMORY_OP, ADD_TO_PHYSMAP, &mut argument).map(drop)
 }
 
-/// The number of the frame that `page` begins in, as Xen names it: addresses are those of the machine that Xen shows.
+/// The number of the frame that `page` begins in, as Xen names it: addresses are those of the
+/// machine that Xen shows.
 pub(crate) fn frame(page: ForeignMut<'static>) -> u64 {
     let frame = (page.as_mut_ptr().expose_provenance() >> PAGE_BITS) as u64;
-    // A test's addresses have more bits than a machine's frames; it finds pages by their references.
+    // A test's addresses have more bits than a machine's frames; it finds pages by their
+    // references.
     if cfg!(test) { frame & 0xffff_ffff } else { frame }
 }
 
@@ -278,10 +285,11 @@ pub(crate) fn unmask(port: u32) -> Result<(), Refused> {
     call_with(EVENT_CHANNEL_OP, EVTCHN_UNMASK, &mut port).map(drop)
 }
 
-/// Has Xen use FIFO event channels, with the control block of this processor at the start of `page`. Refused by a Xen that has
-/// them not.
+/// Has Xen use FIFO event channels, with the control block of this processor at the start of
+/// `page`. Refused by a Xen that has them not.
 pub(crate) fn use_fifo_events(page: ForeignMut<'static>) -> Result<(), Refused> {
-    /// `evtchn_init_control`; Xen answers with the bits of a link, of which it has had 17 ever since.
+    /// `evtchn_init_control`; Xen answers with the bits of a link, of which it has had 17 ever
+    /// since.
     #[repr(C)]
     struct Argument {
         frame: u64,
@@ -321,7 +329,8 @@ pub(crate) fn set_timer(at_ns: u64) {
         flags: u32,
     }
     let mut argument = Argument { at_ns, flags: 0 };
-    // SAFETY: the structure of that operation, which names no other memory; processor 0 is this one.
+    // SAFETY: the structure of that operation, which names no other memory; processor 0 is this
+    // one.
     let _ = unsafe { call(VCPU_OP, SET_SINGLESHOT_TIMER, 0, (&raw mut argument).expose_provenance()) };
 }
 
@@ -334,7 +343,8 @@ pub(crate) fn yield_now() {
 /// Most channels of a [`poll`] (do_poll in xen/common/sched/core.c).
 const MAX_POLLED: usize = 128;
 
-/// Sleeps until one of these channels has an event that was not taken, or until Xen's system time is `until_ns`. Interrupts are off.
+/// Sleeps until one of these channels has an event that was not taken, or until Xen's system time
+/// is `until_ns`. Interrupts are off.
 pub(crate) fn poll(ports: &[u32], until_ns: Option<u64>) -> Result<(), Refused> {
     /// `sched_poll`; no time is 0.
     #[repr(C)]
@@ -352,8 +362,9 @@ pub(crate) fn poll(ports: &[u32], until_ns: Option<u64>) -> Result<(), Refused> 
     call_with(SCHED_OP, SCHED_POLL, &mut argument).map(drop)
 }
 
-/// Stops the domain so that the toolstack can save it. Returns when it goes on: `true` as the same domain, with all that
-/// Xen keeps for it, and `false` as another one that was restored, or where Xen has refused.
+/// Stops the domain so that the toolstack can save it. Returns when it goes on: `true` as the same
+/// domain, with all that Xen keeps for it, and `false` as another one that was restored, or where
+/// Xen has refused.
 pub(crate) fn suspend() -> bool {
     let mut argument = ShutdownReason::Suspend as u32;
     // Interrupts are off here, and what Xen tells of the machine is read again after this.

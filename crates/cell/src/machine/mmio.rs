@@ -3,7 +3,8 @@
 
 use core::ptr::NonNull;
 
-/// A window of device registers, mapped uncached for ever. Made by [`super::paging::map_device`] only.
+/// A window of device registers, mapped uncached for ever. Made by [`super::paging::map_device`]
+/// only.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mmio {
     base: NonNull<u8>,
@@ -13,8 +14,8 @@ pub(crate) struct Mmio {
 macro_rules! access {
     ($read:ident, $write:ident, $word:ty) => {
         pub(crate) fn $read(&self, offset: usize) -> $word {
-            // SAFETY: `at` checked bounds and alignment; the window is device memory, mapped for ever, to which
-            // no reference exists.
+            // SAFETY: `at` checked bounds and alignment; the window is device memory, mapped for
+            // ever, to which no reference exists.
             unsafe { self.at::<$word>(offset).read_volatile() }
         }
 

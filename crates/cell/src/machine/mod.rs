@@ -1,5 +1,5 @@
-//! The machine layer: from the first instruction to memory, interrupts, a clock and a console. All that is unsafe
-//! about running without an operating system is in this folder.
+//! The machine layer: from the first instruction to memory, interrupts, a clock and a console. All
+//! that is unsafe about running without an operating system is in this folder.
 //!
 //! | file | noun |
 //! | --- | --- |
@@ -75,7 +75,8 @@ impl Platform {
         map_device(&self.ram, address, len)
     }
 
-    /// Maps memory that a device shares with others, cached; `None` where the addresses are RAM or beyond reach.
+    /// Maps memory that a device shares with others, cached; `None` where the addresses are RAM or
+    /// beyond reach.
     pub(crate) fn map_shared(&self, address: u64, len: usize) -> Option<ForeignMut<'static>> {
         paging::map_shared(address, len, |start, end| overlaps(&self.ram, start, end))
     }

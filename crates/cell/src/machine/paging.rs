@@ -1,9 +1,9 @@
 //! Page rights: write or execute, never both, and a guard page under the stack.
 //!
-//! boot.s maps 0 to 4 GiB at their own addresses in pages of 2 MiB, of which the first four may be executed. Here
-//! these first 8 MiB get pages of 4 KiB: text read and execute; constants read only; data read and write; page 0
-//! and the guard page under the stack not at all. All other memory is data. Devices are mapped on
-//! demand: registers uncached, memory that a device shares cached.
+//! boot.s maps 0 to 4 GiB at their own addresses in pages of 2 MiB, of which the first four may be
+//! executed. Here these first 8 MiB get pages of 4 KiB: text read and execute; constants read only;
+//! data read and write; page 0 and the guard page under the stack not at all. All other memory is
+//! data. Devices are mapped on demand: registers uncached, memory that a device shares cached.
 #![allow(unsafe_code)]
 
 use super::mmio::Mmio;
@@ -44,7 +44,8 @@ pub(super) fn stack_guard() -> usize {
     (&raw const cell_stack_guard).addr()
 }
 
-/// Gives the first 8 MiB their rights. Called once, on the boot processor, before anything else is mapped.
+/// Gives the first 8 MiB their rights. Called once, on the boot processor, before anything else is
+/// mapped.
 ///
 /// # Panics
 /// Where the image is larger than the tables reach.
@@ -65,12 +66,14 @@ pub(super) fn protect() {
             _ => PRESENT | WRITE | NO_EXECUTE,
         };
         let entry = if rights == 0 { 0 } else { address as u64 | rights };
-        // SAFETY: index < 4 * 512 by FINE_END; one processor, called once, no reference to the table exists.
+        // SAFETY: index < 4 * 512 by FINE_END; one processor, called once, no reference to the
+        // table exists.
         unsafe { (&raw mut cell_pt).cast::<u64>().add(index).write(entry) };
     }
     for table in 0..FINE_END / PAGE_2M {
         let entry = ((&raw const cell_pt).addr() + table * PAGE) as u64 | PRESENT | WRITE;
-        // SAFETY: the new tables map the same addresses with the rights that text, constants and data need.
+        // SAFETY: the new tables map the same addresses with the rights that text, constants and
+        // data need.
         unsafe { (&raw mut cell_pd).cast::<u64>().add(table).write_volatile(entry) };
     }
     cpu::flush_tlb();
@@ -90,11 +93,13 @@ pub(super) fn map_shared(address: u64, len: usize, is_ram: impl Fn(u64, u64) -> 
     Some(unsafe { ForeignMut::new(base, len) })
 }
 
-/// Maps `len` bytes at `address` to themselves: whole pages of 2 MiB where they are covered, else pages of 4 KiB, so
-/// that registers and shared memory that are neighbours keep their own cache modes.
+/// Maps `len` bytes at `address` to themselves: whole pages of 2 MiB where they are covered, else
+/// pages of 4 KiB, so that registers and shared memory that are neighbours keep their own cache
+/// modes.
 fn map(address: u64, len: usize, cache: u64, is_ram: impl Fn(u64, u64) -> bool) -> Option<NonNull<u8>> {
     let end = address.checked_add(len as u64)?.checked_next_multiple_of(PAGE as u64)?;
-    // Below 8 MiB there is only memory and what is left of the first megabyte; neither belongs to a device.
+    // Below 8 MiB there is only memory and what is left of the first megabyte; neither belongs to a
+    // device.
     let mut at = address & !(PAGE as u64 - 1);
     if len == 0 || at < FINE_END as u64 || end > 1 << 47 || is_ram(at, end) {
         return None;
@@ -107,14 +112,16 @@ fn map(address: u64, len: usize, cache: u64, is_ram: impl Fn(u64, u64) -> bool) 
         changed |= is_new;
         at += mapped as u64;
     }
-    // Most devices lie where boot.s has mapped them; an emulator pays for each flush with a new walk for every page in use.
+    // Most devices lie where boot.s has mapped them; an emulator pays for each flush with a new
+    // walk for every page in use.
     if changed {
         cpu::flush_tlb();
     }
     NonNull::new(core::ptr::with_exposed_provenance_mut::<u8>(address as usize))
 }
 
-/// The table that an entry of `table` leads to, made where there is none. A 2 MiB page becomes 512 of 4 KiB, with its own mode.
+/// The table that an entry of `table` leads to, made where there is none. A 2 MiB page becomes 512
+/// of 4 KiB, with its own mode.
 ///
 /// # Safety
 /// `table` is a page of 512 entries at its own address; one processor.
@@ -139,15 +146,17 @@ unsafe fn next_table(table: *mut u64, index: usize) -> *mut u64 {
     core::ptr::with_exposed_provenance_mut((value & ADDRESS) as usize)
 }
 
-/// Maps the page at `address` to itself: 2 MiB where that `is_whole`ly belongs to the device, else 4 KiB. Returns how many
-/// bytes from there on are mapped as was asked, and whether the tables had to be changed for that.
+/// Maps the page at `address` to itself: 2 MiB where that `is_whole`ly belongs to the device, else
+/// 4 KiB. Returns how many bytes from there on are mapped as was asked, and whether the tables had
+/// to be changed for that.
 ///
 /// # Safety
 /// The page holds a device's registers or memory.
 unsafe fn map_page(address: u64, cache: u64, is_whole: bool) -> (usize, bool) {
     let entry = address | PRESENT | WRITE | NO_EXECUTE | cache;
     let index = |shift: u32| (address >> shift & 511) as usize;
-    // SAFETY: the PML4 and what its entries lead to, all of them at their own addresses; one processor.
+    // SAFETY: the PML4 and what its entries lead to, all of them at their own addresses; one
+    // processor.
     unsafe {
         let pointers = next_table((&raw mut cell_pml4).cast::<u64>(), index(39));
         let directory = next_table(pointers, index(30));

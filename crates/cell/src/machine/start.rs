@@ -34,8 +34,9 @@ impl Physical for Identity {
             return None;
         }
         let pointer = core::ptr::with_exposed_provenance::<[u8; N]>(address as usize);
-        // SAFETY: mapped by boot.s and readable; bytes have no invalid value; the code that uses them checks them. What
-        // is read this way (start information, ACPI tables) is not written by Rust.
+        // SAFETY: mapped by boot.s and readable; bytes have no invalid value; the code that uses
+        // them checks them. What is read this way (start information, ACPI tables) is not written
+        // by Rust.
         Some(unsafe { pointer.read_unaligned() })
     }
 }
@@ -64,8 +65,9 @@ extern "C" fn cell_start(start_info: u32) -> ! {
     let free = || free_memory(info.ram(), image, HEAP_FLOOR, HEAP_CEILING);
     let largest = free().max_by_key(|r| r.end - r.start).unwrap_or_default();
     for mut region in free() {
-        // SAFETY, both: RAM by the loader's map, mapped by boot.s, outside of the image, above what the loader placed in
-        // the first megabyte; what was needed of its tables elsewhere has been copied or (ACPI) is marked reserved.
+        // SAFETY, both: RAM by the loader's map, mapped by boot.s, outside of the image, above what
+        // the loader placed in the first megabyte; what was needed of its tables elsewhere has been
+        // copied or (ACPI) is marked reserved.
         if region == largest {
             let apart = dma::share(region.end - region.start);
             let end = region.start + apart;

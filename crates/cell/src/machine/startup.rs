@@ -1,5 +1,5 @@
-//! What the loader passes on: the PVH start information, read once into plain values. Pure except for the
-//! reader.
+//! What the loader passes on: the PVH start information, read once into plain values. Pure except
+//! for the reader.
 //!
 //! Layout: Xen's public/arch-x86/hvm/start_info.h, version 1.
 //!
@@ -84,7 +84,8 @@ impl StartInfo {
         &self.ram[..self.ram_count]
     }
 
-    /// Copies the command line, at most its first [`MAX_COMMAND_LINE_BYTES`] into `to`; returns its length.
+    /// Copies the command line, at most its first [`MAX_COMMAND_LINE_BYTES`] into `to`; returns its
+    /// length.
     pub(crate) fn copy_command_line(&self, memory: &impl Physical, to: &mut [u8; MAX_COMMAND_LINE_BYTES]) -> usize {
         if self.command_line == 0 {
             return 0;
@@ -99,7 +100,8 @@ impl StartInfo {
     }
 }
 
-/// The RAM that the heap may have: whole pages between `floor` and `ceiling` without `taken` (the image).
+/// The RAM that the heap may have: whole pages between `floor` and `ceiling` without `taken` (the
+/// image).
 pub(crate) fn free_memory(ram: &[Region], taken: Region, floor: u64, ceiling: u64) -> impl Iterator<Item = Region> {
     const PAGE: u64 = 4096;
     ram.iter()

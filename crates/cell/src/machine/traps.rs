@@ -1,7 +1,8 @@
 //! Descriptor tables, and what an exception says before the cell ends.
 //!
-//! Every vector runs on a stack of its own (IST): the processor switches stacks before it writes anything, so code
-//! compiled with a red zone (the prebuilt `core`) is safe, and an overflow of the main stack can still be reported.
+//! Every vector runs on a stack of its own (IST): the processor switches stacks before it writes
+//! anything, so code compiled with a red zone (the prebuilt `core`) is safe, and an overflow of the
+//! main stack can still be reported.
 #![allow(unsafe_code)]
 
 use super::cpu::{self, TablePointer};
@@ -84,8 +85,8 @@ const IST_FAULT: u8 = 2;
 
 /// Loads the tables. Called once, on the boot processor, before anything can fault on purpose.
 pub(super) fn init() {
-    // SAFETY: one processor, called once; from here on the tables are only read by it. Entry addresses come from
-    // traps.s, stack addresses from boot.s.
+    // SAFETY: one processor, called once; from here on the tables are only read by it. Entry
+    // addresses come from traps.s, stack addresses from boot.s.
     unsafe {
         let idt = (&raw mut IDT).cast::<Gate>();
         let entries = cell_exception_table.iter().chain(&cell_interrupt_table);

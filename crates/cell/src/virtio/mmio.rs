@@ -1,4 +1,5 @@
-//! Virtio over MMIO (VirtIO 1.3 §4.2), both register layouts: QEMU 7.2's microvm still begins with the old one.
+//! Virtio over MMIO (VirtIO 1.3 §4.2), both register layouts: QEMU 7.2's microvm still begins with
+//! the old one.
 
 use super::Transport;
 use crate::config::{MmioDevice, mmio_devices};
@@ -64,7 +65,8 @@ fn candidates(platform: &Platform, command_line: &str, with_scan: bool) -> Vec<M
 }
 
 impl MmioTransport {
-    /// The devices of kind `device_id`, `most` at most. `with_scan`: look in microvm's places if the command line names none.
+    /// The devices of kind `device_id`, `most` at most. `with_scan`: look in microvm's places if
+    /// the command line names none.
     pub(crate) fn find(
         platform: &Platform,
         line: &str,

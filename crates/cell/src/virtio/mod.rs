@@ -33,7 +33,8 @@ pub(crate) trait Transport {
     fn set_status(&self, status: u8);
     /// The largest size of a queue; 0 where it does not exist.
     fn queue_max(&self, queue: u16) -> u16;
-    /// Gives the device a queue of `size` whose ring lies at `address` as [`tombolo_ring::virtio::Layout`] says.
+    /// Gives the device a queue of `size` whose ring lies at `address` as
+    /// [`tombolo_ring::virtio::Layout`] says.
     fn set_queue(&self, queue: u16, size: u16, address: u64);
     /// Tells the device that a queue has something new.
     fn notify(&self, queue: u16);
@@ -45,8 +46,8 @@ pub(crate) trait Transport {
     fn interrupt(&self) -> Option<Interrupt>;
 }
 
-/// Begins the initialisation of a device (VirtIO 1.3 §3.1): reset, greetings, features. Returns the features agreed
-/// on; `None` where the device refuses them.
+/// Begins the initialisation of a device (VirtIO 1.3 §3.1): reset, greetings, features. Returns the
+/// features agreed on; `None` where the device refuses them.
 pub(crate) fn negotiate(transport: &dyn Transport, wanted: u64) -> Option<u64> {
     transport.set_status(0);
     // A PCI device may take its time; the specification asks to wait for 0.

@@ -1,15 +1,17 @@
 //! The network device: two rings, buffers, and the stack's view of them.
 //!
-//! Receiving: the device writes into a pool of buffers. A frame may be spread over several of them if the device
-//! merges. It is copied once into local memory, the buffers go back at once, and the stack reads the copy. So no Rust
-//! reference points into memory that the other side can write, and a burst finds all buffers free again after one turn.
+//! Receiving: the device writes into a pool of buffers. A frame may be spread over several of them
+//! if the device merges. It is copied once into local memory, the buffers go back at once, and the
+//! stack reads the copy. So no Rust reference points into memory that the other side can write, and
+//! a burst finds all buffers free again after one turn.
 //!
-//! Sending: the stack writes a frame into local memory. The frame is completed ([`super::offload`]) and copied into
-//! pages of the pool, one descriptor each. A frame for which no page or descriptor is free is not taken from the stack.
-//! An answer that the stack must give at once (an acknowledgement, an echo) is dropped and counted.
+//! Sending: the stack writes a frame into local memory. The frame is completed ([`super::offload`])
+//! and copied into pages of the pool, one descriptor each. A frame for which no page or descriptor
+//! is free is not taken from the stack. An answer that the stack must give at once (an
+//! acknowledgement, an echo) is dropped and counted.
 //!
-//! The ring checks what the device returns. A device that breaks the protocol ends the cell by a panic, since a machine
-//! whose only network card is broken has nothing left to do.
+//! The ring checks what the device returns. A device that breaks the protocol ends the cell by a
+//! panic, since a machine whose only network card is broken has nothing left to do.
 
 use super::offload;
 use super::{Transport, go, negotiate};
@@ -73,11 +75,14 @@ pub struct DeviceStats {
     pub tx_bytes: u64,
     /// Received frames that were dropped for a wrong TCP or UDP checksum.
     pub rx_bad_checksum: u64,
-    /// Received frames that were dropped since they were shorter than their header or spread over buffers that did not come.
+    /// Received frames that were dropped since they were shorter than their header or spread over
+    /// buffers that did not come.
     pub rx_malformed: u64,
-    /// Received frames that were dropped since they were for the address of another vif than the one they came by.
+    /// Received frames that were dropped since they were for the address of another vif than the
+    /// one they came by.
     pub rx_other_link: u64,
-    /// Frames that were dropped since the transmit queue was full or, with several vifs, the link down.
+    /// Frames that were dropped since the transmit queue was full or, with several vifs, the link
+    /// down.
     pub tx_dropped: u64,
     /// How often the device was notified.
     pub notifications: u64,
@@ -273,13 +278,15 @@ impl VirtioNet {
         self.features & STATUS == 0 || self.transport.config(CONFIG_STATUS) & LINK_UP != 0
     }
 
-    /// Payload bytes that fit into the transmit buffers: whole pages where the device cuts, a segment in each else.
+    /// Payload bytes that fit into the transmit buffers: whole pages where the device cuts, a
+    /// segment in each else.
     pub(crate) fn transmit_bytes(&self) -> usize {
         let page = if self.features & HOST_TSO4 != 0 { PAGE } else { self.mtu.min(PAGE) };
         self.sender.next_page.len() * page
     }
 
-    /// Payload bytes that the receive ring takes in full frames: each has a buffer of its own at least, larger than it or not.
+    /// Payload bytes that the receive ring takes in full frames: each has a buffer of its own at
+    /// least, larger than it or not.
     pub(crate) fn receive_bytes(&self) -> usize {
         usize::from(self.receive.size()) * self.mtu.min(self.buffer_bytes)
     }
@@ -411,8 +418,8 @@ impl VirtioNet {
         self.sender.queue.disarm();
     }
 
-    /// Asks for an interrupt when a frame comes, and, if the transmit ring is full, when it no longer is. Returns
-    /// whether there is something to do already.
+    /// Asks for an interrupt when a frame comes, and, if the transmit ring is full, when it no
+    /// longer is. Returns whether there is something to do already.
     pub(crate) fn arm(&mut self) -> bool {
         let arrived = match self.receive.arm() {
             Ok(arrived) => arrived,
@@ -429,14 +436,14 @@ impl VirtioNet {
         arrived || space
     }
 
-    /// Whether a sleep is to be followed by [`VirtioNet::recheck`]: a wish that has been set since the last one was
-    /// seen by now. Without event indices each turn withdraws the wish.
+    /// Whether a sleep is to be followed by [`VirtioNet::recheck`]: a wish that has been set since
+    /// the last one was seen by now. Without event indices each turn withdraws the wish.
     pub(crate) fn wants_recheck(&self) -> bool {
         self.transport.interrupt().is_some() && (self.has_moved || self.features & EVENT_IDX == 0)
     }
 
-    /// The look that follows a sleep once ([`tombolo_ring::virtio::notify`]): whether frames came without an interrupt.
-    /// Notifies the device late where it wishes for that by now.
+    /// The look that follows a sleep once ([`tombolo_ring::virtio::notify`]): whether frames came
+    /// without an interrupt. Notifies the device late where it wishes for that by now.
     pub(crate) fn recheck(&mut self) -> bool {
         self.has_moved = false;
         for (index, queue) in [(RECEIVE, &mut self.receive), (TRANSMIT, &mut self.sender.queue)] {

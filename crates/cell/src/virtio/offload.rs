@@ -1,11 +1,15 @@
-//! Checksums and segmentation: what a frame says of itself, what the device does, what is done here. Pure.
+//! Checksums and segmentation: what a frame says of itself, what the device does, what is done
+//! here. Pure.
 //!
-//! The TCP/IP stack neither computes nor verifies TCP and UDP checksums; this module does, or leaves it to the device:
+//! The TCP/IP stack neither computes nor verifies TCP and UDP checksums; this module does, or
+//! leaves it to the device:
 //!
-//! * sending, the device offers `CSUM`: the checksum field gets the sum of the pseudo header, and the frame's virtio header
-//!   says where the rest starts and goes. Otherwise the whole checksum is computed here.
-//! * receiving: a frame with `NEEDS_CSUM` or `DATA_VALID` is believed (it comes from a machine of the same host, or
-//!   somebody has verified it); any other is verified here, and dropped if it is wrong.
+//! * sending, the device offers `CSUM`: the checksum field gets the sum of the pseudo header, and
+//!   the frame's virtio header says where the rest starts and goes. Otherwise the whole checksum is
+//!   computed here.
+//! * receiving: a frame with `NEEDS_CSUM` or `DATA_VALID` is believed (it comes from a machine of
+//!   the same host, or somebody has verified it); any other is verified here, and dropped if it is
+//!   wrong.
 
 use core::num::NonZeroU16;
 use tombolo_ring::checksum::{add, sum};
@@ -49,7 +53,8 @@ impl Transport {
         add(self.addresses, add(protocol.into(), len))
     }
 
-    /// Finds the segment; `None` for anything else, for fragments, and for lengths that do not fit the frame.
+    /// Finds the segment; `None` for anything else, for fragments, and for lengths that do not fit
+    /// the frame.
     fn find(frame: &[u8]) -> Option<Transport> {
         let kind = frame.get(12..14)?;
         let (protocol, start, end, addresses) = if kind == TYPE_IPV4 {
@@ -87,8 +92,9 @@ impl Transport {
     }
 }
 
-/// Completes a frame that the stack has built, whose TCP or UDP checksum is missing, and says what the device is to
-/// do. `offload`: the device computes checksums. `segment_bytes`: it also cuts the payload into pieces of this size.
+/// Completes a frame that the stack has built, whose TCP or UDP checksum is missing, and says what
+/// the device is to do. `offload`: the device computes checksums. `segment_bytes`: it also cuts the
+/// payload into pieces of this size.
 pub(crate) fn finish(frame: &mut [u8], offload: bool, segment_bytes: Option<NonZeroU16>) -> NetHeaderRepr {
     let mut header = NetHeaderRepr { num_buffers: 0, ..NetHeaderRepr::PLAIN };
     let Some(transport) = Transport::find(frame) else { return header };
@@ -116,7 +122,8 @@ pub(crate) fn finish(frame: &mut [u8], offload: bool, segment_bytes: Option<NonZ
     header
 }
 
-/// Whether a received frame's checksum is right, or vouched for by its header, or not this module's to judge.
+/// Whether a received frame's checksum is right, or vouched for by its header, or not this module's
+/// to judge.
 pub(crate) fn is_sound(frame: &[u8], header: &NetHeaderRepr) -> bool {
     if header.flags & (NEEDS_CSUM | DATA_VALID) != 0 {
         return true;

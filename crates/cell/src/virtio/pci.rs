@@ -9,8 +9,8 @@ use core::cell::Cell;
 use tombolo_ring::virtio::Layout;
 
 const VENDOR: u16 = 0x1af4;
-/// A modern device's number is this plus virtio's number for its kind; the ones for network devices that can
-/// also be spoken to in the old way begin at 0x1000.
+/// A modern device's number is this plus virtio's number for its kind; the ones for network devices
+/// that can also be spoken to in the old way begin at 0x1000.
 const MODERN_DEVICE: u16 = 0x1040;
 const TRANSITIONAL_NET: u16 = 0x1000;
 

@@ -1,11 +1,13 @@
-//! Which network device a frame belongs to, where a domain has several: by the cell's own address in it. Pure.
+//! Which network device a frame belongs to, where a domain has several: by the cell's own address
+//! in it. Pure.
 //!
-//! The stack has one interface with the addresses of all devices, and the Ethernet address of the first. A frame leaves
-//! by the device whose address is its source. That device's Ethernet address replaces the first one's, in the header
-//! and in what ARP and neighbour discovery say of the sender. A frame that comes in for another device's address is not
-//! taken.
+//! The stack has one interface with the addresses of all devices, and the Ethernet address of the
+//! first. A frame leaves by the device whose address is its source. That device's Ethernet address
+//! replaces the first one's, in the header and in what ARP and neighbour discovery say of the
+//! sender. A frame that comes in for another device's address is not taken.
 //!
-//! The first device has all addresses that no other has, among them the one by DHCP and the link-local one.
+//! The first device has all addresses that no other has, among them the one by DHCP and the
+//! link-local one.
 
 use alloc::vec::Vec;
 use smoltcp::wire::{EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv6Address};
@@ -33,7 +35,8 @@ fn ipv6(frame: &[u8], at: usize) -> Option<IpAddress> {
     Some(IpAddress::Ipv6(Ipv6Address::from(octets)))
 }
 
-/// Sender and receiver by their protocol addresses, in that order; `None` for what is neither IP nor ARP.
+/// Sender and receiver by their protocol addresses, in that order; `None` for what is neither IP
+/// nor ARP.
 fn ends(frame: &[u8]) -> Option<(IpAddress, IpAddress)> {
     const AT: usize = ETHERNET_HEADER_BYTES;
     match frame.get(12..14)?.try_into().ok()? {
@@ -59,14 +62,16 @@ impl Addresses {
         if self.0.is_empty() { 0 } else { ends(frame).map_or(0, |(from, _)| self.device_of(from)) }
     }
 
-    /// Whether a frame that came in by `device` is for the address of another one. `own` are all addresses of the cell.
+    /// Whether a frame that came in by `device` is for the address of another one. `own` are all
+    /// addresses of the cell.
     pub(super) fn is_astray(&self, frame: &[u8], device: usize, own: &[IpCidr]) -> bool {
         let to = if self.0.is_empty() { None } else { ends(frame).map(|(_, to)| to) };
         to.is_some_and(|to| own.iter().any(|own| own.address() == to) && self.device_of(to) != device)
     }
 
-    /// The multicast addresses that `device` has to let pass for what the cell's addresses `own` need: all systems (RFC 1112 §4),
-    /// all nodes, and the solicited-node address of each IPv6 address (RFC 4291 §2.7.1).
+    /// The multicast addresses that `device` has to let pass for what the cell's addresses `own`
+    /// need: all systems (RFC 1112 §4), all nodes, and the solicited-node address of each IPv6
+    /// address (RFC 4291 §2.7.1).
     pub(super) fn groups(&self, device: usize, own: &[IpCidr]) -> Vec<EthernetAddress> {
         let mut groups =
             Vec::from([EthernetAddress([0x01, 0x00, 0x5e, 0, 0, 1]), EthernetAddress([0x33, 0x33, 0, 0, 0, 1])]);
@@ -113,7 +118,8 @@ pub(super) fn stamp(frame: &mut [u8], mac: EthernetAddress) {
     frame[ICMPV6_AT + 2..ICMPV6_AT + 4].copy_from_slice(&checksum::update(before, old, new).to_be_bytes());
 }
 
-/// A number that the frames of one flow share: over the addresses and, where they follow a plain header, the ports.
+/// A number that the frames of one flow share: over the addresses and, where they follow a plain
+/// header, the ports.
 pub(super) fn flow(frame: &[u8]) -> usize {
     const AT: usize = ETHERNET_HEADER_BYTES;
     let (addresses, ports) = match frame.get(12..14) {
@@ -165,7 +171,8 @@ mod tests {
         assert_eq!(addresses.outgoing(&ask("fd08::2:3456")), 1);
         assert_eq!(addresses.outgoing(&ask("fe80::1")), 0);
         assert_eq!(addresses.outgoing(&[0; 14]), 0);
-        // What asks for the second device's address on the first one's link goes unheard, and the other way round.
+        // What asks for the second device's address on the first one's link goes unheard, and the
+        // other way round.
         let asked = arp([10, 8, 0, 2], [10, 9, 0, 1]);
         assert!(addresses.is_astray(&asked, 0, &own) && !addresses.is_astray(&asked, 1, &own));
         let asked = arp([10, 9, 0, 2], [10, 8, 0, 1]);

@@ -1,16 +1,18 @@
 //! Xen's console: two rings of bytes, shared with a daemon in dom0 ([`tombolo_ring::xen::bytes`]).
 //!
-//! The cell waits while the ring for output is full: its reader has been woken, and the text may be a panic's last words. The
-//! wait has a limit, since a dead reader must not stop the cell; what finds no room after that is left out.
+//! The cell waits while the ring for output is full: its reader has been woken, and the text may be
+//! a panic's last words. The wait has a limit, since a dead reader must not stop the cell; what
+//! finds no room after that is left out.
 //!
-//! Input is read by the app ([`Net::read_console`](crate::Net::read_console)). While it does not, up to 1024 bytes wait in the
-//! ring, and further ones in dom0.
+//! Input is read by the app ([`Net::read_console`](crate::Net::read_console)). While it does not,
+//! up to 1024 bytes wait in the ring, and further ones in dom0.
 
 use crate::machine::{cpu, hypercall};
 use core::cell::Cell;
 use tombolo_ring::xen::bytes::{BytePage, CONSOLE_INPUT, CONSOLE_OUTPUT};
 
-/// How long one wait for the reader may take, in ticks of the time-stamp counter: about a second of a fast machine.
+/// How long one wait for the reader may take, in ticks of the time-stamp counter: about a second of
+/// a fast machine.
 const TIMEOUT_TICKS: u64 = 3_000_000_000;
 
 /// The ring, mapped.
@@ -43,7 +45,8 @@ impl ConsoleRing {
     pub(crate) fn write(&self, bytes: &[u8]) {
         let at = Cell::new(0);
         self.wait(|| {
-            // A reader that breaks the indices loses what is written here: as if the ring stayed full.
+            // A reader that breaks the indices loses what is written here: as if the ring stayed
+            // full.
             let written = self.page.write(CONSOLE_OUTPUT, &bytes[at.get()..]).unwrap_or(0);
             if written > 0 {
                 at.set(at.get() + written);

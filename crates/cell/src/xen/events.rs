@@ -1,7 +1,8 @@
 //! Event channels of this domain, in the form that Xen offers: FIFO queues, or two levels of bits.
 //!
-//! In both forms Xen sets `evtchn_upcall_pending` of the shared information page with an event. Each turn of the main loop calls
-//! [`Events::take`], which resets the flag *before* it looks for events:
+//! In both forms Xen sets `evtchn_upcall_pending` of the shared information page with an event.
+//! Each turn of the main loop calls [`Events::take`], which resets the flag *before* it looks for
+//! events:
 //!
 //! ```text
 //!   cell                                      Xen
@@ -13,14 +14,17 @@
 //!   channels
 //! ```
 //!
-//! The cell sleeps in a hypercall ([`Events::poll`]), in which Xen looks at the marks once more. So none is lost, and none costs
-//! an interrupt: interrupts stay off. Xen also raises the upcall vector, which then stays pending in the local APIC. A Xen that
-//! refuses to poll has the cell sleep in `hlt`, from which the vector wakes it.
+//! The cell sleeps in a hypercall ([`Events::poll`]), in which Xen looks at the marks once more. So
+//! none is lost, and none costs an interrupt: interrupts stay off. Xen also raises the upcall
+//! vector, which then stays pending in the local APIC. A Xen that refuses to poll has the cell
+//! sleep in `hlt`, from which the vector wakes it.
 //!
-//! * FIFO ([`tombolo_ring::xen::events`]): one word for each channel, and queues that keep the order of the events. One turn takes
-//!   a limited number, and the cell does not sleep over the rest.
-//! * Two-level (public/xen.h), where Xen refuses the first form or the command line says `events=2l`: one bit for each channel, in
-//!   `evtchn_pending`, and one bit for each 64 of them in `evtchn_pending_sel`.
+//! * FIFO ([`tombolo_ring::xen::events`]): one word for each channel, and queues that keep the
+//!   order of the events. One turn takes a limited number, and the cell does not sleep over the
+//!   rest.
+//! * Two-level (public/xen.h), where Xen refuses the first form or the command line says
+//!   `events=2l`: one bit for each channel, in `evtchn_pending`, and one bit for each 64 of them in
+//!   `evtchn_pending_sel`.
 
 use crate::machine::{dma, hypercall};
 use crate::println;
@@ -31,7 +35,8 @@ use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::xen::events::{EventPages, MAX_CHANNELS, Queues, WORDS_PER_PAGE};
 
 const PAGE: usize = 4096;
-/// Offsets in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` comes first.
+/// Offsets in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` comes
+/// first.
 const UPCALL_PENDING: usize = 0;
 const PENDING_SEL: usize = 8;
 const EVENT_PENDING: usize = 0x800;
@@ -39,7 +44,8 @@ const EVENT_MASK: usize = 0xa00;
 const WORD_BITS: usize = 64;
 /// 4096 channels, all that two levels have.
 const EVENT_WORDS: usize = 64;
-/// Channels that one turn takes off the queues: more than the channels of a domain with all its devices.
+/// Channels that one turn takes off the queues: more than the channels of a domain with all its
+/// devices.
 const MOST: usize = 256;
 
 /// Which event channels have fired and were not yet asked for.
@@ -187,8 +193,8 @@ impl Events {
 
     /// Takes what has fired since the last call.
     pub(super) fn take(&self) {
-        // The flag goes first: see the picture above. The exchange that follows is a barrier on this processor, and Release keeps
-        // the compiler from moving the write behind it.
+        // The flag goes first: see the picture above. The exchange that follows is a barrier on
+        // this processor, and Release keeps the compiler from moving the write behind it.
         let _ = self.shared.write_array(UPCALL_PENDING, [0u8]);
         if let Some(Fifo { control, array, queues }) = &mut *self.fifo.borrow_mut() {
             let memory = EventPages { control: *control, array };
@@ -281,7 +287,8 @@ mod tests {
         assert!(events.take_fired(low) && events.take_fired(high) && !events.has_left());
         assert_eq!(shared.as_foreign().read_array(UPCALL_PENDING), Some([0]));
         assert_eq!(events.form(), "FIFO");
-        // Nothing of the domain that was saved is left in a restored one, and its pages are used again.
+        // Nothing of the domain that was saved is left in a restored one, and its pages are used
+        // again.
         play(events.fifo.borrow().as_ref().unwrap());
         events.restored();
         events.take();

@@ -1,17 +1,19 @@
 //! The frontend of one network device (vif): the handshake with its backend, and its queues.
 //!
-//! The table of the handshake is [`front_step`]; the nodes in XenStore are [`super::vif`]'s. There may be no device
-//! yet. An existing device may go and come back, with another address or another backend.
+//! The table of the handshake is [`front_step`]; the nodes in XenStore are [`super::vif`]'s. There
+//! may be no device yet. An existing device may go and come back, with another address or another
+//! backend.
 //!
-//! The backend is not trusted. The rings check what it writes. A backend that breaks them loses the device, counted
-//! (`link_faults`): the frontend goes to Closing, and takes part again when the backend starts again. The domain
-//! continues.
+//! The backend is not trusted. The rings check what it writes. A backend that breaks them loses the
+//! device, counted (`link_faults`): the frontend goes to Closing, and takes part again when the
+//! backend starts again. The domain continues.
 //!
 //! # Queues
 //!
-//! There are as many as both ends agree on ([`Front::queues`]). The frontend chooses a frame's queue by its flow, so
-//! frames of one connection stay in order. The backend chooses for what it sends. With one processor, more queues make
-//! no cell faster. They keep a slow receiver at the backend's other side from holding up the flows of the other queues.
+//! There are as many as both ends agree on ([`Front::queues`]). The frontend chooses a frame's
+//! queue by its flow, so frames of one connection stay in order. The backend chooses for what it
+//! sends. With one processor, more queues make no cell faster. They keep a slow receiver at the
+//! backend's other side from holding up the flows of the other queues.
 
 use super::Domain;
 use super::queue::Queue;
@@ -26,7 +28,8 @@ use tombolo_ring::xen::netif::Extra;
 
 pub(super) const DEFAULT_MTU: usize = 1500;
 const MIN_MTU: usize = 576;
-/// Handshake steps in one turn; a backend that changes its state faster than that waits for the next.
+/// Handshake steps in one turn; a backend that changes its state faster than that waits for the
+/// next.
 const STEPS: usize = 8;
 
 /// Which device of the domain a front takes.
@@ -150,9 +153,10 @@ impl Front {
                 vif.forget(domain, self.token);
                 continue;
             };
-            // Linux's backend can be unbound and bound again without a notice, and uses the existing rings. Where it
-            // cannot (fewer queues than before), it writes Closing and then Connected at once. The cell may see only
-            // the latter. So it asks Xen whether the backend is there, and begins a new handshake where it is not.
+            // Linux's backend can be unbound and bound again without a notice, and uses the
+            // existing rings. Where it cannot (fewer queues than before), it writes Closing and
+            // then Connected at once. The cell may see only the latter. So it asks Xen whether the
+            // backend is there, and begins a new handshake where it is not.
             let is_silent = (self.state, back) == (BusState::Connected, BusState::Connected)
                 && self.queues().iter().any(|queue| queue.is_unbound());
             if is_silent {
@@ -184,8 +188,8 @@ impl Front {
                 }
                 FrontAction::Up => {}
             }
-            // Linux's backend answers Closed with Closed, also when it starts again, so one of the two has to begin. With a
-            // backend that broke the rings it is not this end.
+            // Linux's backend answers Closed with Closed, also when it starts again, so one of the
+            // two has to begin. With a backend that broke the rings it is not this end.
             if (next, back) == (BusState::Closed, BusState::Closed) && is_wanted && !self.has_given_up {
                 next = BusState::Initialising;
             }
@@ -197,7 +201,8 @@ impl Front {
         }
     }
 
-    /// Makes rings and event channels and writes them to XenStore. False where something is refused.
+    /// Makes rings and event channels and writes them to XenStore. False where something is
+    /// refused.
     fn publish(&mut self, domain: &Domain, vif: &Vif) -> bool {
         let features = vif.features(domain);
         let Some(rings) = self.open(domain, vif.backend_domain, features) else { return false };
@@ -268,7 +273,8 @@ impl Front {
         let (Some(queue), true, true) = (queues.first_mut(), self.is_up, self.features.multicast_control) else {
             return;
         };
-        // One that finds no room is asked for when the addresses change the next time, or the link comes up again.
+        // One that finds no room is asked for when the addresses change the next time, or the link
+        // comes up again.
         asked.retain(|had| groups.contains(had) || !queue.ask_multicast(Extra::MulticastDel(had.0)));
         for group in groups.iter() {
             if !asked.contains(group) && queue.ask_multicast(Extra::MulticastAdd(group.0)) {
@@ -293,7 +299,8 @@ impl Front {
         None
     }
 
-    /// Whether each queue has room for so many of the largest frames, since their flow is not known before they are built.
+    /// Whether each queue has room for so many of the largest frames, since their flow is not known
+    /// before they are built.
     pub(super) fn prepare(&mut self, frames: usize, stats: &mut DeviceStats) -> bool {
         self.queues().iter_mut().all(|queue| queue.prepare(frames, stats))
     }

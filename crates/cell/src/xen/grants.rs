@@ -1,7 +1,9 @@
-//! The grant table, version 1 (public/grant_table.h): which pages of this domain which other domain may map or copy.
+//! The grant table, version 1 (public/grant_table.h): which pages of this domain which other domain
+//! may map or copy.
 //!
-//! An entry is `flags` u16, `domid` u16, `frame` u32; the flags are written last. Xen sets `reading` and `writing` while the other
-//! domain uses the page. The table grows by a page of 512 entries as they are needed.
+//! An entry is `flags` u16, `domid` u16, `frame` u32; the flags are written last. Xen sets
+//! `reading` and `writing` while the other domain uses the page. The table grows by a page of 512
+//! entries as they are needed.
 
 use crate::machine::{dma, hypercall};
 use alloc::vec::Vec;
@@ -34,7 +36,8 @@ pub(super) struct Grants {
 }
 
 impl Grants {
-    /// Lets `domain` use `page`; the reference by which it does so. `None` where the table cannot grow any more.
+    /// Lets `domain` use `page`; the reference by which it does so. `None` where the table cannot
+    /// grow any more.
     pub(super) fn grant(&mut self, domain: u16, page: ForeignMut<'static>, access: Access) -> Option<u32> {
         self.grant_frame(domain, u32::try_from(hypercall::frame(page)).ok()?, access)
     }

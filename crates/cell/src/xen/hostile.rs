@@ -1,6 +1,8 @@
-//! What a cell needs to play a frontend that breaks every rule: for tests of backends, behind the feature `hostile`.
+//! What a cell needs to play a frontend that breaks every rule: for tests of backends, behind the
+//! feature `hostile`.
 //!
-//! No image that is shipped has it. Nothing here checks anything; Xen and XenStore do, for themselves.
+//! No image that is shipped has it. Nothing here checks anything; Xen and XenStore do, for
+//! themselves.
 
 use super::Domain;
 use super::grants::Access;
@@ -46,7 +48,8 @@ impl Hostile {
         self.0.grant(domain, page, if is_read_only { Access::Read } else { Access::ReadWrite })
     }
 
-    /// Lets `domain` use any frame of this domain's, whether there is memory or not; the grant reference.
+    /// Lets `domain` use any frame of this domain's, whether there is memory or not; the grant
+    /// reference.
     pub fn grant_frame(&self, domain: u16, frame: u64) -> Option<u32> {
         self.0.grant_frame(domain, frame)
     }

@@ -1,7 +1,8 @@
 //! The cell as a domain of Xen (PVH): what takes the place of a machine's devices.
 //!
-//! [`Domain`] holds the shared information page (events, clock), the timer, the grant table and the connection to
-//! XenStore. It exists only on Xen. Hypercalls are in `machine/hypercall.rs`, which has all that is unsafe about them.
+//! [`Domain`] holds the shared information page (events, clock), the timer, the grant table and the
+//! connection to XenStore. It exists only on Xen. Hypercalls are in `machine/hypercall.rs`, which
+//! has all that is unsafe about them.
 //!
 //! # Events
 //!
@@ -9,16 +10,18 @@
 //!
 //! # Time
 //!
-//! The rate of the time-stamp counter is read once from Xen's clock page. The timer fires once, and is set only when
-//! something waits for a time. An idle cell does not tick.
+//! The rate of the time-stamp counter is read once from Xen's clock page. The timer fires once, and
+//! is set only when something waits for a time. An idle cell does not tick.
 //!
 //! # Save and restore
 //!
-//! `xl save` asks for a suspend in `control/shutdown`. The cell acknowledges it and stops ([`hypercall::suspend`]).
-//! After `xl restore` another domain with the same memory continues. Its shared information page, event channels, grant
-//! table, console and XenStore are new. [`Domain::restored`] connects to them again, in that order. Devices notice by
-//! [`Domain::restores`] and connect again; the stack above keeps its connections. The clock is stopped in between. A
-//! domain that continues after all (`xl save -c`, or a save that failed) has lost nothing.
+//! `xl save` asks for a suspend in `control/shutdown`. The cell acknowledges it and stops
+//! ([`hypercall::suspend`]). After `xl restore` another domain with the same memory continues. Its
+//! shared information page, event channels, grant table, console and XenStore are new.
+//! [`Domain::restored`] connects to them again, in that order. Devices notice by
+//! [`Domain::restores`] and connect again; the stack above keeps its connections. The clock is
+//! stopped in between. A domain that continues after all (`xl save -c`, or a save that failed) has
+//! lost nothing.
 //!
 //! Limits: one processor; at most 131,072 event channels, or 4096 in the two-level form.
 
@@ -55,15 +58,18 @@ use tombolo_ring::xen::store::{Request, StoreError};
 
 const PAGE: usize = 4096;
 
-/// Where the toolstack asks for a shutdown, also the token of that watch; and what a domain says that it heeds there.
+/// Where the toolstack asks for a shutdown, also the token of that watch; and what a domain says
+/// that it heeds there.
 const SHUTDOWN: &str = "control/shutdown";
 const FEATURES: [&str; 3] = ["control/feature-poweroff", "control/feature-reboot", "control/feature-suspend"];
-/// Any value but 0: to the toolstack it says that the domain has drivers for Xen, and a domain without such it would resume as
-/// if it had been restored (xc_resume.c). Events come by the processor's own vector all the same.
+/// Any value but 0: to the toolstack it says that the domain has drivers for Xen, and a domain
+/// without such it would resume as if it had been restored (xc_resume.c). Events come by the
+/// processor's own vector all the same.
 const ENLIGHTENED: u64 = 1;
 const NO_STORE: StoreError = StoreError::Other;
 
-/// Offset in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` comes first.
+/// Offset in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` comes
+/// first.
 const TIME: usize = 32;
 const TIME_BYTES: usize = 32;
 
@@ -76,7 +82,8 @@ struct TimeInfo {
 }
 
 impl TimeInfo {
-    /// Parses `vcpu_time_info` (public/xen.h). `None` while Xen is writing it, which the version's lowest bit says.
+    /// Parses `vcpu_time_info` (public/xen.h). `None` while Xen is writing it, which the version's
+    /// lowest bit says.
     fn parse(bytes: &[u8; TIME_BYTES]) -> Option<TimeInfo> {
         let word = |at: usize| u64::from_le_bytes(core::array::from_fn(|i| bytes[at + i]));
         let multiplier = u32::from_le_bytes(core::array::from_fn(|i| bytes[24 + i]));
@@ -90,8 +97,9 @@ impl TimeInfo {
     }
 }
 
-/// Xen's timer, which fires once. It keeps Xen's time, which the cell's clock may be a little behind: it fires before `at_ns` by
-/// the cell's clock, too, and only its event says that it has fired.
+/// Xen's timer, which fires once. It keeps Xen's time, which the cell's clock may be a little
+/// behind: it fires before `at_ns` by the cell's clock, too, and only its event says that it has
+/// fired.
 #[derive(Default)]
 struct Timer {
     /// Its event channel.
@@ -106,8 +114,8 @@ impl Timer {
         self.at_ns.set(0);
     }
 
-    /// Whether it will fire by `until_ns` as it is set. Firing earlier than asked costs one turn of the main loop; setting it
-    /// again costs a hypercall.
+    /// Whether it will fire by `until_ns` as it is set. Firing earlier than asked costs one turn of
+    /// the main loop; setting it again costs a hypercall.
     fn fires_by(&self, until_ns: u64, now_ns: u64) -> bool {
         self.at_ns.get() > now_ns && self.at_ns.get() <= until_ns
     }
@@ -159,8 +167,8 @@ fn share_info(page: ForeignMut<'static>) {
 }
 
 impl Domain {
-    /// Maps what Xen shares. `start` is the counter at the cell's first instruction in Rust; `wants_fifo` is false for
-    /// two-level event channels; `map` maps a page of Xen's.
+    /// Maps what Xen shares. `start` is the counter at the cell's first instruction in Rust;
+    /// `wants_fifo` is false for two-level event channels; `map` maps a page of Xen's.
     ///
     /// # Panics
     /// Where Xen refuses what every domain may do.
@@ -219,7 +227,8 @@ impl Domain {
     /// Where Xen refuses what every domain may do.
     pub(crate) fn take_interrupt(&self, vector: u8) {
         self.vector.set(vector);
-        // Refused by a Xen that knows no such domains, where the toolstack does not ask for it either.
+        // Refused by a Xen that knows no such domains, where the toolstack does not ask for it
+        // either.
         let _ = hypercall::set_param(Param::CallbackVia, ENLIGHTENED);
         let timer = hypercall::set_upcall_vector(vector).and_then(|()| hypercall::bind_timer());
         match timer {
@@ -289,7 +298,8 @@ impl Domain {
         }
     }
 
-    /// Takes up what Xen keeps for this domain, which is a new one; `now_ns` is when the old one stopped.
+    /// Takes up what Xen keeps for this domain, which is a new one; `now_ns` is when the old one
+    /// stopped.
     fn restored(&self, now_ns: u64) {
         // First, so that a panic can be read.
         self.console_port.set(open_console(&self.map));
@@ -317,7 +327,8 @@ impl Domain {
         self.restores.get()
     }
 
-    /// Takes bytes that were typed at the console; where there are none, `reader` is woken when there are.
+    /// Takes bytes that were typed at the console; where there are none, `reader` is woken when
+    /// there are.
     pub(crate) fn read_console(&self, to: &mut [u8], reader: &Waker) -> usize {
         let read = machine_console::read(to);
         if read == 0 {
@@ -380,8 +391,9 @@ impl Domain {
         self.events.take_fired(port)
     }
 
-    /// Sleeps until an event comes, or until `until_ns`. It may wake early. Where XenStore told of something, or something was typed, while the turn
-    /// waited for a reply, nothing would wake it again: then it does not sleep, and the next turn takes the event.
+    /// Sleeps until an event comes, or until `until_ns`. It may wake early. Where XenStore told of
+    /// something, or something was typed, while the turn waited for a reply, nothing would wake it
+    /// again: then it does not sleep, and the next turn takes the event.
     pub(crate) fn sleep(&self, until_ns: Option<u64>) {
         let is_told = self.store.as_ref().is_some_and(|store| store.borrow().has_events());
         let is_typed = self.console_port.get().is_some_and(|port| self.events.has_fired(port));
@@ -479,7 +491,8 @@ mod tests {
         assert!(timer.fires_by(100, 50) && timer.fires_by(200, 50));
         // Later than is wanted, or over.
         assert!(!timer.fires_by(99, 50) && !timer.fires_by(200, 100));
-        // Its event came one nanosecond before the cell's clock says so; nothing would wake the cell any more.
+        // Its event came one nanosecond before the cell's clock says so; nothing would wake the
+        // cell any more.
         timer.clear();
         assert!(!timer.fires_by(100, 99));
     }

@@ -1,20 +1,23 @@
-//! The network of a domain: all its vifs that the command line has addresses for, as the stack's one device.
+//! The network of a domain: all its vifs that the command line has addresses for, as the stack's
+//! one device.
 //!
-//! Rings and messages are [`tombolo_ring::xen`]'s; [`super::front`] has one vif, [`super::queue`] one pair of rings, and
-//! [`super::addresses`] decides which vif a frame belongs to.
+//! Rings and messages are [`tombolo_ring::xen`]'s; [`super::front`] has one vif, [`super::queue`]
+//! one pair of rings, and [`super::addresses`] decides which vif a frame belongs to.
 //!
 //! # Up and down
 //!
-//! A vif may come and go. The stack stays as it is, with its addresses and connections. While no vif is there, no frame
-//! is taken from the stack. When a link comes up, the cell tells its neighbours (gratuitous ARP).
+//! A vif may come and go. The stack stays as it is, with its addresses and connections. While no
+//! vif is there, no frame is taken from the stack. When a link comes up, the cell tells its
+//! neighbours (gratuitous ARP).
 //!
-//! A restored domain (`xl restore`) finds new vifs in place of its old ones, and connects to them in the same way.
+//! A restored domain (`xl restore`) finds new vifs in place of its old ones, and connects to them
+//! in the same way.
 //!
 //! # A full ring
 //!
-//! The stack is given room for a frame while each vif has room. So its frames are paced and not lost. Where there are
-//! several vifs, one whose backend has taken nothing for [`STUCK_NS`] does not hold up the others: frames for it are
-//! dropped.
+//! The stack is given room for a frame while each vif has room. So its frames are paced and not
+//! lost. Where there are several vifs, one whose backend has taken nothing for [`STUCK_NS`] does
+//! not hold up the others: frames for it are dropped.
 //!
 //! Limits: [`MAX_VIFS`] vifs, packets of up to 60 KiB sent and 64 KiB received.
 
@@ -43,8 +46,8 @@ const TYPE_IPV6: [u8; 2] = [0x86, 0xdd];
 /// The largest frame that is ever received.
 const MAX_FRAME_BYTES: usize = 65535 + ETHERNET_HEADER_BYTES;
 const MAX_SEGMENTED_BYTES: usize = MAX_PARTS * PAGE;
-/// Pages for each direction of all queues of a vif together, as many as a ring has slots; fewer in a cell with little heap,
-/// and no fewer for each queue than a ring needs to be of use.
+/// Pages for each direction of all queues of a vif together, as many as a ring has slots; fewer in
+/// a cell with little heap, and no fewer for each queue than a ring needs to be of use.
 const PAGES: usize = RING_SLOTS as usize;
 const SMALL_HEAP_BYTES: usize = 12 << 20;
 const SMALL_PAGES: usize = 64;
@@ -90,7 +93,8 @@ pub(crate) struct XenNet {
 }
 
 impl XenNet {
-    /// Looks for the devices and begins the handshakes. `seed` makes an address for the time until there is a device.
+    /// Looks for the devices and begins the handshakes. `seed` makes an address for the time until
+    /// there is a device.
     pub(crate) fn new(domain: &Rc<Domain>, config: &Config, seed: u64) -> XenNet {
         let pages = if heap::bytes() < SMALL_HEAP_BYTES { SMALL_PAGES } else { PAGES };
         let pages = (pages / config.queues).max(SMALL_PAGES);
@@ -216,7 +220,8 @@ impl XenNet {
         full.map(|since| since + STUCK_NS).filter(|at| *at > now_ns).min()
     }
 
-    /// Takes the cell's own addresses; the backends let the multicast addresses pass that these need.
+    /// Takes the cell's own addresses; the backends let the multicast addresses pass that these
+    /// need.
     pub(crate) fn set_addresses(&mut self, own: &[IpCidr]) {
         if self.own != own {
             self.own = own.to_vec();
@@ -273,7 +278,8 @@ impl XenNet {
         }
     }
 
-    /// The nodes of devices change with each step of a handshake, so they are watched only while one is missing.
+    /// The nodes of devices change with each step of a handshake, so they are watched only while
+    /// one is missing.
     fn watch_devices_if_needed(&mut self) {
         self.watch_devices(self.outgoing.fronts.iter().any(|front| !front.has_device()));
     }
@@ -359,15 +365,16 @@ impl XenNet {
         }
     }
 
-    /// Asks for an event when a frame comes, and, if a transmit ring is full, when it no longer is. Returns whether there is
-    /// something to do already.
+    /// Asks for an event when a frame comes, and, if a transmit ring is full, when it no longer is.
+    /// Returns whether there is something to do already.
     pub(crate) fn arm(&mut self) -> bool {
         let Outgoing { fronts, stats, .. } = &mut self.outgoing;
         let queues = fronts.iter_mut().filter(|front| front.is_up).flat_map(Front::queues);
         queues.fold(false, |has_work, queue| has_work | queue.arm(stats))
     }
 
-    /// What the stack is told of the devices. Where another may come later, it may take what this one cannot.
+    /// What the stack is told of the devices. Where another may come later, it may take what this
+    /// one cannot.
     pub(crate) fn capabilities(&self) -> DeviceCapabilities {
         let features = self.features();
         capabilities(self.mtu(), MAX_SEGMENTED_BYTES, features.tcpv4)
@@ -401,7 +408,8 @@ impl Outgoing {
         is_up && has_room
     }
 
-    /// Sends the frame of `len` bytes that was built in `self.frame`, or holds it, if its next segment may follow.
+    /// Sends the frame of `len` bytes that was built in `self.frame`, or holds it, if its next
+    /// segment may follow.
     fn send(&mut self, len: usize, segment_bytes: Option<NonZeroU16>) {
         let Outgoing { fronts, addresses, frame, segments, stats, .. } = self;
         let frame = &mut frame[..len];
@@ -409,7 +417,8 @@ impl Outgoing {
         let several = fronts.len() > 1;
         let front = &mut fronts[at];
         let is_ipv6 = frame.get(12..14) == Some(&TYPE_IPV6);
-        // The stack is told once what is cut for it, by the first backend's features; a later one may not.
+        // The stack is told once what is cut for it, by the first backend's features; a later one
+        // may not.
         let features = front.features;
         let cuts = if is_ipv6 { features.tcpv6 } else { features.tcpv4 };
         if segment_bytes.is_some() && !cuts || several && !(front.is_up && front.prepare(1, stats)) {

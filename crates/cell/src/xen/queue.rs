@@ -1,9 +1,11 @@
-//! One queue of a network device: a transmit and a receive ring, the pages behind them, and their event channels.
+//! One queue of a network device: a transmit and a receive ring, the pages behind them, and their
+//! event channels.
 //!
-//! Frames are copied between local memory and pages that were granted to the backend once, so a frame costs no grant
-//! operation, and no reference of Rust's leads to where the backend writes. A device that comes back, after its backend
-//! died or `xl network-attach`, finds the same pages granted. For a backend in another domain they are granted again; a page that
-//! the old backend still uses is replaced.
+//! Frames are copied between local memory and pages that were granted to the backend once, so a
+//! frame costs no grant operation, and no reference of Rust's leads to where the backend writes. A
+//! device that comes back, after its backend died or `xl network-attach`, finds the same pages
+//! granted. For a backend in another domain they are granted again; a page that the old backend
+//! still uses is replaced.
 
 use super::Domain;
 use super::grants::Access;
@@ -42,7 +44,8 @@ impl Granted {
         }
     }
 
-    /// The domain was restored: nothing is granted any more, and no other domain has any of the pages.
+    /// The domain was restored: nothing is granted any more, and no other domain has any of the
+    /// pages.
     fn restored(&mut self) {
         self.references.clear();
     }
@@ -83,7 +86,8 @@ pub(super) struct Queue {
     returned: Vec<u32>,
     posted: usize,
     unpublished: usize,
-    /// Of the transmit and the receive ring; equal where there is one for both. `None` between two backends.
+    /// Of the transmit and the receive ring; equal where there is one for both. `None` between two
+    /// backends.
     channels: Option<(u32, u32)>,
     /// How the backend broke the rings.
     fault: Option<XenError>,
@@ -111,7 +115,8 @@ impl Queue {
         }
     }
 
-    /// Makes rings and event channels for `backend`, one or two, with all buffers posted; `None` where Xen refuses something.
+    /// Makes rings and event channels for `backend`, one or two, with all buffers posted; `None`
+    /// where Xen refuses something.
     pub(super) fn open(&mut self, domain: &Domain, backend: u16, split_channels: bool) -> Option<Rings> {
         let granted = self.rings.grant(domain, backend)
             && self.receive_pool.grant(domain, backend)
@@ -164,7 +169,8 @@ impl Queue {
         })
     }
 
-    /// The domain was restored: its event channels and grants are those of another one, and not to be closed.
+    /// The domain was restored: its event channels and grants are those of another one, and not to
+    /// be closed.
     pub(super) fn restored(&mut self) {
         self.channels = None;
         self.fault = None;
@@ -194,7 +200,8 @@ impl Queue {
         }
     }
 
-    /// Copies the next packet into `frame`. Its length, what the backend says of it, and whether all of it had room.
+    /// Copies the next packet into `frame`. Its length, what the backend says of it, and whether
+    /// all of it had room.
     pub(super) fn receive(&mut self, frame: &mut [u8]) -> Option<(usize, Received, bool)> {
         if self.fault.is_some() || self.channels.is_none() {
             return None;
@@ -247,8 +254,8 @@ impl Queue {
         }
     }
 
-    /// Asks for an event when a frame comes, and, if the transmit ring is full, when it no longer is. Returns whether there is
-    /// something to do already.
+    /// Asks for an event when a frame comes, and, if the transmit ring is full, when it no longer
+    /// is. Returns whether there is something to do already.
     pub(super) fn arm(&mut self, stats: &mut DeviceStats) -> bool {
         if self.channels.is_none() || self.fault.is_some() {
             return self.fault.is_some();

@@ -1,11 +1,13 @@
 //! Segments of TCP over IPv6, put together into one packet that the backend cuts again.
 //!
-//! The stack cuts TCP over IPv6 itself (smoltcp 0.14 drops what is longer than the MTU there). It gives the segments of a
-//! connection one after the other, and each would cost the backend and the receiver a packet. So a segment is held until the
-//! next frame or the end of the turn. A segment that continues it is appended.
+//! The stack cuts TCP over IPv6 itself (smoltcp 0.14 drops what is longer than the MTU there). It
+//! gives the segments of a connection one after the other, and each would cost the backend and the
+//! receiver a packet. So a segment is held until the next frame or the end of the turn. A segment
+//! that continues it is appended.
 //!
-//! Only what the receiver would put together as well is appended: the same headers but for the length, the sequence number,
-//! the sum and PSH, which ends the packet. All segments but the last have the same length.
+//! Only what the receiver would put together as well is appended: the same headers but for the
+//! length, the sequence number, the sum and PSH, which ends the packet. All segments but the last
+//! have the same length.
 
 use alloc::vec::Vec;
 use core::num::NonZeroU16;
@@ -65,7 +67,8 @@ impl Segments {
         (self.len > 0).then_some(self.front)
     }
 
-    /// Holds a frame, or appends it to what is held. False where it is to be sent by itself, after what is held.
+    /// Holds a frame, or appends it to what is held. False where it is to be sent by itself, after
+    /// what is held.
     pub(super) fn add(&mut self, front: usize, frame: &[u8]) -> bool {
         let Some(header) = header_of(frame) else { return false };
         let payload = frame.len() - header;
@@ -178,7 +181,8 @@ mod tests {
             frame
         };
         let mut others = std::vec![segment(MSS as u32 + 1, MSS, ACK), segment(MSS as u32, MSS + 1, ACK)];
-        // Addresses, flow label, hop limit, ports, acknowledgement, header length, window, urgent pointer.
+        // Addresses, flow label, hop limit, ports, acknowledgement, header length, window, urgent
+        // pointer.
         others.extend([0, 6, 15, 21, 22, 53, 54, 57, 62, 68, 72].map(|at| with(at, 1)));
         // FIN, SYN, RST, URG, ECE, CWR; and without ACK.
         others.extend([1, 2, 4, 0x20, 0x40, 0x80, 0x10].map(|flag| with(FLAGS, flag)));

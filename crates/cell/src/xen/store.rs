@@ -1,10 +1,12 @@
 //! The connection to XenStore: requests that are waited for, and watch events that are not.
 //!
-//! A domain has to trust XenStore, so a request sleeps until its reply comes. The wait has a limit, since a dead daemon
-//! must not stop the cell. A connection that gives no reply in time, or sends a malformed message, is closed for good.
-//! The domain then continues without control by the toolstack and without new devices.
+//! A domain has to trust XenStore, so a request sleeps until its reply comes. The wait has a limit,
+//! since a dead daemon must not stop the cell. A connection that gives no reply in time, or sends a
+//! malformed message, is closed for good. The domain then continues without control by the
+//! toolstack and without new devices.
 //!
-//! Several requests are sent together where that is possible: each way costs two switches between domains.
+//! Several requests are sent together where that is possible: each way costs two switches between
+//! domains.
 
 use crate::machine::hypercall;
 use crate::println;
@@ -74,7 +76,8 @@ impl Connection {
         }
     }
 
-    /// Puts requests together. One that does not fit is answered with [`StoreError::Invalid`] right here.
+    /// Puts requests together. One that does not fit is answered with [`StoreError::Invalid`] right
+    /// here.
     pub(super) fn ask(&mut self, requests: &[Request<'_>]) -> Asked {
         let mut asked = Asked { first: self.next, bytes: Vec::new(), written: 0, replies: Vec::new() };
         let mut buffer = Box::new([0; MAX_MESSAGE_BYTES]);
@@ -87,7 +90,8 @@ impl Connection {
         asked
     }
 
-    /// Moves bytes both ways. Replies that `asked` has no place for are of requests that were given up.
+    /// Moves bytes both ways. Replies that `asked` has no place for are of requests that were given
+    /// up.
     pub(super) fn turn(&mut self, asked: Option<&mut Asked>) {
         if self.is_closed {
             return;

@@ -1,6 +1,8 @@
-//! A network device in XenStore: where it is, what its backend offers, what the frontend writes (public/io/netif.h).
+//! A network device in XenStore: where it is, what its backend offers, what the frontend writes
+//! (public/io/netif.h).
 //!
-//! With one queue the nodes of its rings are the device's own; with several each queue has a folder `queue-N` for them.
+//! With one queue the nodes of its rings are the device's own; with several each queue has a folder
+//! `queue-N` for them.
 
 use super::Domain;
 use crate::println;
@@ -149,7 +151,8 @@ impl Vif {
         domain.take_watch(DEVICES_TOKEN)
     }
 
-    /// The device with the lowest number that is `wanted` and is whole; from then on its backend is watched, with this token.
+    /// The device with the lowest number that is `wanted` and is whole; from then on its backend is
+    /// watched, with this token.
     pub(super) fn find(domain: &Domain, token: &str, wanted: impl Fn(u32) -> bool) -> Option<Vif> {
         let list = domain.ask(&[Request::Directory(DEVICES)]).pop()?.ok()?;
         let mut numbers: Vec<u32> = names(&list).filter_map(|name| name.parse().ok()).filter(|n| wanted(*n)).collect();
@@ -174,7 +177,8 @@ impl Vif {
         (!backend.is_empty()).then_some(Vif { path, backend, backend_domain, mac, mtu })
     }
 
-    /// What the backend's state is, and whether the toolstack wants the device; `None` where it is no longer this domain's.
+    /// What the backend's state is, and whether the toolstack wants the device; `None` where it is
+    /// no longer this domain's.
     pub(super) fn look(&self, domain: &Domain) -> Option<(BusState, bool)> {
         let (own, state) = (format!("{}/backend", self.path), format!("{}/state", self.backend));
         let online = format!("{}/online", self.backend);

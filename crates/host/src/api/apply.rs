@@ -1,4 +1,5 @@
-//! `POST /v1/apply`: changes the running fabric to what a fabric file says, or tells what that would do.
+//! `POST /v1/apply`: changes the running fabric to what a fabric file says, or tells what that
+//! would do.
 
 use std::path::PathBuf;
 
@@ -13,7 +14,8 @@ pub struct ApplyReport {
     pub schema: u32,
     /// The fabric's name.
     pub fabric: String,
-    /// "planned": nothing was asked to be done; "done": all of it; "partly": some steps failed; "refused": nothing was done.
+    /// "planned": nothing was asked to be done; "done": all of it; "partly": some steps failed;
+    /// "refused": nothing was done.
     pub outcome: String,
     /// What differs, by section.
     pub changes: Vec<ChangeReport>,
@@ -21,7 +23,8 @@ pub struct ApplyReport {
     pub unchanged: usize,
     /// Members that were added while the fabric ran and that the file does not have: they stay.
     pub kept: Vec<String>,
-    /// Keys that were changed by a command or request while the fabric ran, and that are as in the file from now on.
+    /// Keys that were changed by a command or request while the fabric ran, and that are as in the
+    /// file from now on.
     #[serde(default)]
     pub reverted: Vec<String>,
 }
@@ -35,7 +38,8 @@ pub struct ChangeReport {
     pub action: String,
     /// Keys whose values differ.
     pub keys: Vec<KeyReport>,
-    /// Why it is restarted or refused, and what comes with a change; empty where nothing is to be said.
+    /// Why it is restarted or refused, and what comes with a change; empty where nothing is to be
+    /// said.
     pub reason: String,
     /// "planned", "done", "failed" or "refused".
     pub outcome: String,
@@ -65,7 +69,7 @@ pub struct ApplyQuery {
     /// Only tell what would be done.
     #[serde(default)]
     pub dry_run: bool,
-    /// Where the text is from: relative paths in it start from its folder, and the next `up` may be given it. The file that
-    /// the fabric was started from if left out.
+    /// Where the text is from: relative paths in it start from its folder, and the next `up` may be
+    /// given it. The file that the fabric was started from if left out.
     pub file: Option<PathBuf>,
 }

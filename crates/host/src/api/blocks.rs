@@ -1,9 +1,11 @@
-//! The blocks of a capture that is being read from the API: what is kept of it ends with a whole one.
+//! The blocks of a capture that is being read from the API: what is kept of it ends with a whole
+//! one.
 
 use std::io::{self, Write};
 use std::ops::ControlFlow;
 
-/// The blocks of a pcapng file (draft-ietf-opsawg-pcapng §3.1), so that what is written ends with a whole one.
+/// The blocks of a pcapng file (draft-ietf-opsawg-pcapng §3.1), so that what is written ends with a
+/// whole one.
 #[derive(Debug, Default)]
 pub struct Blocks {
     pending: Vec<u8>,

@@ -1,10 +1,11 @@
 //! The API's client, for programs that block: one call, one answer.
 //!
-//! Each request has a connection of its own. A daemon that is replaced ends its connections, and one with many clients may
-//! have no place for another. So a request that ended without an answer is sent again until 10 s have passed, if nothing
-//! of it was sent or doing it twice is doing it once (GET, and `down`). So is one that the fabric did not begin, since it
-//! was busy with others or is being changed. Endless answers (a capture, a followed console) are
-//! given piece by piece to a closure and end when it says so, at a deadline, at the fabric's end, or at SIGINT or SIGTERM.
+//! Each request has a connection of its own. A daemon that is replaced ends its connections, and
+//! one with many clients may have no place for another. So a request that ended without an answer
+//! is sent again until 10 s have passed, if nothing of it was sent or doing it twice is doing it
+//! once (GET, and `down`). So is one that the fabric did not begin, since it was busy with others
+//! or is being changed. Endless answers (a capture, a followed console) are given piece by piece to
+//! a closure and end when it says so, at a deadline, at the fabric's end, or at SIGINT or SIGTERM.
 
 use std::cell::RefCell;
 use std::io::{self, Read};
@@ -36,8 +37,8 @@ use super::report::{Events, Fault, MachineReport, Machines, PortReport, Ports, S
 
 /// How long a question may take; what starts or stops machines takes as long as it takes.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// How long adding or removing a port may take. A worker that hangs is noticed earlier; a kernel that makes and removes many
-/// devices may need some of it.
+/// How long adding or removing a port may take. A worker that hangs is noticed earlier; a kernel
+/// that makes and removes many devices may need some of it.
 const PORT_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long the socket of a daemon that runs is waited for, and how often it is looked for.
@@ -147,7 +148,8 @@ impl ClientError {
         matches!(self, Unreachable { .. } | Timeout { .. } | Unanswered { .. } | Busy { .. })
     }
 
-    /// Whether the same request may have an answer if it is sent again; `repeats` if doing it twice is doing it once.
+    /// Whether the same request may have an answer if it is sent again; `repeats` if doing it twice
+    /// is doing it once.
     fn may_go_better(&self, repeats: bool) -> bool {
         match self {
             ClientError::Unanswered { sent, .. } => repeats || !sent,
@@ -304,12 +306,14 @@ impl Client {
         ))
     }
 
-    /// `GET /v1/events`: what happened after event number `after`, or since the oldest that is kept.
+    /// `GET /v1/events`: what happened after event number `after`, or since the oldest that is
+    /// kept.
     pub fn events(&self, after: Option<u64>) -> Result<Events, ClientError> {
         self.get(&format!("/v1/events{}", after.map_or_else(String::new, |n| format!("?after={n}"))))
     }
 
-    /// Follows events after number `after`; `sink` gets pieces of lines of JSON, until the fabric ends.
+    /// Follows events after number `after`; `sink` gets pieces of lines of JSON, until the fabric
+    /// ends.
     pub fn follow_events(
         &mut self,
         after: u64,
@@ -346,7 +350,8 @@ impl Client {
         self.stream(&format!("/v1/{kind}/{}/capture?{query}", quoted(name)), deadline, sink)
     }
 
-    /// Reads a machine's console: all that it printed, and with `follow` what it prints until it ends.
+    /// Reads a machine's console: all that it printed, and with `follow` what it prints until it
+    /// ends.
     pub fn console(
         &mut self,
         machine: &str,
@@ -357,8 +362,9 @@ impl Client {
         self.stream(&path, None, sink)
     }
 
-    /// Joins a machine's console: follows what it prints, and types what `source` gives, until the source ends. The
-    /// source is read on a thread of its own, which may outlive this call if it is blocked then.
+    /// Joins a machine's console: follows what it prints, and types what `source` gives, until the
+    /// source ends. The source is read on a thread of its own, which may outlive this call if it is
+    /// blocked then.
     pub fn attach(
         &mut self,
         machine: &str,
@@ -458,7 +464,8 @@ impl Client {
         self.repeated(true, open).await
     }
 
-    /// Does it again for as long as it ends without an answer; `repeats` if doing it twice is doing it once.
+    /// Does it again for as long as it ends without an answer; `repeats` if doing it twice is doing
+    /// it once.
     async fn repeated<T>(
         &self,
         repeats: bool,

@@ -25,11 +25,13 @@ pub struct ConfigReport {
     pub file: PathBuf,
     /// Differs from that of every other configuration; a change may name it.
     pub revision: String,
-    /// The file as it would be to say what runs: an object of its sections, with members that were added.
+    /// The file as it would be to say what runs: an object of its sections, with members that were
+    /// added.
     pub config: Value,
     /// The same as TOML.
     pub toml: String,
-    /// What commands and requests have changed since the file was read, as a merge patch of its content.
+    /// What commands and requests have changed since the file was read, as a merge patch of its
+    /// content.
     pub changes: Value,
 }
 

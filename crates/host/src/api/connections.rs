@@ -1,31 +1,41 @@
 //! The connections of the API: who gets one, and for how long.
 //!
-//! Purpose: a client that sends half a request, or does not read its answer, costs others nothing. This module knows
-//! nothing of requests; [`super::server`] tells it when a connection waits for its client.
+//! Purpose: a client that sends half a request, or does not read its answer, costs others nothing.
+//! This module knows nothing of requests; [`super::server`] tells it when a connection waits for
+//! its client.
 //!
 //! # Invariants
-//! - Users other than root and the owner, and the fabric's own machines and helpers, have [`Limits::strangers`] connections together. They only get 403, and they can
-//!   never take a connection from the owner.
-//! - Root and the owner always get through. When all connections are taken, a new one replaces one that waits for its
-//!   client or for its turn. It belongs to the process with the most connections, and of these it is one that waits for
-//!   its client, the longest-waiting first. A process never loses a connection to one that has as many or more. Requests
-//!   that the fabric works on and endless answers are never replaced.
-//! - At most [`Limits::working`] connections have a request that is handled or an endless answer, and twice
-//!   [`Limits::short`] have a short request (`status`, `down`) that is handled. That is fewer than there are connections,
-//!   so a process without a connection always finds one to replace. Further requests wait for their turn, and may be
-//!   replaced meanwhile. Short requests wait for others of their kind only. Turns are given in the order in which
-//!   requests came, so a connection with pipelined requests gets one answer and then waits behind the others.
-//! - Of one process at most [`Limits::process`] requests are handled at one time, short ones aside. It has at most as many
-//!   endless answers, which have a limit for all processes too (`MAX_STREAMS`).
-//! - A new connection of root or the owner that finds no place waits [`Limits::slot`] for one. It is told by a 503 if
-//!   there is none, and so is a request that was replaced while it waited for its turn.
-//! - A refused connection is cheap: what was found out about its process holds for a second (`members::Peers`).
-//! - A process is known by its number and start time when it connected. A user who starts a process per connection
-//!   is many processes, with the places of one user. Processes without a number here (another PID namespace) count as one.
-//! - A connection ends when its client takes longer than [`Limits::head`] for a request's head (or to send the next
-//!   request), [`Limits::body`] for a body of sections, or [`Limits::stalled`] without reading any of its answer.
-//! - A connection is closed only when its client has sent what it wanted to, or `LINGER` after its last answer, so
-//!   that the answer to a refused body (413) arrives instead of a reset. It may be replaced meanwhile.
+//! - Users other than root and the owner, and the fabric's own machines and helpers, have
+//!   [`Limits::strangers`] connections together. They only get 403, and they can never take a
+//!   connection from the owner.
+//! - Root and the owner always get through. When all connections are taken, a new one replaces one
+//!   that waits for its client or for its turn. It belongs to the process with the most
+//!   connections, and of these it is one that waits for its client, the longest-waiting first. A
+//!   process never loses a connection to one that has as many or more. Requests that the fabric
+//!   works on and endless answers are never replaced.
+//! - At most [`Limits::working`] connections have a request that is handled or an endless answer,
+//!   and twice [`Limits::short`] have a short request (`status`, `down`) that is handled. That is
+//!   fewer than there are connections, so a process without a connection always finds one to
+//!   replace. Further requests wait for their turn, and may be replaced meanwhile. Short requests
+//!   wait for others of their kind only. Turns are given in the order in which requests came, so a
+//!   connection with pipelined requests gets one answer and then waits behind the others.
+//! - Of one process at most [`Limits::process`] requests are handled at one time, short ones aside.
+//!   It has at most as many endless answers, which have a limit for all processes too
+//!   (`MAX_STREAMS`).
+//! - A new connection of root or the owner that finds no place waits [`Limits::slot`] for one. It
+//!   is told by a 503 if there is none, and so is a request that was replaced while it waited for
+//!   its turn.
+//! - A refused connection is cheap: what was found out about its process holds for a second
+//!   (`members::Peers`).
+//! - A process is known by its number and start time when it connected. A user who starts a process
+//!   per connection is many processes, with the places of one user. Processes without a number here
+//!   (another PID namespace) count as one.
+//! - A connection ends when its client takes longer than [`Limits::head`] for a request's head (or
+//!   to send the next request), [`Limits::body`] for a body of sections, or [`Limits::stalled`]
+//!   without reading any of its answer.
+//! - A connection is closed only when its client has sent what it wanted to, or `LINGER` after its
+//!   last answer, so that the answer to a refused body (413) arrives instead of a reset. It may be
+//!   replaced meanwhile.
 //! - A head is at most 64 KiB (`HEAD_BYTES`), so half-sent heads hold at most 8 MiB.
 
 use std::cmp::Reverse;
@@ -64,8 +74,9 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Replaced requests that may be told so at one time, and how long that may take.
 const FAREWELLS: usize = 32;
 const FAREWELL: Duration = Duration::from_millis(100);
-/// How long a connection that has had its last answer may still send what is not read any more, and how much of it
-/// is read at once. Closing before would reset the connection, and its client might lose the answer.
+/// How long a connection that has had its last answer may still send what is not read any more, and
+/// how much of it is read at once. Closing before would reset the connection, and its client might
+/// lose the answer.
 const LINGER: Duration = Duration::from_secs(5);
 const LINGER_CHUNK: usize = 16 << 10;
 
@@ -78,7 +89,8 @@ pub struct Limits {
     pub strangers: usize,
     /// Requests of all processes that are handled at one time, with their endless answers.
     pub working: usize,
-    /// Requests for `status` that are handled at one time; also of those for `down`. They count nowhere else.
+    /// Requests for `status` that are handled at one time; also of those for `down`. They count
+    /// nowhere else.
     pub short: usize,
     /// Requests of one process that are handled at one time; also its endless answers.
     pub process: usize,
@@ -114,9 +126,11 @@ impl Default for Limits {
 /// What a connection does.
 #[derive(Debug)]
 enum Phase {
-    /// It waits for its client since then, to send or to read, or for its turn behind other requests.
+    /// It waits for its client since then, to send or to read, or for its turn behind other
+    /// requests.
     Waiting { since: Instant, turn: bool },
-    /// The fabric works on its request, which has a place among all and, unless it is short, one of its process's.
+    /// The fabric works on its request, which has a place among all and, unless it is short, one of
+    /// its process's.
     Working { all: OwnedSemaphorePermit, _own: Option<OwnedSemaphorePermit> },
     /// A capture or a console, which goes on for as long as the client wants it.
     Endless { _all: Option<OwnedSemaphorePermit> },
@@ -150,7 +164,8 @@ impl Places {
     }
 }
 
-/// Number and start time of a process, in clock ticks after boot; `(0, None)` for one without a number here.
+/// Number and start time of a process, in clock ticks after boot; `(0, None)` for one without a
+/// number here.
 type ProcessId = (u32, Option<u64>);
 
 /// What the connections of one process share.
@@ -224,7 +239,8 @@ impl Slot {
             let (own, all) = match line {
                 Line::Status => (None, &self.places.status),
                 Line::Down => (None, &self.places.down),
-                // Its own place first, so that one process has no more than its share of the common line.
+                // Its own place first, so that one process has no more than its share of the common
+                // line.
                 Line::Common => (self.process.requests.clone().acquire_owned().await.ok(), &self.places.common),
             };
             (own, all.clone().acquire_owned().await.ok())
@@ -298,7 +314,8 @@ struct Newcomer {
     until: Instant,
 }
 
-/// Accepts connections and answers with `router` until `ended` is done, then lets answers under way reach their clients.
+/// Accepts connections and answers with `router` until `ended` is done, then lets answers under way
+/// reach their clients.
 pub(super) async fn serve(
     listener: UnixListener,
     owner: u32,
@@ -333,7 +350,8 @@ pub(super) async fn serve(
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 };
-                // One that has ended reads no answer, and what it descends from cannot be told any more.
+                // One that has ended reads no answer, and what it descends from cannot be told any
+                // more.
                 let Some(found) = peers.look(&stream) else { continue };
                 let trusted = (found.uid == 0 || found.uid == owner) && found.member.is_none();
                 let peer = Peer { id: (found.pid, found.ticks), uid: found.uid, member: found.member, trusted };
@@ -415,7 +433,8 @@ fn refuse(stream: &UnixStream, peer: &Peer, owner: u32) {
     };
     let body = serde_json::to_string(&fault).unwrap_or_default();
     let head = format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n");
-    // Read, so that closing does not reset the connection. A client that went meanwhile is no matter.
+    // Read, so that closing does not reset the connection. A client that went meanwhile is no
+    // matter.
     let _ = rustix::io::read(stream, &mut [0; 4096]);
     let answer = format!("{head}Content-Length: {}\r\n\r\n{body}", body.len());
     let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
@@ -480,7 +499,8 @@ async fn connection(
                     break;
                 }
             }
-            // A client that broke the protocol, or was too slow, has lost its connection; nothing is left to be said.
+            // A client that broke the protocol, or was too slow, has lost its connection; nothing
+            // is left to be said.
             _ = &mut served => break,
             _ = closed.changed(), if open => {
                 open = false;
@@ -491,8 +511,9 @@ async fn connection(
     slot
 }
 
-/// A stream whose writes fail when the client reads nothing for too long, and that is closed only when the client has
-/// sent all it wanted to (at most [`LINGER`] later): a refused body is never read, and its client may still be writing.
+/// A stream whose writes fail when the client reads nothing for too long, and that is closed only
+/// when the client has sent all it wanted to (at most [`LINGER`] later): a refused body is never
+/// read, and its client may still be writing.
 struct Connection {
     stream: UnixStream,
     slot: Arc<Slot>,

@@ -1,8 +1,8 @@
 //! `GET /v1/events`: what happened, asked for once, waited for, or followed.
 //!
-//! Nothing is held for a client: it asks for what follows a number, and the log says how many it has missed. So a follower that
-//! reads slowly costs the daemon the two pieces that are on their way to it, and loses events with a count instead of
-//! delaying any.
+//! Nothing is held for a client: it asks for what follows a number, and the log says how many it
+//! has missed. So a follower that reads slowly costs the daemon the two pieces that are on their
+//! way to it, and loses events with a count instead of delaying any.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,8 @@ const MAX_WAIT_S: f64 = 60.0;
 const MAX_EVENTS: usize = 1000;
 /// Events of one piece of a followed answer.
 const PIECE: usize = 64;
-/// A silent follower hears a blank line or comment so often, so that both ends learn of the other's death.
+/// A silent follower hears a blank line or comment so often, so that both ends learn of the other's
+/// death.
 const ALIVE: Duration = Duration::from_secs(15);
 
 #[derive(Deserialize)]

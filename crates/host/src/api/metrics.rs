@@ -1,4 +1,5 @@
-//! The fabric's report as Prometheus text (exposition format 0.0.4): every counter of the report, units in the names.
+//! The fabric's report as Prometheus text (exposition format 0.0.4): every counter of the report,
+//! units in the names.
 //!
 //! Counters restart from zero with the daemon, as Prometheus expects of a process.
 
@@ -168,7 +169,8 @@ fn networks(p: &mut Page, status: &Status) {
     }
 }
 
-/// The page of a bypass that belongs to no fabric: the families and labels of a fabric's page, under the name of a network.
+/// The page of a bypass that belongs to no fabric: the families and labels of a fabric's page,
+/// under the name of a network.
 pub fn render_bypass(network: &str, bypass: &BypassReport) -> String {
     let mut page = Page::default();
     bypasses(&mut page, std::iter::once((network, bypass)));

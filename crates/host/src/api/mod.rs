@@ -54,8 +54,8 @@ pub enum Refusal {
     /// It conflicts with what runs, such as a name in use; HTTP 409, exit code 1.
     #[error("{0}")]
     Conflict(String),
-    /// Something else changes the fabric or ends its machine at the moment, and nothing of this was done; HTTP 503 with
-    /// Retry-After, exit code 1.
+    /// Something else changes the fabric or ends its machine at the moment, and nothing of this was
+    /// done; HTTP 503 with Retry-After, exit code 1.
     #[error("{0}")]
     Busy(String),
     /// It was tried and failed; HTTP 500, exit code 1.
@@ -70,7 +70,8 @@ pub enum Request {
     Status(Reply<Status>),
     /// What happened; a caller that has the log reads it without asking the fabric again.
     Events(Reply<crate::fabric::events::Events>),
-    /// Adds what the sections of this piece of a fabric file name (`[port.x]`, `[tap.x]`); all of it or nothing.
+    /// Adds what the sections of this piece of a fabric file name (`[port.x]`, `[tap.x]`); all of
+    /// it or nothing.
     AddPorts {
         /// Sections of a fabric file, as TOML text.
         sections: String,
@@ -86,22 +87,24 @@ pub enum Request {
         /// The port as it is now.
         reply: Reply<PortReport>,
     },
-    /// Removes a port that was added, or a tap or bare port of the file. A machine's port goes with its machine.
+    /// Removes a port that was added, or a tap or bare port of the file. A machine's port goes with
+    /// its machine.
     RemovePort {
         /// As in `status`.
         name: String,
         /// Sent once the port is gone.
         reply: Reply<()>,
     },
-    /// Starts the machines that the sections of this piece of a fabric file name (`[cell.x]`, `[vm.x]`), or one that the
-    /// fabric knows and that has ended.
+    /// Starts the machines that the sections of this piece of a fabric file name (`[cell.x]`,
+    /// `[vm.x]`), or one that the fabric knows and that has ended.
     RunMachine {
         /// TOML text, or only the name of a known machine.
         sections: String,
         /// The machines that were started.
         reply: Reply<Vec<MachineReport>>,
     },
-    /// Changes the fabric to what the text of a whole fabric file says; with `query.dry_run` only tells what that would do.
+    /// Changes the fabric to what the text of a whole fabric file says; with `query.dry_run` only
+    /// tells what that would do.
     Apply {
         /// The whole file, as TOML text.
         text: String,
@@ -200,8 +203,8 @@ pub enum Request {
         /// Pieces of a pcapng file, in order, until the receiver is dropped or the port goes.
         reply: Reply<mpsc::Receiver<Vec<u8>>>,
     },
-    /// Another daemon of the same user wants to take the fabric over; see [`crate::fabric::handover`]. The process ends
-    /// if it does.
+    /// Another daemon of the same user wants to take the fabric over; see
+    /// [`crate::fabric::handover`]. The process ends if it does.
     HandOver {
         /// The connection to it.
         socket: std::os::unix::net::UnixStream,

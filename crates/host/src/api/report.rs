@@ -1,7 +1,9 @@
-//! The reports: one documented JSON schema for the API and for every `--json`. Fields are only ever added.
+//! The reports: one documented JSON schema for the API and for every `--json`. Fields are only ever
+//! added.
 //!
-//! Counters only grow while the fabric runs. "rx" is what came from the peer of a port, "tx" what went to it. Bytes are
-//! of Ethernet frames without frame check sequence. Times are seconds or nanoseconds as the name says.
+//! Counters only grow while the fabric runs. "rx" is what came from the peer of a port, "tx" what
+//! went to it. Bytes are of Ethernet frames without frame check sequence. Times are seconds or
+//! nanoseconds as the name says.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -47,15 +49,18 @@ pub struct Status {
     pub span: Option<SpanSummary>,
     /// What does not work as the file asks, in sentences; empty when all is well.
     pub warnings: Vec<String>,
-    /// What this start kept, started again, ended or removed of what an earlier daemon had left, and why, in sentences.
+    /// What this start kept, started again, ended or removed of what an earlier daemon had left,
+    /// and why, in sentences.
     #[serde(default)]
     pub takeover: Vec<String>,
 }
 
-/// What became of signals to peers, and of descriptors that peers handed over, where the usual way was not open.
+/// What became of signals to peers, and of descriptors that peers handed over, where the usual way
+/// was not open.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DescriptorReport {
-    /// Signals that went through io_uring, since the system's limit of asynchronous I/O (fs.aio-max-nr) was used up.
+    /// Signals that went through io_uring, since the system's limit of asynchronous I/O
+    /// (fs.aio-max-nr) was used up.
     pub signals_by_io_uring: u64,
     /// Signals that were left to a helper thread, since there was no io_uring either.
     pub signals_by_helper: u64,
@@ -72,11 +77,13 @@ pub struct NetworkReport {
     pub name: String,
     /// Its addresses, such as "10.87.0.0/24".
     pub subnet: String,
-    /// The gateway's address: DHCP, DNS, ICMP echo; null where a network that joins a real one has none.
+    /// The gateway's address: DHCP, DNS, ICMP echo; null where a network that joins a real one has
+    /// none.
     pub gateway: Option<Ipv4Addr>,
     /// The address that guests route through, where there is an uplink.
     pub router: Option<Ipv4Addr>,
-    /// The addresses that this machine may give to its containers, where the network spans machines of one file; null: all.
+    /// The addresses that this machine may give to its containers, where the network spans machines
+    /// of one file; null: all.
     #[serde(default)]
     pub own_range: Option<RangeReport>,
     /// Its IPv6 prefix, such as "fd00:1:2:3::/64"; null where the gateway does nothing for IPv6.
@@ -178,7 +185,8 @@ pub struct LeaseReport {
     pub fixed: bool,
     /// Seconds until it ends; `None` for one that has not been asked for yet or does not end.
     pub expires_s: Option<u64>,
-    /// Seconds since it was given or renewed; `None` for one that an earlier daemon gave, or that has not been asked for yet.
+    /// Seconds since it was given or renewed; `None` for one that an earlier daemon gave, or that
+    /// has not been asked for yet.
     #[serde(default)]
     pub given_s: Option<f64>,
 }
@@ -267,7 +275,8 @@ pub struct CounterReport {
     pub tx_frames: u64,
     /// Bytes of `tx_frames`.
     pub tx_bytes: u64,
-    /// Frames from the peer that were dropped, by reason (docs/drops.md); reasons without a drop are left out.
+    /// Frames from the peer that were dropped, by reason (docs/drops.md); reasons without a drop
+    /// are left out.
     pub rx_drops: BTreeMap<String, u64>,
     /// Frames for the peer that were dropped, by reason.
     pub tx_drops: BTreeMap<String, u64>,
@@ -276,8 +285,8 @@ pub struct CounterReport {
     pub queued_frames: u64,
     /// Times it was found ready after it had slept.
     pub wakeups: u64,
-    /// Times that frames waited without a wake-up, at the one look that follows each sleep: a wake-up was lost, or still on its
-    /// way.
+    /// Times that frames waited without a wake-up, at the one look that follows each sleep: a
+    /// wake-up was lost, or still on its way.
     #[serde(default)]
     pub late_wakeups: u64,
     /// Times that its peer was signalled only at that look.
@@ -320,10 +329,12 @@ pub struct ForwardReport {
     pub address: IpAddr,
     /// Whether it works; a sentence where it does not.
     pub fault: Option<String>,
-    /// Connections, or UDP peers, that the daemon passes on itself. None where passt or the kernel forwards.
+    /// Connections, or UDP peers, that the daemon passes on itself. None where passt or the kernel
+    /// forwards.
     #[serde(default)]
     pub open: Option<u64>,
-    /// Connections that were reset, or datagrams that were dropped, since there was no place for them.
+    /// Connections that were reset, or datagrams that were dropped, since there was no place for
+    /// them.
     #[serde(default)]
     pub refused: Option<u64>,
 }
@@ -458,7 +469,8 @@ pub struct MacReport {
     pub port: String,
     /// Milliseconds since a frame from it came; null for one that is pinned to its port.
     pub age_ms: Option<u64>,
-    /// The VLAN in which it was seen; null where the network has no VLANs, or for one that is pinned in all.
+    /// The VLAN in which it was seen; null where the network has no VLANs, or for one that is
+    /// pinned in all.
     pub vlan: Option<u16>,
 }
 
@@ -588,7 +600,8 @@ pub struct RemoteMemberReport {
     pub conflict: Option<String>,
 }
 
-/// The addresses that this machine has lost to others, all of them: the body of `PUT /v1/networks/NAME/lost`.
+/// The addresses that this machine has lost to others, all of them: the body of `PUT
+/// /v1/networks/NAME/lost`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LostRequest {
@@ -616,7 +629,8 @@ pub struct Span {
     pub report: SpanReport,
 }
 
-/// The control plane's report of itself: the body of `PUT /v1/span`. Fields that are not known here are left out.
+/// The control plane's report of itself: the body of `PUT /v1/span`. Fields that are not known here
+/// are left out.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SpanReport {
     /// The name of this machine.
@@ -723,8 +737,8 @@ pub struct EventReport {
     pub time: String,
     /// The same in milliseconds since 1970.
     pub unix_ms: u64,
-    /// "up", "down", "apply", "recovery", "start", "stop", "exit", "death", "port-up", "port-down", "link", "lease",
-    /// "release", "forward", "span" or "fault"; others may come.
+    /// "up", "down", "apply", "recovery", "start", "stop", "exit", "death", "port-up", "port-down",
+    /// "link", "lease", "release", "forward", "span" or "fault"; others may come.
     pub kind: String,
     /// The machine, port, link or network that it is about.
     #[serde(default)]
@@ -749,7 +763,8 @@ pub struct Events {
     pub schema: u32,
     /// The number of the oldest event that is kept.
     pub first: u64,
-    /// The number of the newest one: `after` of the next request, unless this answer ends before it.
+    /// The number of the newest one: `after` of the next request, unless this answer ends before
+    /// it.
     pub last: u64,
     /// Events that were asked for and are not kept any more.
     pub lost: u64,
@@ -766,7 +781,8 @@ pub struct Fault {
     pub error: String,
     /// What the user can do about it.
     pub hint: Option<String>,
-    /// The faults of the sections or the change that was sent, one by one; `error` has all of them as text.
+    /// The faults of the sections or the change that was sent, one by one; `error` has all of them
+    /// as text.
     #[serde(default)]
     pub problems: Vec<ProblemReport>,
 }

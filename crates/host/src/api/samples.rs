@@ -1,4 +1,5 @@
-//! One report with every field set, and every number in it another: for tests of what is made of reports.
+//! One report with every field set, and every number in it another: for tests of what is made of
+//! reports.
 
 use super::report::*;
 use std::collections::BTreeMap;

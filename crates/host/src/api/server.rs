@@ -54,7 +54,8 @@ use super::report::{Fault, Machines, Ports, ProblemReport, SCHEMA};
 use super::{CaptureOf, Refusal, Reply, Request, Requests, config, events, metrics, services, span};
 use crate::console;
 
-/// Captures, consoles, attached keyboards and followers of events at one time, all clients together.
+/// Captures, consoles, attached keyboards and followers of events at one time, all clients
+/// together.
 pub const MAX_STREAMS: usize = 64;
 /// Bytes of a request's body of sections.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
@@ -64,7 +65,8 @@ const BACKLOG: i32 = 4096;
 const CONSOLE_LOOK: Duration = Duration::from_millis(50);
 /// Looks at a silent console between two questions whether its machine still runs.
 const LOOKS_PER_QUESTION: u32 = 10;
-/// How long a machine that runs may take to hold its console's pipe; one that does not run is not waited for.
+/// How long a machine that runs may take to hold its console's pipe; one that does not run is not
+/// waited for.
 const CONSOLE_APPEARS: Duration = Duration::from_secs(30);
 /// Bytes read from a console at once.
 const CONSOLE_CHUNK: usize = 16 << 10;
@@ -81,7 +83,8 @@ pub enum ServerError {
     Socket { what: &'static str, path: PathBuf, source: io::Error },
 }
 
-/// A bound API socket. It is there from now on, so that a client that comes early waits instead of failing.
+/// A bound API socket. It is there from now on, so that a client that comes early waits instead of
+/// failing.
 #[derive(Debug)]
 pub struct Server {
     listener: std::os::unix::net::UnixListener,
@@ -89,8 +92,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Binds the socket, mode 0600. The caller holds the fabric's lock, so a socket that is there already is what a
-    /// killed daemon left, and is replaced.
+    /// Binds the socket, mode 0600. The caller holds the fabric's lock, so a socket that is there
+    /// already is what a killed daemon left, and is replaced.
     pub fn bind(path: &Path) -> Result<Server, ServerError> {
         let fail = |what| move |source| ServerError::Socket { what, path: path.into(), source };
         match std::fs::remove_file(path) {
@@ -114,7 +117,8 @@ impl Server {
         Server { limits, ..self }
     }
 
-    /// Answers until `ended` is done, then lets answers under way reach their clients for two seconds.
+    /// Answers until `ended` is done, then lets answers under way reach their clients for two
+    /// seconds.
     ///
     /// # Errors
     /// If called outside a tokio runtime with input and output.
@@ -136,7 +140,8 @@ pub(super) struct App {
     body_time: Duration,
 }
 
-/// Every way through the API: method, path, handler. The OpenAPI document is tested to name exactly these.
+/// Every way through the API: method, path, handler. The OpenAPI document is tested to name exactly
+/// these.
 fn routes() -> Vec<(&'static str, &'static str, MethodRouter<App>)> {
     vec![
         ("get", "/v1/status", get(status)),
@@ -465,7 +470,8 @@ pub(super) fn stream_permit(app: &App, slot: &Slot) -> Result<StreamPermit, Answ
     })
 }
 
-/// A body that goes on until its sender is dropped, and whose sender learns when the client has gone.
+/// A body that goes on until its sender is dropped, and whose sender learns when the client has
+/// gone.
 struct Pieces {
     pieces: mpsc::Receiver<Vec<u8>>,
     _permit: StreamPermit,
@@ -507,7 +513,8 @@ async fn console(
     Ok(endless("application/octet-stream", pieces, permit))
 }
 
-/// Sends a console's file, and what is added to it for as long as the machine to follow runs and the client stays.
+/// Sends a console's file, and what is added to it for as long as the machine to follow runs and
+/// the client stays.
 async fn tail(log: PathBuf, follow: Option<(Requests, String)>, sender: mpsc::Sender<Vec<u8>>) {
     use std::os::unix::fs::FileExt;
     let mut offset = 0;
@@ -560,8 +567,8 @@ async fn runs(requests: &Requests, name: &str) -> bool {
     })
 }
 
-/// Opens what takes a console's input, so that writing waits in the async runtime: a named pipe, or a terminal, which must not
-/// become the daemon's own.
+/// Opens what takes a console's input, so that writing waits in the async runtime: a named pipe, or
+/// a terminal, which must not become the daemon's own.
 fn open_console(input: &Path) -> io::Result<pipe::Sender> {
     if !std::fs::metadata(input)?.file_type().is_char_device() {
         return pipe::OpenOptions::new().open_sender(input);
@@ -571,7 +578,8 @@ fn open_console(input: &Path) -> io::Result<pipe::Sender> {
     pipe::Sender::from_file_unchecked(file)
 }
 
-/// Copies the body to the machine's console as it comes; answers when all of it is there, for the guest to read.
+/// Copies the body to the machine's console as it comes; answers when all of it is there, for the
+/// guest to read.
 async fn type_to_console(
     State(app): State<App>,
     InPath(name): InPath<String>,
@@ -579,7 +587,8 @@ async fn type_to_console(
     request: HttpRequest,
 ) -> Result<StatusCode, Answer> {
     let _permit = stream_permit(&app, &slot)?;
-    // Typing goes on for as long as the client wants, and keeps no other request of its process waiting.
+    // Typing goes on for as long as the client wants, and keeps no other request of its process
+    // waiting.
     slot.is_endless();
     let known = name.clone();
     let console = ask(&app.requests, |reply| Request::Console { name: known, reply }).await?;
@@ -685,7 +694,8 @@ mod tests {
                 assert_eq!(named, parameters, "{path}: parameters of the path");
                 assert!(operation["summary"].as_str().is_some_and(|s| !s.is_empty()), "{method} {path}");
                 assert!(operation["responses"]["403"].is_object(), "{method} {path}");
-                // Whatever has a body that is read as a whole may be sent too much of it, and too slowly.
+                // Whatever has a body that is read as a whole may be sent too much of it, and too
+                // slowly.
                 let kinds = &operation["requestBody"]["content"];
                 let has_body = kinds.as_object().is_some_and(|kinds| !kinds.contains_key("application/octet-stream"));
                 for status in ["408", "413"] {

@@ -1,6 +1,8 @@
-//! The services that run beside the fabric (`tombolo_rpc`), as Prometheus text: they are processes of their own, each of which tells of itself.
+//! The services that run beside the fabric (`tombolo_rpc`), as Prometheus text: they are processes
+//! of their own, each of which tells of itself.
 //!
-//! A service that does not answer in time is shown as down; it costs a page its timeout, and all of them together at most `TIME_LIMIT`.
+//! A service that does not answer in time is shown as down; it costs a page its timeout, and all of
+//! them together at most `TIME_LIMIT`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! The requests of a control plane for networks across machines: see [`crate::fabric`]'s `span` for what becomes of them.
+//! The requests of a control plane for networks across machines: see [`crate::fabric`]'s `span` for
+//! what becomes of them.
 
 use axum::Json;
 use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Request as HttpRequest, State};
@@ -11,7 +12,8 @@ use super::Request;
 use super::report::{LostAnswer, LostRequest, RemoteConflicts, RemotesReport, RemotesRequest, Span, SpanReport};
 use super::server::{Answer, App, ask, whole_body};
 
-/// Bytes of what one machine has in a network: 4,096 members, each with a long name and 16 long addresses.
+/// Bytes of what one machine has in a network: 4,096 members, each with a long name and 16 long
+/// addresses.
 pub(super) const MAX_REMOTES_BYTES: usize = 4 << 20;
 
 /// The way with room for what one machine has in a network.

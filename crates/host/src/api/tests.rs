@@ -172,7 +172,8 @@ async fn answer(
                 let captures = captures.clone();
                 tokio::spawn(async move {
                     let _ = sender.send(format!("snaplen {snaplen:?}{filter};").into_bytes()).await;
-                    // A quiet port: nothing more ever comes, and only the client's end is to be noticed.
+                    // A quiet port: nothing more ever comes, and only the client's end is to be
+                    // noticed.
                     sender.closed().await;
                     captures.fetch_sub(1, Ordering::SeqCst);
                 });
@@ -526,7 +527,8 @@ const FLOOD_CONNECTIONS: usize = 300;
 struct Flood(Child, Lines<BufReader<ChildStdout>>);
 
 impl Flood {
-    /// Returns when it has connected as often as it wants to. The server may not have accepted the last ones yet.
+    /// Returns when it has connected as often as it wants to. The server may not have accepted the
+    /// last ones yet.
     fn start(stand: &Stand, text: &str) -> Flood {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["api::tests::a_process_that_floods", "--exact", "--nocapture", "--ignored"])
@@ -611,7 +613,8 @@ fn one_process_takes_no_places_from_another() {
             _ => {}
         }
         drop(flood);
-        // While its connections close one after the other, those that waited may still get their turn.
+        // While its connections close one after the other, those that waited may still get their
+        // turn.
         assert!(stand.slow.lock().unwrap().iter().filter(|reply| !reply.is_closed()).count() <= process);
     }
 }

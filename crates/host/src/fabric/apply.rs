@@ -1,9 +1,9 @@
 //! A changed fabric file is carried out on the fabric that runs.
 //!
 //! # Purpose
-//! [`Running::prepare_apply`] reads the file ([`super::config`] a change of it), compares it with what runs ([`crate::difference`]) and
-//! refuses what cannot be done, before anything is changed. [`carry_out`] then does the changes with
-//! the functions by which single members come and go.
+//! [`Running::prepare_apply`] reads the file ([`super::config`] a change of it), compares it with
+//! what runs ([`crate::difference`]) and refuses what cannot be done, before anything is changed.
+//! [`carry_out`] then does the changes with the functions by which single members come and go.
 //!
 //! # Invariants
 //! - `spec` is what runs: it changes with each step that is done, and stays without one that
@@ -12,12 +12,13 @@
 //! - A part that is equal in both is not touched: its ports, processes and connections go on. Only
 //!   the bypass is attached again for all networks, where one that has it changes.
 //! - What goes is taken out before what comes is made, so that names, addresses and listeners are
-//!   free: also bridges, uplinks and forwards of parts that go on with others. Rules of the kernel's
-//!   uplinks are in place before the ports behind them.
+//!   free: also bridges, uplinks and forwards of parts that go on with others. Rules of the
+//!   kernel's uplinks are in place before the ports behind them.
 //! - Steps do not depend on each other's success. One that fails is reported, and the others are
 //!   done.
 //! - No machine starts between the end of its process and its turn here: those that go are marked
-//!   (`is_ending`), and neither a restart that is due nor one that waits for others starts meanwhile.
+//!   (`is_ending`), and neither a restart that is due nor one that waits for others starts
+//!   meanwhile.
 //! - A daemon that is killed meanwhile leaves what every killed daemon leaves: the next `up` reads
 //!   the file, keeps the machines that fit it and starts the others.
 //!
@@ -122,8 +123,8 @@ impl Running {
         Model { plan: Plan { ports, machines, kernel, links }, fabric }
     }
 
-    /// Compares the text of a fabric file with what runs, and looks at all that the changes need. Changes nothing, and keeps
-    /// others from changing the fabric if [`carry_out`] is to follow.
+    /// Compares the text of a fabric file with what runs, and looks at all that the changes need.
+    /// Changes nothing, and keeps others from changing the fabric if [`carry_out`] is to follow.
     ///
     /// # Errors
     /// The file's faults, or what this machine does not have.
@@ -194,8 +195,8 @@ impl Running {
         Ok(Prepared { changes, new, facts, file: path, base, changes_of_file: patch, source, own, report, is_asked })
     }
 
-    /// The file with the members that were added while the fabric ran, and their names: an apply does not end what the file
-    /// never had. One that the file has now is the file's.
+    /// The file with the members that were added while the fabric ran, and their names: an apply
+    /// does not end what the file never had. One that the file has now is the file's.
     fn with_additions(&self, spec: Fabric, own: &[String]) -> Result<(Fabric, Vec<String>), FabricError> {
         let recorded = self.dir.as_ref().map(|dir| dir.owner().additions.clone()).unwrap_or_default();
         // A member of the file would end the container's, as the one that it was until now.
@@ -266,7 +267,8 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
             return Err(FabricError::State("the fabric was taken down meanwhile".into()));
         }
         running.finish_ends(&std::mem::take(&mut ended), &left);
-        // Also those that have a process again, however they came by it: none is taken out with one.
+        // Also those that have a process again, however they came by it: none is taken out with
+        // one.
         let endings = running.begin_ends(&steps);
         if endings.is_empty() {
             break running;
@@ -300,8 +302,8 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     Ok(report)
 }
 
-/// Puts into the report which of its changes failed and why, also what failed of a section that no change is about. Returns
-/// it in a sentence.
+/// Puts into the report which of its changes failed and why, also what failed of a section that no
+/// change is about. Returns it in a sentence.
 fn report_steps(report: &mut ApplyReport, mut failed: BTreeMap<String, String>) -> String {
     for told in &mut report.changes {
         match failed.remove(&told.section) {
@@ -356,8 +358,9 @@ const GOES: [Action; 2] = [Action::Remove, Action::Restart];
 const COMES: [Action; 2] = [Action::Add, Action::Restart];
 
 impl Running {
-    /// Starts what the changes need first, and notes from which file the fabric is now. What is noted is one record: a
-    /// daemon that follows a kill never sees the changes of one file with another, nor a member that is in neither.
+    /// Starts what the changes need first, and notes from which file the fabric is now. What is
+    /// noted is one record: a daemon that follows a kill never sees the changes of one file with
+    /// another, nor a member that is in neither.
     fn note_file(
         &mut self,
         file: &Path,
@@ -383,8 +386,9 @@ impl Running {
         Ok(())
     }
 
-    /// Begins to end the machines that go or start again, and keeps them from being started until [`Running::unmark_ends`]:
-    /// also those without a process, that are about to be started again or wait for others. Returns those that have one.
+    /// Begins to end the machines that go or start again, and keeps them from being started until
+    /// [`Running::unmark_ends`]: also those without a process, that are about to be started again
+    /// or wait for others. Returns those that have one.
     fn begin_ends(&mut self, steps: &Steps) -> Vec<(String, u32, Ending)> {
         let runtime = self.facts.runtime.clone();
         let mut out = Vec::new();
@@ -476,7 +480,8 @@ impl Running {
         });
     }
 
-    /// Takes out the uplinks and forwards of networks that get others: another network's may need their listeners.
+    /// Takes out the uplinks and forwards of networks that get others: another network's may need
+    /// their listeners.
     fn take_uplinks_out(&mut self, steps: &mut Steps) {
         let mut is_relayed = false;
         steps.each(&[Action::Change], |change| {
@@ -492,7 +497,8 @@ impl Running {
             Ok(())
         });
         if is_relayed {
-            // The kernel's rules are all loaded again with those that come; the relay has listeners.
+            // The kernel's rules are all loaded again with those that come; the relay has
+            // listeners.
             self.settle_relay();
         }
     }
@@ -771,7 +777,8 @@ impl Running {
         done
     }
 
-    /// Starts a machine of which the ports are there. One that cannot start stays known, as one that failed.
+    /// Starts a machine of which the ports are there. One that cannot start stays known, as one
+    /// that failed.
     fn put_machine(&mut self, change: &Change, part: &MachinePart) -> Result<(), FabricError> {
         let Some(plan) = &part.plan else { return Ok(()) };
         // Its user stopped it, and starts it again.
@@ -874,7 +881,8 @@ impl Running {
         });
     }
 
-    /// Has every switch judge by the file's rules; one whose rules are the same goes on undisturbed. Returns why one does not.
+    /// Has every switch judge by the file's rules; one whose rules are the same goes on
+    /// undisturbed. Returns why one does not.
     pub(super) fn settle_policies(&self) -> Vec<String> {
         let settle = |spec: &file::Network| {
             let (_, worker) = self.worker_of(&spec.name)?;
@@ -885,8 +893,8 @@ impl Running {
         self.spec.networks.iter().filter_map(settle).collect()
     }
 
-    /// Puts the lists of what runs in the order of the file, which reports follow, and takes over what it says of other machines,
-    /// which additions are checked against.
+    /// Puts the lists of what runs in the order of the file, which reports follow, and takes over
+    /// what it says of other machines, which additions are checked against.
     fn in_order_of(&mut self, file: &Fabric) {
         fn place<T>(list: &[T], is_it: impl Fn(&T) -> bool) -> usize {
             list.iter().position(is_it).unwrap_or(list.len())

@@ -29,7 +29,8 @@ impl Backoff {
     pub(super) const CONTAINER: Backoff =
         Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(30), failures: 0 };
 
-    /// Notes a failure at `now` of what was started at `since`; how long to wait before it is started again.
+    /// Notes a failure at `now` of what was started at `since`; how long to wait before it is
+    /// started again.
     pub(super) fn failed(&mut self, since: Instant, now: Instant) -> Duration {
         let is_calm = now.saturating_duration_since(since) >= CALM;
         self.failures = if is_calm { 1 } else { self.failures.saturating_add(1) };

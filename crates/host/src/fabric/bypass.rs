@@ -1,8 +1,11 @@
-//! The bypass of networks that ask for it: the host's tap and the ways out are attached in this process's network namespace.
+//! The bypass of networks that ask for it: the host's tap and the ways out are attached in this
+//! process's network namespace.
 //!
-//! It is a help and no part of the way: what cannot be attached is said, and traffic flows the kernel's way. An interface may be another
-//! fabric's as well, or the user's own; it is detached when the last of them lets it go. A killed daemon's taps are gone, its other interfaces stay
-//! attached, and traffic flows; the owner record says so, and the next `up` or `down` takes them back.
+//! It is a help and no part of the way: what cannot be attached is said, and traffic flows the
+//! kernel's way. An interface may be another fabric's as well, or the user's own; it is detached
+//! when the last of them lets it go. A killed daemon's taps are gone, its other interfaces stay
+//! attached, and traffic flows; the owner record says so, and the next `up` or `down` takes them
+//! back.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -28,7 +31,8 @@ fn outputs(named: &[String]) -> Vec<String> {
 /// How often the daemon looks at the controller of its networks' bypass.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// Has a controller that ended, is stopped or hangs replaced, until it is aborted. The lock of the place may be waited for, so that is left to another thread.
+/// Has a controller that ended, is stopped or hangs replaced, until it is aborted. The lock of the
+/// place may be waited for, so that is left to another thread.
 async fn watch(place: Place, say: Say) {
     let mut told = String::new();
     loop {

@@ -13,7 +13,8 @@ use tombolo_switch::filter::Filter;
 use super::{FabricError, Running};
 use crate::api::CaptureOf;
 
-/// Pieces of about 32 KiB that may wait for the reader; beyond that frames wait in the capture, and are left out when that is full.
+/// Pieces of about 32 KiB that may wait for the reader; beyond that frames wait in the capture, and
+/// are left out when that is full.
 const PIECES: usize = 2;
 /// Bytes of frames that may wait, in all captures of the daemon.
 const MEMORY_BYTES: usize = 64 << 20;
@@ -25,8 +26,8 @@ const LOOK: Duration = Duration::from_millis(250);
 /// Memory of all captures of this process.
 static MEMORY: OnceLock<Arc<CaptureMemory>> = OnceLock::new();
 
-/// Waits until the reader has room for a piece; `false` if it has gone. What waits behind the piece is given up when that takes
-/// too long, so that a reader that was forgotten holds no memory.
+/// Waits until the reader has room for a piece; `false` if it has gone. What waits behind the piece
+/// is given up when that takes too long, so that a reader that was forgotten holds no memory.
 fn hand_over(pieces: &mpsc::Sender<Vec<u8>>, mut piece: Vec<u8>, capture: &mut Capture) -> bool {
     let begun = Instant::now();
     let mut pause = Duration::from_millis(1);
@@ -72,7 +73,8 @@ fn started(name: &str, mut capture: Capture) -> Result<mpsc::Receiver<Vec<u8>>, 
 }
 
 impl Running {
-    /// Captures a port or network until the receiver is dropped, or the port or the last one of the network goes.
+    /// Captures a port or network until the receiver is dropped, or the port or the last one of the
+    /// network goes.
     ///
     /// # Errors
     /// If there is none of that name.

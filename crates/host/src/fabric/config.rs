@@ -1,15 +1,17 @@
 //! The configuration that runs is read and changed by commands and the API.
 //!
 //! # Purpose
-//! A change is a merge patch of what the file says ([`crate::config`]). The changed text goes the way of a changed file:
-//! it is read, compared and applied by [`super::apply`].
+//! A change is a merge patch of what the file says ([`crate::config`]). The changed text goes the
+//! way of a changed file: it is read, compared and applied by [`super::apply`].
 //!
 //! # Invariants
-//! - The file is not written. `changes` of the owner record is the patch that makes what was asked for of the file's
-//!   content, as it was last read. A daemon that follows a crash or takes over changes the file's content so too.
-//! - An `apply` ends all changes: then what the file says holds again. So do `down`, and a start from another file.
-//! - Members that were added (`additions` of the owner record) are a part of what is read. One that a change is about
-//!   is the configuration's from then on, and is an addition no more.
+//! - The file is not written. `changes` of the owner record is the patch that makes what was asked
+//!   for of the file's content, as it was last read. A daemon that follows a crash or takes over
+//!   changes the file's content so too.
+//! - An `apply` ends all changes: then what the file says holds again. So do `down`, and a start
+//!   from another file.
+//! - Members that were added (`additions` of the owner record) are a part of what is read. One that
+//!   a change is about is the configuration's from then on, and is an addition no more.
 
 use std::path::Path;
 
@@ -62,7 +64,8 @@ pub(super) fn keys_of(changes: &Map<String, Value>) -> String {
     config::paths(&Value::Object(changes.clone())).join(", ")
 }
 
-/// Changes what a start has read from the file, as the daemon before was asked to. If that no longer fits, the file holds.
+/// Changes what a start has read from the file, as the daemon before was asked to. If that no
+/// longer fits, the file holds.
 pub(super) fn restore(
     spec: Fabric,
     base: Option<&Document>,
@@ -161,8 +164,9 @@ fn without_sections(root: &Value, addition: &Value) -> Option<Value> {
     Some(out)
 }
 
-/// The sections of an addition with `on`, for a file of several machines. A member that one machine alone has gets another MAC
-/// address from its name than one of an addition, so its address is said too.
+/// The sections of an addition with `on`, for a file of several machines. A member that one machine
+/// alone has gets another MAC address from its name than one of an addition, so its address is said
+/// too.
 fn on_this_machine(mut root: Value, spec: &Fabric) -> Value {
     let Some(here) = &spec.here else { return root };
     let macs = |word: &str, name: &String| -> Option<Value> {
@@ -202,8 +206,8 @@ fn names(root: &Value, member: &str) -> bool {
     NAMING.iter().any(|word| root.get(*word).is_some_and(|list| has(list, member)))
 }
 
-/// `root` without the additions that are in it as they were added, but for those to `keep`. Returns the members of the others
-/// too.
+/// `root` without the additions that are in it as they were added, but for those to `keep`. Returns
+/// the members of the others too.
 fn without_additions(
     mut root: Value,
     additions: &[(&Addition, Value)],
@@ -254,7 +258,8 @@ fn without_name(item: &Value, name: &str) -> Option<Value> {
     Some(item)
 }
 
-/// `root` without a tap or port. With `all`, also without what names it: the forwards to it, and its name in rules and mirrors.
+/// `root` without a tap or port. With `all`, also without what names it: the forwards to it, and
+/// its name in rules and mirrors.
 fn without_member(root: &Value, name: &str, all: bool) -> Value {
     let mut root = root.clone();
     for word in ["tap", "port"] {
@@ -294,7 +299,8 @@ pub(super) fn changes_without(
     changes_to(base, &gone.fold(now, |root, name| without_member(&root, name.as_ref(), true)))
 }
 
-/// What rules and mirrors of a configuration lose with a member: how each of them changes, for people.
+/// What rules and mirrors of a configuration lose with a member: how each of them changes, for
+/// people.
 fn losses(root: &Value, name: &str) -> Option<String> {
     if is_group(root, name) {
         return None;
@@ -311,7 +317,8 @@ fn losses(root: &Value, name: &str) -> Option<String> {
     (!all.is_empty()).then(|| format!("the container \"{name}\" has ended, and what names it goes: {}", all.join("; ")))
 }
 
-/// What the rules and mirrors of a configuration lose with the members that have gone, a sentence each.
+/// What the rules and mirrors of a configuration lose with the members that have gone, a sentence
+/// each.
 pub(super) fn lost_by_policies(
     base: Option<&Document>,
     changes: &Map<String, Value>,
@@ -380,11 +387,12 @@ impl Running {
         })
     }
 
-    /// Compares what runs with its configuration as `patch` changes it, as [`Running::prepare_apply`] does with a file.
+    /// Compares what runs with its configuration as `patch` changes it, as
+    /// [`Running::prepare_apply`] does with a file.
     ///
     /// # Errors
-    /// A patch that is none, another revision than the one asked for, faults of the changed configuration, or what this
-    /// machine does not have.
+    /// A patch that is none, another revision than the one asked for, faults of the changed
+    /// configuration, or what this machine does not have.
     pub(super) fn prepare_change(&mut self, patch: &Value, query: &ConfigQuery) -> Result<Prepared, FabricError> {
         if !patch.is_object() || config::has_null_in_list(patch) {
             let text = "expected a JSON merge patch (RFC 7386): an object of sections without null in lists";
@@ -403,7 +411,8 @@ impl Running {
         let (mut own, changed, spec) = match parse(&changed, &self.file, self.spec.which()) {
             Ok(spec) => (own, changed, spec),
             Err(error) => {
-                // A forward or a rule may name members that were added. These are the configuration's from then on.
+                // A forward or a rule may name members that were added. These are the
+                // configuration's from then on.
                 let named = |addition: &Addition| addition.names.iter().any(|name| names(&changed.root, name));
                 let (more, kept) = without_additions(full, &additions, &base, named);
                 if more.len() == own.len() {
@@ -421,7 +430,8 @@ impl Running {
         self.prepare_wanted(Wanted { spec, own, file, base: Some(base), changes, source, dry_run: query.dry_run })
     }
 
-    /// Whether a change from `before` to `after`, of which `spec` is read, is about this machine of a file for several.
+    /// Whether a change from `before` to `after`, of which `spec` is read, is about this machine of
+    /// a file for several.
     ///
     /// # Errors
     /// It is about a member that only another machine has: it would be without effect here.
@@ -450,8 +460,8 @@ impl Running {
     /// Whether the configuration fits without a tap or port of it.
     ///
     /// # Errors
-    /// What names it, such as a rule. One that does not fit with it either, such as one with an image that was deleted since,
-    /// keeps nothing from going.
+    /// What names it, such as a rule. One that does not fit with it either, such as one with an
+    /// image that was deleted since, keeps nothing from going.
     pub(super) fn can_remove(&self, name: &str) -> Result<(), FabricError> {
         let Some(base) = &self.base else { return Ok(()) };
         let now = with_changes(base, &self.changes());
@@ -472,7 +482,8 @@ impl Running {
         }
     }
 
-    /// Takes note that a tap or port of the configuration was removed; with `all`, what names it too.
+    /// Takes note that a tap or port of the configuration was removed; with `all`, what names it
+    /// too.
     pub(super) fn note_removed(&mut self, name: &str, all: bool) {
         let Some(base) = &self.base else { return };
         let before = with_changes(base, &self.changes());
@@ -488,7 +499,8 @@ impl Running {
         self.events.add(Kind::Apply, Told::of(name), &lost);
     }
 
-    /// The keys that were changed since the file was read, and that a file of this content says otherwise.
+    /// The keys that were changed since the file was read, and that a file of this content says
+    /// otherwise.
     pub(super) fn reverted(&self, content: Option<&Document>) -> Vec<String> {
         let (Some(base), Some(content)) = (&self.base, content) else { return vec![] };
         let changes = self.changes();

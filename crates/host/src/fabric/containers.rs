@@ -9,29 +9,30 @@
 //! removes the port where it is not.
 //!
 //! # Invariants
-//! - A namespace is known by the device and inode of its path, and by the kernel's cookie: the kernel
-//!   gives an inode's number to the next namespace, and a cookie never again. A pid that is used
-//!   again, or a name that is given again, is another namespace.
-//! - The device is persistent. It ends with its namespace, with `down`, or the plugin deletes it. So a
-//!   container keeps it while the daemon is away. `down` deletes only what it can tell for the device
-//!   that it had: in the same namespace, with the same name and MAC address.
+//! - A namespace is known by the device and inode of its path, and by the kernel's cookie: the
+//!   kernel gives an inode's number to the next namespace, and a cookie never again. A pid that is
+//!   used again, or a name that is given again, is another namespace.
+//! - The device is persistent. It ends with its namespace, with `down`, or the plugin deletes it.
+//!   So a container keeps it while the daemon is away. `down` deletes only what it can tell for the
+//!   device that it had: in the same namespace, with the same name and MAC address.
 //! - A vhost-user port of a container's virtual machine has nothing in the namespace. The namespace
 //!   only tells how long the container lives.
 //! - A daemon that starts forgets the ports whose namespace or device is gone. They are no fault. A
 //!   port whose device cannot be attached, or is another one than before, is parked
 //!   ([`super::parked`]): a container never keeps its fabric from starting.
 //! - A start that fails leaves the interfaces of the containers that an earlier daemon had.
-//! - A container's name comes from the program that starts it: in Kubernetes, from each user who may
-//!   create a pod. So it has no more rights than that of a DHCP client. The file's author may choose
-//!   any name.
+//! - A container's name comes from the program that starts it: in Kubernetes, from each user who
+//!   may create a pod. So it has no more rights than that of a DHCP client. The file's author may
+//!   choose any name.
 //!
-//! - What looks at a namespace while the fabric runs does so on a thread of its own, without the lock of [`Running`]. An
-//!   addition opens the namespace under the lock: the plugin has opened it before, and waits instead of the daemon if
-//!   the path leads to a file system that does not answer.
+//! - What looks at a namespace while the fabric runs does so on a thread of its own, without the
+//!   lock of [`Running`]. An addition opens the namespace under the lock: the plugin has opened it
+//!   before, and waits instead of the daemon if the path leads to a file system that does not
+//!   answer.
 //!
 //! # Limits
-//! The namespace of a container that dies without DEL is there for up to two seconds. If a path leads to a file system that
-//! stops to answer later, the ends of all containers wait for it.
+//! The namespace of a container that dies without DEL is there for up to two seconds. If a path
+//! leads to a file system that stops to answer later, the ends of all containers wait for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
@@ -81,7 +82,8 @@ impl Identity {
 /// Where the ports of containers lead, by their names.
 pub(crate) type Containers = BTreeMap<String, ContainerPlace>;
 
-/// How long `down` waits for the taps of containers to go. A path may lead to a file system that does not answer.
+/// How long `down` waits for the taps of containers to go. A path may lead to a file system that
+/// does not answer.
 const DELETES: Duration = Duration::from_secs(60);
 
 /// The file of a namespace that is called so, as [`Netns::open`] finds it.
@@ -106,8 +108,9 @@ fn identity(path: &Path) -> Option<Identity> {
     identities([path].into_iter()).into_iter().next().flatten()
 }
 
-/// Whether an error says that what was looked for is not there. Another one, such as too few descriptors or no right to
-/// look, says nothing of it: the container is kept, and its port is tried again.
+/// Whether an error says that what was looked for is not there. Another one, such as too few
+/// descriptors or no right to look, says nothing of it: the container is kept, and its port is
+/// tried again.
 fn says_gone(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
 }
@@ -128,7 +131,8 @@ fn tap_has_gone(tap: &Tap) -> bool {
     }
 }
 
-/// Whether a container's namespace has ended, or is another one than the daemon before this one saw. `recorded` has what that was.
+/// Whether a container's namespace has ended, or is another one than the daemon before this one
+/// saw. `recorded` has what that was.
 fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
     match (identity(&path_of(member.netns)), recorded.get(member.name)) {
         (None, _) => std::fs::metadata(path_of(member.netns)).is_err_and(|error| says_gone(&error)),
@@ -148,8 +152,8 @@ fn interface(netns: Option<&str>, device: &str) -> Option<Interface> {
     Interface::open(netns.as_ref(), device).ok()
 }
 
-/// Whether what is in a container's namespace now is what its port had, as far as it was noted. The error says what is there
-/// instead. It may wait for the file system that the path leads to.
+/// Whether what is in a container's namespace now is what its port had, as far as it was noted. The
+/// error says what is there instead. It may wait for the file system that the path leads to.
 pub(super) fn check_place(place: &ContainerPlace) -> Result<(), String> {
     if identity(&place.netns) != Some(Identity::of(place)) {
         return Err(format!("the namespace at {} is not that of its container any more", place.netns.display()));
@@ -165,7 +169,8 @@ pub(super) fn check_place(place: &ContainerPlace) -> Result<(), String> {
     }
 }
 
-/// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it stays.
+/// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it
+/// stays.
 fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
     let is_same = || identity(&place.netns) == Some(Identity::of(place));
     let Some((device, mac)) = place.tap.as_ref().filter(|_| is_same()) else { return Ok(()) };
@@ -178,8 +183,8 @@ fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
     Interface::delete_own(&netns, device, *mac).map(drop)
 }
 
-/// Forgets the ports of containers that ended while no daemon ran. Also returns what rules and mirrors have lost by that, a
-/// sentence for each container.
+/// Forgets the ports of containers that ended while no daemon ran. Also returns what rules and
+/// mirrors have lost by that, a sentence for each container.
 pub(super) fn without_gone(
     mut spec: Fabric,
     base: Option<&Document>,
@@ -236,7 +241,8 @@ impl Running {
         self.spec.taps.iter().find(|tap| member.word == "tap" && tap.name == member.name)
     }
 
-    /// Whether a note of an earlier version, or of a port that was parked then, lacks what can be known now.
+    /// Whether a note of an earlier version, or of a port that was parked then, lacks what can be
+    /// known now.
     fn lacks(&self, member: &Contained<'_>, known: &ContainerPlace) -> bool {
         self.tap_of(member).is_some() && (known.tap.is_none() || known.index.is_none())
     }
@@ -252,7 +258,8 @@ impl Running {
         ContainerPlace { netns, inode: found.inode, cookie: found.cookie, tap, index }
     }
 
-    /// Whether a fault of this machine is about a container: its port is parked, or its forward takes the place of another.
+    /// Whether a fault of this machine is about a container: its port is parked, or its forward
+    /// takes the place of another.
     pub(super) fn is_of_container(&self, fault: &HostFault) -> bool {
         let section = &fault.section[..];
         let is_forward = |i: &str| {
@@ -297,7 +304,8 @@ impl Running {
         }
     }
 
-    /// Whether the containers among the members `names` of `spec`, which are to be added, may have these names.
+    /// Whether the containers among the members `names` of `spec`, which are to be added, may have
+    /// these names.
     ///
     /// # Errors
     /// One is a name that no client gets by asking for it, or that of a client with a lease.

@@ -1,14 +1,17 @@
-//! Machines that are domains of Xen: created, judged by how they ended, and destroyed where nothing watches them.
+//! Machines that are domains of Xen: created, judged by how they ended, and destroyed where nothing
+//! watches them.
 //!
-//! The process of such a machine is the `xl` that creates its domain and waits for its end ([`crate::xen`]). What is
-//! different from QEMU is here: a domain outlives a killed `xl`, and the log of `xl`, not its exit status, tells the end.
+//! The process of such a machine is the `xl` that creates its domain and waits for its end
+//! ([`crate::xen`]). What is different from QEMU is here: a domain outlives a killed `xl`, and the
+//! log of `xl`, not its exit status, tells the end.
 //!
 //! # Saved domains
-//! `xl save` suspends a domain, writes it into a file, and destroys it. To the fabric the machine is stopped, and no restart
-//! policy starts it. `xl restore` makes a domain of the same name and UUID. XenStore tells of each new domain ([`follow`]), so
-//! the fabric finds it, and starts a `tombolo domain-watch` as the machine's process ([`crate::xen::watcher`]). The port finds
-//! the domain by its name as after any start. A checkpoint (`xl save -c`), or a save that fails, resumes the domain, which
-//! is found in the same way.
+//! `xl save` suspends a domain, writes it into a file, and destroys it. To the fabric the machine
+//! is stopped, and no restart policy starts it. `xl restore` makes a domain of the same name and
+//! UUID. XenStore tells of each new domain ([`follow`]), so the fabric finds it, and starts a
+//! `tombolo domain-watch` as the machine's process ([`crate::xen::watcher`]). The port finds the
+//! domain by its name as after any start. A checkpoint (`xl save -c`), or a save that fails,
+//! resumes the domain, which is found in the same way.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -32,8 +35,8 @@ use crate::xen::toolstack::{self, Listed, SUSPENDED, State};
 use crate::xen::watcher;
 use crate::{console, process};
 
-/// How often a domain is looked at that is being saved or restored: no event tells that this is over. At first, and at last: a
-/// guest can also suspend itself, for ever.
+/// How often a domain is looked at that is being saved or restored: no event tells that this is
+/// over. At first, and at last: a guest can also suspend itself, for ever.
 const LOOK: Duration = Duration::from_millis(500);
 const LAST_LOOK: Duration = Duration::from_secs(10);
 /// How long an `xl` or XenStore that did not answer is left alone.
@@ -51,8 +54,8 @@ fn read_log(path: &Path) -> String {
     std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
 }
 
-/// How a domain ended, and whether well: by the log of its `xl`, else by how that ended itself; `None` as the status where
-/// another process had started it.
+/// How a domain ended, and whether well: by the log of its `xl`, else by how that ended itself;
+/// `None` as the status where another process had started it.
 pub(super) fn classify_end(log: &Path, status: Option<ExitStatus>) -> (String, bool) {
     toolstack::end_in_log(&read_log(log)).unwrap_or_else(|| {
         let who = if read_log(log).starts_with(watcher::FIRST_WORDS) { "the domain's watcher" } else { "xl" };
@@ -70,8 +73,8 @@ pub(super) fn is_suspended(log: &Path) -> bool {
     toolstack::is_suspended_in_log(&read_log(log))
 }
 
-/// Ends the `xl` of a domain that was suspended. It only waits for its own child, which copies the console, and would
-/// take what is printed from the next one. Blocks for up to a few seconds.
+/// Ends the `xl` of a domain that was suspended. It only waits for its own child, which copies the
+/// console, and would take what is printed from the next one. Blocks for up to a few seconds.
 pub(super) fn end_xl(process: &process::Process) {
     if process.is_running() {
         // Started as the leader of a group, whose number is not reused as long as it runs.
@@ -81,9 +84,10 @@ pub(super) fn end_xl(process: &process::Process) {
     }
 }
 
-/// Follows a domain that was suspended: takes note of its end, and has it watched again once it goes on. `pid` is the ended
-/// process of a machine that still counts as running; it does so until the domain is gone, so that none of its name is created
-/// meanwhile. Ends when the machine is another's affair: started, stopped, or removed.
+/// Follows a domain that was suspended: takes note of its end, and has it watched again once it
+/// goes on. `pid` is the ended process of a machine that still counts as running; it does so until
+/// the domain is gone, so that none of its name is created meanwhile. Ends when the machine is
+/// another's affair: started, stopped, or removed.
 pub(super) async fn follow(fabric: &Weak<tokio::sync::Mutex<Running>>, machine: &str, pid: Option<u32>) {
     let (mut pid, mut events) = (pid, None);
     // Since when each look has found it suspended.
@@ -167,7 +171,8 @@ impl Running {
         (pid.is_some() || is_saved()).then_some(domain)
     }
 
-    /// Machines of the plan whose domains were saved, as far as the plan still has the same domains.
+    /// Machines of the plan whose domains were saved, as far as the plan still has the same
+    /// domains.
     pub(super) fn saved_machines(&self, plan: &Plan) -> Vec<String> {
         let is_saved = |machine: &&MachinePlan| {
             let fits = machine.domain.as_ref().is_some_and(|domain| self.unfit_domain(domain).is_none());
@@ -194,7 +199,8 @@ impl Running {
         Ok(())
     }
 
-    /// Starts the `xl` that creates a machine's domain, with the machine's console as its standard streams.
+    /// Starts the `xl` that creates a machine's domain, with the machine's console as its standard
+    /// streams.
     pub(super) fn spawn_xl(&mut self, plan: &MachinePlan, domain: &Domain) -> Result<Child, FabricError> {
         let runtime = self.facts.runtime.clone();
         // In the record before there is one.
@@ -211,7 +217,8 @@ impl Running {
         let printed = console::make_output(&runtime, &plan.name).map_err(spawn)?;
         let complaints = self.complaints(&plan.name).map_err(spawn)?;
         let mut command = Command::new(&plan.argv[0]);
-        // What is typed goes to the domain's terminal: xenconsole reads its standard input only where that is one.
+        // What is typed goes to the domain's terminal: xenconsole reads its standard input only
+        // where that is one.
         command.args(&plan.argv[1..]).stdin(Stdio::null()).stdout(printed).stderr(complaints);
         // A group of its own: a terminal's ^C is for the daemon, which ends its guests in order.
         command.process_group(0);
@@ -236,8 +243,8 @@ impl Running {
         (recorded != planned).then(|| format!("its section has changed: {}", config::difference(recorded, planned)))
     }
 
-    /// Destroys domains of the record, and of the plan, that no `xl` watches: all but those of the machines that are
-    /// `kept`. Takes them out of the record.
+    /// Destroys domains of the record, and of the plan, that no `xl` watches: all but those of the
+    /// machines that are `kept`. Takes them out of the record.
     pub(super) async fn destroy_left(&mut self, plan: Option<&Plan>, kept: &[String]) {
         let Some(dir) = &self.dir else { return };
         let planned = plan.iter().flat_map(|plan| &plan.machines).filter_map(|machine| machine.domain.as_ref());
@@ -287,8 +294,8 @@ impl Running {
         }
     }
 
-    /// Name and number for `status`, and whether it is followed ([`follow`]), its process having ended. `None`: the machine is not
-    /// a Xen domain.
+    /// Name and number for `status`, and whether it is followed ([`follow`]), its process having
+    /// ended. `None`: the machine is not a Xen domain.
     pub(super) fn domain_report(&self, plan: &MachinePlan, runs: bool, has_no_process: bool) -> Option<DomainReport> {
         let domain = plan.domain.as_ref()?;
         let id = if runs { self.domain_id(&plan.name) } else { None };
@@ -301,8 +308,8 @@ impl Running {
         toolstack::id_in_log(&read_log(&self.log_path(machine)))
     }
 
-    /// How to find out where the console of a machine takes input, where it is a domain. It asks XenStore, so it is not for
-    /// the async runtime's own thread.
+    /// How to find out where the console of a machine takes input, where it is a domain. It asks
+    /// XenStore, so it is not for the async runtime's own thread.
     pub(super) fn domain_input(&self, machine: &str) -> Option<impl FnOnce() -> Option<PathBuf> + use<>> {
         self.domain_of(machine)?;
         let id = self.domain_id(machine);

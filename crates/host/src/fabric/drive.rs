@@ -40,7 +40,8 @@ fn answer<T>(reply: Reply<T>, result: Result<T, FabricError>) {
     let _ = reply.send(result.map_err(Refusal::from));
 }
 
-/// Starts answering. The receiver is told once the fabric is down; a sender of requests that closed before changes nothing.
+/// Starts answering. The receiver is told once the fabric is down; a sender of requests that closed
+/// before changes nothing.
 pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
     let (sender, mut receiver) = mpsc::channel(QUEUE);
     let (ended, end) = oneshot::channel();
@@ -66,8 +67,9 @@ pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
     (sender, end)
 }
 
-/// Requests that wait. Short ones go first, but not past each other, and after those that are there at one time comes one of
-/// the others: neither `status` in an endless loop nor machines that are slow to start keep the other kind waiting.
+/// Requests that wait. Short ones go first, but not past each other, and after those that are there
+/// at one time comes one of the others: neither `status` in an endless loop nor machines that are
+/// slow to start keep the other kind waiting.
 #[derive(Default)]
 struct Waiting {
     short: VecDeque<Request>,
@@ -185,7 +187,8 @@ async fn serve(shared: &Shared, request: Request) {
         Request::Config(reply) => answer(reply, shared.running.lock().await.config_report()),
         Request::Status(reply) => answer(reply, shared.running.lock().await.status()),
         Request::Events(reply) => answer(reply, Ok(shared.running.lock().await.events.clone())),
-        // Who asked for it has gone, such as a plugin that was killed: it, or who started it, clears up what is there by now.
+        // Who asked for it has gone, such as a plugin that was killed: it, or who started it,
+        // clears up what is there by now.
         Request::AddPorts { reply, .. } if reply.is_closed() => {}
         Request::AddPorts { sections, reply } => {
             let mut running = shared.running.lock().await;

@@ -47,19 +47,22 @@ fn destroy<'d>(domains: &[&'d Domain]) -> Vec<(&'d Domain, String)> {
     })
 }
 
-/// Ends machines side by side: domains by the toolstack, those with a button by that, if they are off in time; then SIGTERM
-/// to all, then SIGKILL to those that do not end within two seconds. Says and returns which domains may run on.
+/// Ends machines side by side: domains by the toolstack, those with a button by that, if they are
+/// off in time; then SIGTERM to all, then SIGKILL to those that do not end within two seconds. Says
+/// and returns which domains may run on.
 pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) -> Vec<Domain> {
     if endings.is_empty() {
         return Vec::new();
     }
     let say = say.clone();
     let work = move || {
-        // A script that started QEMU and waits for it has the same monitor: the button is pressed once.
+        // A script that started QEMU and waits for it has the same monitor: the button is pressed
+        // once.
         let mut sockets: Vec<&PathBuf> = endings.iter().filter_map(|e| e.button.as_ref()).collect();
         sockets.sort();
         sockets.dedup();
-        // Side by side, since each may take seconds. A monitor that does not answer is no reason to wait.
+        // Side by side, since each may take seconds. A monitor that does not answer is no reason to
+        // wait.
         let answered: Vec<&PathBuf> = std::thread::scope(|scope| {
             let mut pressed = Vec::new();
             for socket in sockets {

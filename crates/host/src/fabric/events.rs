@@ -1,23 +1,27 @@
 //! What happened in a fabric: kept in memory for those who ask, and on the disk for the day after.
 //!
 //! # Purpose
-//! Each change worth knowing becomes one [`EventReport`]: starts, ends and deaths of machines, links of ports that come up or
-//! go down, faults, leases, forwards, changes that users made. The log answers "what happened overnight", also after a
-//! restart. It is not the daemon's log (`log`), which has sentences for people, nor a counter: what a peer can repeat at will is
-//! merged and rationed here (`Ration`), and counted elsewhere.
+//! Each change worth knowing becomes one [`EventReport`]: starts, ends and deaths of machines,
+//! links of ports that come up or go down, faults, leases, forwards, changes that users made. The
+//! log answers "what happened overnight", also after a restart. It is not the daemon's log (`log`),
+//! which has sentences for people, nor a counter: what a peer can repeat at will is merged and
+//! rationed here (`Ration`), and counted elsewhere.
 //!
 //! # Invariants
 //! - Numbers grow by one and go on where the daemon before ended.
-//! - `Events::add` never waits: not for the disk, and not for a reader. The file is written by a thread behind a bounded
-//!   queue. A reader holds no place here; it asks for what follows a number, and is told how many it has missed.
+//! - `Events::add` never waits: not for the disk, and not for a reader. The file is written by a
+//!   thread behind a bounded queue. A reader holds no place here; it asks for what follows a
+//!   number, and is told how many it has missed.
 //! - A guest cannot push others' events out faster than its ration allows.
 //!
 //! # Files
-//! `events.jsonl` in the state folder has one event per line as the API gives it, and `events.1.jsonl` is its predecessor; each
-//! has at most [`FILE_BYTES`]. Lines that cannot be read (torn by a crash or a full disk) are skipped.
+//! `events.jsonl` in the state folder has one event per line as the API gives it, and
+//! `events.1.jsonl` is its predecessor; each has at most [`FILE_BYTES`]. Lines that cannot be read
+//! (torn by a crash or a full disk) are skipped.
 //!
 //! # Limits
-//! [`KEPT`] events in memory, `QUEUE` that wait for the disk; those beyond are on no disk, and counted as `unwritten`.
+//! [`KEPT`] events in memory, `QUEUE` that wait for the disk; those beyond are on no disk, and
+//! counted as `unwritten`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::{File, OpenOptions};
@@ -51,7 +55,8 @@ const TEXT_CHARS: usize = 400;
 const FINISH: Duration = Duration::from_secs(2);
 /// How long a handover waits for the disk; what comes later is in no file.
 const FLUSH: Duration = Duration::from_millis(200);
-/// After a look at the ports, how long until the next one: what changes twice meanwhile is seen once.
+/// After a look at the ports, how long until the next one: what changes twice meanwhile is seen
+/// once.
 const PAUSE: Duration = Duration::from_millis(250);
 /// How often is looked again while a port's change waits for its ration.
 const AGAIN: Duration = Duration::from_secs(2);
@@ -251,8 +256,8 @@ impl Events {
         }
     }
 
-    /// Reads what was kept in `folder`, numbers the events that came meanwhile, and writes from now on. Without `folder` they are
-    /// in memory alone.
+    /// Reads what was kept in `folder`, numbers the events that came meanwhile, and writes from now
+    /// on. Without `folder` they are in memory alone.
     pub(crate) fn open(&self, folder: Option<&Path>, say: &Say) {
         if self.ring().is_open {
             return;
@@ -283,8 +288,9 @@ impl Events {
         self.0.last.send_replace(last);
     }
 
-    /// At most `limit` events after number `after`, the oldest first, and how many in between are not kept any more. A number
-    /// that was not given yet is of another log: the answer begins with the first.
+    /// At most `limit` events after number `after`, the oldest first, and how many in between are
+    /// not kept any more. A number that was not given yet is of another log: the answer begins with
+    /// the first.
     pub fn after(&self, after: Option<u64>, limit: usize) -> Answer {
         let ring = self.ring();
         let first = ring.events.front().filter(|_| ring.is_open).map_or(ring.last + 1, |event| event.id);
@@ -347,7 +353,8 @@ impl Files {
     pub fn load(&self) -> VecDeque<EventReport> {
         let mut out: VecDeque<EventReport> = VecDeque::new();
         for path in [&self.before, &self.now] {
-            // One that is not there is a fabric's first start. Of one that somebody made longer, the start is read.
+            // One that is not there is a fabric's first start. Of one that somebody made longer,
+            // the start is read.
             let mut text = Vec::new();
             let _ = File::open(path).and_then(|file| file.take(2 * FILE_BYTES).read_to_end(&mut text));
             for line in text.split(|byte| *byte == b'\n') {
@@ -529,7 +536,8 @@ impl Running {
             });
             there.push(name.clone());
             if told.token != port.token {
-                // Another one of that name; its ration goes on, so that adding it again earns nothing.
+                // Another one of that name; its ration goes on, so that adding it again earns
+                // nothing.
                 (told.token, told.faults, told.restarts) = (port.token, 0, 0);
             }
             let network = status.networks.iter().find(|n| n.id == port.network);

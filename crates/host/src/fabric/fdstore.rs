@@ -1,8 +1,10 @@
-//! The fd store of a running fabric: the process that holds what outlives the daemon, found or started.
+//! The fd store of a running fabric: the process that holds what outlives the daemon, found or
+//! started.
 //!
-//! It is a child that leaves the daemon's process group. The next daemon finds it by its socket in the runtime directory.
-//! It ends when the fabric does, and by itself when the daemon and everything alive that it holds are gone.
-//! Every fabric with vhost-user ports or ivshmem links has one; others get one for the time of a handover.
+//! It is a child that leaves the daemon's process group. The next daemon finds it by its socket in
+//! the runtime directory. It ends when the fabric does, and by itself when the daemon and
+//! everything alive that it holds are gone. Every fabric with vhost-user ports or ivshmem links has
+//! one; others get one for the time of a handover.
 
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -27,8 +29,8 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a store that was told to end may take to be gone.
 const ENDS: Duration = Duration::from_millis(500);
 
-/// The store itself: what the hidden subcommand of the program runs. Its standard input is its listening socket, which is
-/// at `path`.
+/// The store itself: what the hidden subcommand of the program runs. Its standard input is its
+/// listening socket, which is at `path`.
 ///
 /// # Errors
 /// In words.
@@ -69,8 +71,8 @@ impl Finder {
         self.running().is_none() && !process::fd_stores(&self.path).is_empty()
     }
 
-    /// The store that runs. One that was killed may still have its socket for an instant, and one that hangs has it for
-    /// ever: so it has to answer.
+    /// The store that runs. One that was killed may still have its socket for an instant, and one
+    /// that hangs has it for ever: so it has to answer.
     pub(crate) fn running(&self) -> Option<FdStore> {
         FdStore::connect(&self.path).ok().filter(|fd_store| fd_store.list_of("nothing has this name").is_ok())
     }
@@ -86,8 +88,9 @@ impl Finder {
         }
     }
 
-    /// Ends a store that can be connected to and does not answer, and starts another. Who keeps something in the old one
-    /// finds it lost with the next word to it, and keeps it in the new one. Returns whether that was so.
+    /// Ends a store that can be connected to and does not answer, and starts another. Who keeps
+    /// something in the old one finds it lost with the next word to it, and keeps it in the new
+    /// one. Returns whether that was so.
     pub(crate) fn replace_hung(&self) -> bool {
         if super::heal::is_missing(&self.path) || !self.is_cut_off() {
             return false;
@@ -204,7 +207,8 @@ impl Running {
         }
     }
 
-    /// Everything is taken up: the rest of what an earlier daemon left goes, and the store with it if it has no use.
+    /// Everything is taken up: the rest of what an earlier daemon left goes, and the store with it
+    /// if it has no use.
     pub(crate) fn settle_store(&mut self, plan: &Plan) {
         let Some(store) = &self.store else { return };
         store.forget_all(&super::handover::records(store, &self.taken));
@@ -233,7 +237,8 @@ impl Running {
         }
     }
 
-    /// Has the store listen at its path again where that was deleted; whether it is to be looked at again.
+    /// Has the store listen at its path again where that was deleted; whether it is to be looked at
+    /// again.
     pub(crate) fn restore_store(&self) -> bool {
         let Some(store) = self.store.as_ref().filter(|_| super::heal::is_missing(self.finder.path())) else {
             return false;

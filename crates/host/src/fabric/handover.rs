@@ -1,4 +1,5 @@
-//! Planned handover: another daemon takes the fabric over while its guests run. See docs/upgrade.md.
+//! Planned handover: another daemon takes the fabric over while its guests run. See
+//! docs/upgrade.md.
 //!
 //! ```text
 //!   new daemon                                   old daemon
@@ -14,16 +15,21 @@
 //! ```
 //!
 //! # What failure does
-//! - The new daemon fails, ends or says nothing for two seconds before "commit": the old one goes on.
-//! - The new daemon ends after "commit", or cannot make what its file says: everything is in the store, and the next `up`
-//!   takes it from there. What can be refused is refused before it asks ([`Standing`](super::standing::Standing)).
-//! - The old daemon is killed meanwhile: the lock is free, and what it has put is taken as after a crash.
+//! - The new daemon fails, ends or says nothing for two seconds before "commit": the old one goes
+//!   on.
+//! - The new daemon ends after "commit", or cannot make what its file says: everything is in the
+//!   store, and the next `up` takes it from there. What can be refused is refused before it asks
+//!   ([`Standing`](super::standing::Standing)).
+//! - The old daemon is killed meanwhile: the lock is free, and what it has put is taken as after a
+//!   crash.
 //!
-//! The same final state is put when the daemon is told to leave (SIGUSR2): then the store waits for the next daemon.
+//! The same final state is put when the daemon is told to leave (SIGUSR2): then the store waits for
+//! the next daemon.
 //!
 //! # Records
-//! `final/PORT` the state of a port · `passt/PORT` the passt behind it · `macs/NETWORK` learned addresses · `leases/NETWORK` · `idle/MACHINE`
-//! a machine that does not run · `door/SOCKET` where a link listens · `lock` the lock of the runtime directory · `handover` that all of it was put.
+//! `final/PORT` the state of a port · `passt/PORT` the passt behind it · `macs/NETWORK` learned
+//! addresses · `leases/NETWORK` · `idle/MACHINE` a machine that does not run · `door/SOCKET` where
+//! a link listens · `lock` the lock of the runtime directory · `handover` that all of it was put.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -101,8 +107,8 @@ pub(crate) struct Commit {
 }
 
 impl Takeover {
-    /// Asks the daemon that runs this fabric to hand over; `None` where none runs. Checks first what can be checked.
-    /// `base` is the content of the file.
+    /// Asks the daemon that runs this fabric to hand over; `None` where none runs. Checks first
+    /// what can be checked. `base` is the content of the file.
     pub(crate) fn begin(
         spec: &Fabric,
         base: Option<&Document>,
@@ -179,7 +185,8 @@ fn line_within(socket: &mut UnixStream, limit: Duration) -> std::io::Result<Stri
     Ok(String::from_utf8_lossy(&out).trim_end().to_string())
 }
 
-/// A connection that waits so long for room in the queue of its listener. Each write to it may take as long, too.
+/// A connection that waits so long for room in the queue of its listener. Each write to it may take
+/// as long, too.
 fn connect_within(path: &Path, limit: Duration) -> std::io::Result<UnixStream> {
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(limit))?;
@@ -246,8 +253,9 @@ struct Standstill<'r> {
 }
 
 impl Running {
-    /// Answers a daemon that wants to take over. Does not return if that one does: this process ends.
-    /// Blocks for as long as the other one may take to say so; its first words were heard already.
+    /// Answers a daemon that wants to take over. Does not return if that one does: this process
+    /// ends. Blocks for as long as the other one may take to say so; its first words were heard
+    /// already.
     pub(crate) fn hand_over(&mut self, mut socket: UnixStream) {
         let (say, events) = (self.say.clone(), self.events.clone());
         if self.applying {
@@ -287,8 +295,8 @@ impl Running {
         self.dir().record(|_| ());
     }
 
-    /// Leaves everything to the next daemon and ends this process. Returns only if that cannot be: [`FabricError::Busy`] while an
-    /// apply is under way.
+    /// Leaves everything to the next daemon and ends this process. Returns only if that cannot be:
+    /// [`FabricError::Busy`] while an apply is under way.
     pub(crate) fn leave(&mut self) -> FabricError {
         let say = self.say.clone();
         if self.applying {
@@ -297,8 +305,8 @@ impl Running {
             );
         }
         self.dir().record(|o| o.left = true);
-        // A tap keeps its namespace alive, and a container may end before the next daemon is there. That one attaches by the
-        // interface's name.
+        // A tap keeps its namespace alive, and a container may end before the next daemon is there.
+        // That one attaches by the interface's name.
         let taps = self.spec.contained().filter(|member| member.word == "tap");
         let taps: Vec<_> = taps.map(|member| Shelf::final_name(member.name)).collect();
         let result = self.stand_still(false).and_then(|(standstill, store, names)| match store.linger(LINGER) {
@@ -328,8 +336,9 @@ impl Running {
         }
     }
 
-    /// After a failure of this daemon that has taken over already: what it has opened is put into the store again, beside
-    /// what it has not come to, and waits there for the next daemon. The caller must drop nothing of this fabric.
+    /// After a failure of this daemon that has taken over already: what it has opened is put into
+    /// the store again, beside what it has not come to, and waits there for the next daemon. The
+    /// caller must drop nothing of this fabric.
     pub(crate) fn leave_after_failure(&mut self) {
         let say = self.say.clone();
         let put = self.stand_still(false).and_then(|(standstill, store, _)| {
@@ -342,8 +351,8 @@ impl Running {
         }
     }
 
-    /// Stops everything that acts and puts its state into the store, with the lock for a daemon that waits for it. On an
-    /// error everything goes on.
+    /// Stops everything that acts and puts its state into the store, with the lock for a daemon
+    /// that waits for it. On an error everything goes on.
     fn stand_still(&mut self, with_lock: bool) -> Result<(Standstill<'_>, Arc<Store>, Vec<String>), String> {
         if self.store.is_none() {
             self.store = Some(self.finder.open(&self.say)?);

@@ -30,7 +30,8 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const ASKING: usize = 16;
 const LINE_BYTES: usize = 64;
 
-/// Passes daemons that want to take over on to the fabric's task, until the returned task is aborted.
+/// Passes daemons that want to take over on to the fabric's task, until the returned task is
+/// aborted.
 pub(crate) fn serve(folder: &Path, requests: Requests, say: Say) -> std::io::Result<JoinHandle<()>> {
     let listener = Listener::replace(&handover::socket_path(folder), SocketType::STREAM)?;
     let listener = UnixListener::from_std(std::os::unix::net::UnixListener::from(listener.hand_over()?))?;

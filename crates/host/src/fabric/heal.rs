@@ -1,13 +1,15 @@
 //! Runtime files that are deleted under a running fabric come back.
 //!
 //! # Purpose
-//! A cleaner of temporary files, or an `rm -rf`, takes names away and nothing else: the daemon runs on with its lock, taps
-//! and connections. The daemon watches its runtime directory (inotify(7)) and makes again what is missing: the directory,
-//! its lock and record, the sockets of ports and links, of the API, of handovers and of the fd store. So all commands find it as before.
+//! A cleaner of temporary files, or an `rm -rf`, takes names away and nothing else: the daemon runs
+//! on with its lock, taps and connections. The daemon watches its runtime directory (inotify(7))
+//! and makes again what is missing: the directory, its lock and record, the sockets of ports and
+//! links, of the API, of handovers and of the fd store. So all commands find it as before.
 //!
 //! # Limits
-//! A port whose peer is connected keeps its connection, and gets its socket again when the peer goes. A machine's console
-//! and monitor belong to its QEMU and come back when it is started again. Without inotify the directory is looked at once a second.
+//! A port whose peer is connected keeps its connection, and gets its socket again when the peer
+//! goes. A machine's console and monitor belong to its QEMU and come back when it is started again.
+//! Without inotify the directory is looked at once a second.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -133,8 +135,9 @@ impl Running {
         made
     }
 
-    /// Makes deleted files again that a machine needs when it starts. QEMU before 8.0 connects to the socket of a stream once, when it starts,
-    /// and runs on without a network if there is none. The machine does not run, so a connection that a port still has is over.
+    /// Makes deleted files again that a machine needs when it starts. QEMU before 8.0 connects to
+    /// the socket of a stream once, when it starts, and runs on without a network if there is none.
+    /// The machine does not run, so a connection that a port still has is over.
     ///
     /// # Errors
     /// If a port of the machine cannot be made again.
@@ -167,7 +170,8 @@ impl Running {
     }
 }
 
-/// Serves the API, and keeps the runtime files there, until `ended` is done. Returns once the last answer is sent.
+/// Serves the API, and keeps the runtime files there, until `ended` is done. Returns once the last
+/// answer is sent.
 pub(crate) async fn keep(
     me: Weak<Mutex<Running>>,
     server: Server,

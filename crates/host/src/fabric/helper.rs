@@ -1,11 +1,13 @@
-//! A process that serves the fabric beside the daemon (passt, a bridge), whichever daemon has started it.
+//! A process that serves the fabric beside the daemon (passt, a bridge), whichever daemon has
+//! started it.
 
 use std::process::Child;
 use std::time::Duration;
 
 use crate::process::Process;
 
-/// How long a killed helper is waited for. One that the kernel holds longer is reaped when the daemon ends.
+/// How long a killed helper is waited for. One that the kernel holds longer is reaped when the
+/// daemon ends.
 const KILLED: Duration = Duration::from_secs(2);
 
 /// A helper that this daemon started, or took over.

@@ -66,7 +66,8 @@ impl LeaseFiles {
         LeaseFiles { journal: snapshot.with_extension("journal"), snapshot }
     }
 
-    /// What was kept. Files that are not there are a fabric's first start; what cannot be read is told and left out.
+    /// What was kept. Files that are not there are a fabric's first start; what cannot be read is
+    /// told and left out.
     pub(crate) fn load(&self, say: &Say) -> LeaseStore {
         let mut table: BTreeMap<IpAddr, LeaseRecord> = BTreeMap::new();
         if let Some(bytes) = self.read(&self.snapshot, say) {
@@ -150,8 +151,8 @@ impl Writer {
             if self.journal_bytes <= MIN_JOURNAL_BYTES.max(2 * self.snapshot_bytes) {
                 return Ok(());
             }
-            // Its own copy of the table: no lock is held while it is written. What changes meanwhile goes to the new
-            // journal.
+            // Its own copy of the table: no lock is held while it is written. What changes
+            // meanwhile goes to the new journal.
             let folded = self.fold(&gateway.leases());
             match folded {
                 Ok(()) => counters.lease_snapshots.add(1),
@@ -200,7 +201,8 @@ impl Writer {
             }
         };
         if let Err(error) = journal.write_all(&text) {
-            // If that fails as well, the next line starts behind half a line, and opening adds the line's end.
+            // If that fails as well, the next line starts behind half a line, and opening adds the
+            // line's end.
             if journal.set_len(self.journal_bytes).is_err() {
                 self.journal = None;
             }
@@ -211,7 +213,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Replaces the snapshot by `store`, which holds all that the journal says, and starts the journal afresh.
+    /// Replaces the snapshot by `store`, which holds all that the journal says, and starts the
+    /// journal afresh.
     fn fold(&mut self, store: &LeaseStore) -> io::Result<()> {
         let text = serde_json::to_vec_pretty(store)?;
         let next = self.files.snapshot.with_extension("next");
@@ -237,7 +240,8 @@ pub(crate) struct LeaseKeeper {
 }
 
 impl LeaseKeeper {
-    /// Starts to keep the leases of `gateway` in `files`. [`LeaseKeeper::waker`] is to be called when some changed.
+    /// Starts to keep the leases of `gateway` in `files`. [`LeaseKeeper::waker`] is to be called
+    /// when some changed.
     pub(crate) fn start(
         files: LeaseFiles,
         gateway: GatewayHandle,
@@ -252,13 +256,15 @@ impl LeaseKeeper {
             let _ended = ended;
             let mut writer = Writer { watch: Some(watch), ..Writer::new(files) };
             loop {
-                // Acquire, partner in `finish`: the changes made before it are seen by the last write.
+                // Acquire, partner in `finish`: the changes made before it are seen by the last
+                // write.
                 let last = told.load(Ordering::Acquire);
                 let all = writer.write(&gateway, &say);
                 if last {
                     return;
                 }
-                // An unpark since the last park makes this return at once, so that no change is missed.
+                // An unpark since the last park makes this return at once, so that no change is
+                // missed.
                 if all { std::thread::park() } else { std::thread::park_timeout(RETRY_PAUSE) }
             }
         };
@@ -380,7 +386,8 @@ mod tests {
         for n in 2..=4 {
             let refused = put(&mut writer, LeaseChange::Bound(record(n, 100))).unwrap_err();
             assert_eq!(refused.kind(), io::ErrorKind::StorageFull);
-            // What can be cut back is, so that the file is opened again next time; put the full one back.
+            // What can be cut back is, so that the file is opened again next time; put the full one
+            // back.
             writer.journal = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
         }
         assert_eq!(writer.pending.len(), 3);

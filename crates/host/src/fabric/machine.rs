@@ -121,8 +121,9 @@ impl Drop for RunningMachine {
 }
 
 impl RunningMachine {
-    /// The monitor of a machine that is asked to shut down before it is ended: one that has a disk to leave in order. A
-    /// guest without one has nothing to save, and a cell does not know the button.
+    /// The monitor of a machine that is asked to shut down before it is ended: one that has a disk
+    /// to leave in order. A guest without one has nothing to save, and a cell does not know the
+    /// button.
     pub(super) fn button(&self, runtime: &Path) -> Option<PathBuf> {
         has_disk(&self.plan.argv).then(|| monitor_path(runtime, &self.plan.name))
     }
@@ -138,8 +139,9 @@ pub(crate) async fn ended(process: Process) -> bool {
     }
 }
 
-/// Waits until a process has ended, and meanwhile keeps what it writes from growing; `false` if that cannot be watched, or the
-/// fabric has gone. It does not wait any longer for a process that `is_useless`.
+/// Waits until a process has ended, and meanwhile keeps what it writes from growing; `false` if
+/// that cannot be watched, or the fabric has gone. It does not wait any longer for a process that
+/// `is_useless`.
 pub(super) async fn ended_trimming(
     process: Process,
     logs: &[&Path],
@@ -162,8 +164,9 @@ pub(super) async fn ended_trimming(
     }
 }
 
-/// Destroys the domain of a machine whose `xl` has ended, if it is still there: that was killed. Until this is done the machine
-/// counts as running, so that none of that name is created meanwhile. A suspended domain is followed instead.
+/// Destroys the domain of a machine whose `xl` has ended, if it is still there: that was killed.
+/// Until this is done the machine counts as running, so that none of that name is created
+/// meanwhile. A suspended domain is followed instead.
 async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, machine: &str, pid: u32) {
     let (domain, log) = {
         let Some(running) = fabric.upgrade() else { return };
@@ -192,7 +195,8 @@ async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, mac
     }
 }
 
-/// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
+/// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1;
+/// 1 is QEMU's own failure.
 fn classify_end(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     match (status.code(), status.signal()) {
         (Some(0), _) => ("it ended".into(), true),
@@ -289,7 +293,8 @@ impl Running {
                 };
             }
             command.stdin(typed).stdout(printed).stderr(complaints);
-            // A group of its own: a terminal's ^C is for the daemon, which ends its guests in order.
+            // A group of its own: a terminal's ^C is for the daemon, which ends its guests in
+            // order.
             command.process_group(0);
             command
         };
@@ -317,7 +322,8 @@ impl Running {
         on.into_iter().filter(|other| self.machines.get(other).is_none_or(|m| !m.was_up)).collect()
     }
 
-    /// Starts the machines that wait and need not any more. An apply does so at its end, by its plan.
+    /// Starts the machines that wait and need not any more. An apply does so at its end, by its
+    /// plan.
     pub(crate) fn start_waiting(&mut self) {
         if self.applying {
             return;
@@ -412,7 +418,8 @@ impl Running {
         }
     }
 
-    /// Writes into the owner record that the machine can be adopted, once all of its ports have been up.
+    /// Writes into the owner record that the machine can be adopted, once all of its ports have
+    /// been up.
     pub(crate) fn settle(&self, name: &str, pid: u32) {
         let (me, name) = (self.me.clone(), name.to_string());
         let own = self.ports.values().filter(|p| p.plan.machine.as_deref() == Some(&name));
@@ -426,7 +433,8 @@ impl Running {
         let Ok(waits) = waits.collect::<Result<Vec<_>, _>>() else { return };
         tokio::spawn(async move {
             for told in waits {
-                // A port that goes before it was up leaves nothing to note, and so does one that waits for the machine's next start.
+                // A port that goes before it was up leaves nothing to note, and so does one that
+                // waits for the machine's next start.
                 if told.await.is_err() {
                     return;
                 }
@@ -497,7 +505,8 @@ impl Running {
                 tokio::time::sleep(wait).await;
                 let Some(running) = me.upgrade() else { return };
                 let mut running = running.lock().await;
-                // It may have been stopped, or started by hand. Where it has failed again since, that failure has its own pause.
+                // It may have been stopped, or started by hand. Where it has failed again since,
+                // that failure has its own pause.
                 let now = Instant::now();
                 let due = |m: &RunningMachine| m.pid.is_none() && !m.stopped && m.again_at.is_some_and(|at| at <= now);
                 if !running.machines.get(&name).is_some_and(due) {
@@ -596,11 +605,13 @@ pub(super) enum Then {
     Run,
 }
 
-/// Ends a machine: by its power button if it has a disk, then SIGTERM, then SIGKILL. One that was added while the fabric ran goes with its ports; one of the file stays
-/// as stopped. Nothing comes between the end and a new start, neither an apply nor another request.
+/// Ends a machine: by its power button if it has a disk, then SIGTERM, then SIGKILL. One that was
+/// added while the fabric ran goes with its ports; one of the file stays as stopped. Nothing comes
+/// between the end and a new start, neither an apply nor another request.
 ///
 /// # Errors
-/// If there is none of that name, it is being stopped already, an apply is under way, or it does not start again.
+/// If there is none of that name, it is being stopped already, an apply is under way, or it does
+/// not start again.
 pub(super) async fn stop(shared: &super::Shared, name: &str, then: Then) -> Result<(), FabricError> {
     let (ending, say, pid) = {
         let mut running = shared.running.lock().await;

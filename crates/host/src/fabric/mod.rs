@@ -146,7 +146,8 @@ pub enum FabricError {
     /// A change that does not fit the state.
     #[error("{0}")]
     State(String),
-    /// Another change is under way, and this one was not begun. Trying again helps, and clients do so.
+    /// Another change is under way, and this one was not begun. Trying again helps, and clients do
+    /// so.
     #[error("{0}")]
     Busy(String),
     /// A request that is wrong in itself.
@@ -183,7 +184,8 @@ pub struct Running {
     /// The fd store, and how it is found.
     pub(crate) store: Option<Arc<Store>>,
     pub(crate) finder: Finder,
-    /// The daemon before put the final state of everything into the store, and this one takes it up.
+    /// The daemon before put the final state of everything into the store, and this one takes it
+    /// up.
     pub(crate) taking_over: bool,
     /// The daemon before has given everything up: there is no way back to it.
     has_taken_over: bool,
@@ -254,7 +256,8 @@ impl Shared {
             return error;
         }
         running.events.flush();
-        // What the guests need is in the fd store for the next daemon. Dropping it here would end it.
+        // What the guests need is in the fd store for the next daemon. Dropping it here would end
+        // it.
         running.leave_after_failure();
         std::mem::forget(self.clone());
         notify::settle();
@@ -267,7 +270,8 @@ impl Shared {
 /// How long what a killed daemon had is waited for that the kernel takes back.
 const LEAVING: Duration = Duration::from_secs(3);
 
-/// An error with all that this machine does not have; the places are those of the file, as it is now.
+/// An error with all that this machine does not have; the places are those of the file, as it is
+/// now.
 pub(crate) fn refuse_faults(
     faults: Vec<preflight::HostFault>,
     path: &Path,
@@ -292,7 +296,8 @@ const NOT_ASKED: &str = "not asked";
 /// Why a request that would change the fabric is refused.
 const APPLY_RUNS: &str = "the fabric is being changed by another command or request; try again when that is done";
 
-/// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the question takes seconds.
+/// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the
+/// question takes seconds.
 fn kvm(qemu: &Qemu) -> Result<(), String> {
     #[derive(serde::Serialize, serde::Deserialize)]
     struct Known {
@@ -350,8 +355,8 @@ fn needs_forwarding(owner: &Owner, key: &str) -> bool {
     owner.nft_table.is_some() && owner.sysctls.iter().any(|sysctl| sysctl.key == key)
 }
 
-/// The table of a fabric, if it is in this network namespace. One that is not is of another namespace, or of before a restart of
-/// the machine.
+/// The table of a fabric, if it is in this network namespace. One that is not is of another
+/// namespace, or of before a restart of the machine.
 fn table_here(owner: &Owner) -> Result<Option<String>, KernelError> {
     match &owner.nft_table {
         Some(table) if kernel::has_table(table)? => Ok(Some(table.clone())),
@@ -410,9 +415,10 @@ impl Running {
     /// # Errors
     /// The first thing that did not work.
     ///
-    /// With `replace`, a daemon that runs the fabric is asked to hand over first. On an error before it has done so it
-    /// goes on; on one afterwards the guests run on, and the next `up` takes them up.
-    /// It may be dropped while it waits. Then nothing was made, or `owns` is set: what there is is this process's to clean up.
+    /// With `replace`, a daemon that runs the fabric is asked to hand over first. On an error
+    /// before it has done so it goes on; on one afterwards the guests run on, and the next `up`
+    /// takes them up. It may be dropped while it waits. Then nothing was made, or `owns` is set:
+    /// what there is is this process's to clean up.
     pub async fn start(
         spec: Fabric,
         path: &Path,
@@ -490,7 +496,8 @@ impl Running {
         let plan = match planned {
             Ok(plan) => plan,
             Err(error) => {
-                // Nothing was made. What a killed daemon left, guests that run among it, waits for a better file.
+                // Nothing was made. What a killed daemon left, guests that run among it, waits for
+                // a better file.
                 if let Some(dir) = running.dir.take()
                     && dir.leftover.is_none()
                 {
@@ -533,9 +540,11 @@ impl Running {
         let begun = Instant::now();
         loop {
             let all = preflight::faults(&self.spec, Some(&standing));
-            // What a container has done to its namespace keeps no other member from its network: its port is parked.
+            // What a container has done to its namespace keeps no other member from its network:
+            // its port is parked.
             let (of_containers, mut faults): (Vec<_>, Vec<_>) = all.into_iter().partition(|f| self.is_of_container(f));
-            // The passt and the taps of a daemon that was killed an instant ago are on their way out.
+            // The passt and the taps of a daemon that was killed an instant ago are on their way
+            // out.
             let passes = self.dir().leftover.is_some() && begun.elapsed() < LEAVING;
             if passes && faults.iter().any(preflight::HostFault::may_pass) {
                 tokio::time::sleep(Duration::from_millis(50)).await;
@@ -555,7 +564,8 @@ impl Running {
         }
     }
 
-    /// As [`Running::prepare`], with what the file says in place of what was changed since, which this machine refuses: `why`.
+    /// As [`Running::prepare`], with what the file says in place of what was changed since, which
+    /// this machine refuses: `why`.
     async fn prepare_unchanged(&mut self, spec: Fabric, why: &str) -> Result<Plan, FabricError> {
         let (say, additions) = (self.say.clone(), self.dir().owner().additions.clone());
         self.spec = restore_additions(spec, &additions, self.dir(), &say)?;
@@ -647,7 +657,8 @@ impl Running {
                 self.leave_idle(machine, &String::from_utf8_lossy(&how));
             } else {
                 match self.start_or_wait(machine) {
-                    // Guests that run on, and have their network again, do not end for one that cannot start.
+                    // Guests that run on, and have their network again, do not end for one that
+                    // cannot start.
                     Err(error) if !adopted.is_empty() || self.taking_over => self.note_not_started(machine, &error),
                     started => started?,
                 }
@@ -669,7 +680,8 @@ impl Running {
         Ok(())
     }
 
-    /// Has events numbered and kept from now on. They are in memory until here: the daemon before writes until it has handed over.
+    /// Has events numbered and kept from now on. They are in memory until here: the daemon before
+    /// writes until it has handed over.
     fn open_events(&mut self) {
         let folder = match self.dir().make_state() {
             Ok(()) => Some(self.dir().state_path("")),
@@ -731,7 +743,8 @@ impl Running {
                 "its driver was not on the network when its daemon ended, so it could not connect again".into(),
             );
         };
-        // What it was started with is in the record, not on its command line: a script may stand between.
+        // What it was started with is in the record, not on its command line: a script may stand
+        // between.
         if planned.argv != settled.argv {
             return Some(format!("its section has changed: {}", difference(&settled.argv, &planned.argv)));
         }
@@ -741,7 +754,8 @@ impl Running {
         self.lost_link(&planned.seats)
     }
 
-    /// What becomes of the machines that an earlier daemon left: those that are kept, and those that are to be ended.
+    /// What becomes of the machines that an earlier daemon left: those that are kept, and those
+    /// that are to be ended.
     fn sort_recorded(&mut self, plan: &Plan) -> (Vec<(String, u32)>, Vec<Ending>) {
         let (name, runtime) = (self.spec.name.clone(), self.dir().path().to_path_buf());
         let (mut keep, mut end) = (Vec::new(), Vec::new());
@@ -795,7 +809,8 @@ impl Running {
         Ok(())
     }
 
-    /// Ends the forwarding of a family, whose sysctl `key` names it, unless another fabric needs it still.
+    /// Ends the forwarding of a family, whose sysctl `key` names it, unless another fabric needs it
+    /// still.
     fn restore_forwarding(&mut self, key: &str) -> Result<(), FabricError> {
         if !self.other_owners()?.iter().any(|owner| needs_forwarding(owner, key)) {
             let (own, _) = by_family(self.dir().owner().sysctls.clone(), key);
@@ -805,11 +820,13 @@ impl Running {
         Ok(())
     }
 
-    /// Records how a family was forwarded before there were fabrics. Returns whether it was, and what is to be set still.
+    /// Records how a family was forwarded before there were fabrics. Returns whether it was, and
+    /// what is to be set still.
     fn record_forwarding(&mut self, key: &str, mut before: Vec<Sysctl>) -> Result<(bool, Vec<Sysctl>), FabricError> {
         let set = before.iter().any(|s| s.key == key && s.before == "1");
-        // Where another fabric has set it, the values from before are those that it found: the last one down restores them. The
-        // other one may have been killed: then it has not restored them yet.
+        // Where another fabric has set it, the values from before are those that it found: the last
+        // one down restores them. The other one may have been killed: then it has not restored them
+        // yet.
         let was_off = |s: &Sysctl| s.key == key && s.before != "1";
         let others = self.other_owners()?.into_iter().chain(if set { self.killed_owners()? } else { vec![] });
         if let Some(theirs) = others.into_iter().find(|o| o.sysctls.iter().any(was_off)) {
@@ -825,7 +842,8 @@ impl Running {
         Ok((forwarded, if set { vec![] } else { before }))
     }
 
-    /// The owner records of other fabrics whose daemons were killed, and whose rules are still here.
+    /// The owner records of other fabrics whose daemons were killed, and whose rules are still
+    /// here.
     fn killed_owners(&self) -> Result<Vec<Owner>, FabricError> {
         let mut found = vec![];
         for owner in rundir::left_owners(&rundir::runtime_root()?) {
@@ -836,7 +854,8 @@ impl Running {
         Ok(found)
     }
 
-    /// The owner records of the other fabrics that run. A killed one's lock may be held by who looks after it.
+    /// The owner records of the other fabrics that run. A killed one's lock may be held by who
+    /// looks after it.
     fn other_owners(&self) -> Result<Vec<Owner>, FabricError> {
         let root = rundir::runtime_root()?;
         let others = rundir::running(&root).into_iter().filter(|n| *n != self.spec.name);
@@ -844,8 +863,9 @@ impl Running {
         Ok(owners.filter(|owner| owner.liveness() != Liveness::Gone).collect())
     }
 
-    /// Undoes the kernel uplinks that killed daemons of other fabrics left in this network namespace, but for the forwarding of
-    /// a family that a fabric which runs needs: whichever comes or goes next looks again. A failure is said.
+    /// Undoes the kernel uplinks that killed daemons of other fabrics left in this network
+    /// namespace, but for the forwarding of a family that a fabric which runs needs: whichever
+    /// comes or goes next looks again. A failure is said.
     fn undo_killed(&mut self) {
         match self.try_undo_killed() {
             Ok(done) => done.into_iter().for_each(|what| self.took_over(what)),
@@ -939,8 +959,8 @@ impl Running {
         Ok(())
     }
 
-    /// The forwards of kernel uplinks that lead to machines which do not run: the host answers for itself at their ports, and
-    /// nothing that takes a machine's address gets its connections.
+    /// The forwards of kernel uplinks that lead to machines which do not run: the host answers for
+    /// itself at their ports, and nothing that takes a machine's address gets its connections.
     pub(crate) fn forwards_away(&self) -> Vec<(file::Proto, std::net::SocketAddr)> {
         let rests = |name: &str| self.machines.get(name).is_some_and(|m| m.pid.is_none());
         let rests = self.spec.machines.iter().filter(|m| rests(&m.name)).collect::<Vec<_>>();
@@ -952,7 +972,8 @@ impl Running {
         self.spec.forwards.iter().filter(is_away).map(|f| (f.proto, f.listen)).collect()
     }
 
-    /// Takes the forwards of machines that have ended out of force, and puts those of machines that run back.
+    /// Takes the forwards of machines that have ended out of force, and puts those of machines that
+    /// run back.
     pub(crate) fn settle_away(&mut self) {
         // Without rules there is nothing to change: they are not made yet, or are gone already.
         let has_rules = self.dir.as_ref().is_some_and(|dir| dir.owner().nft_table.is_some() && !dir.owner().ending);
@@ -984,7 +1005,8 @@ impl Running {
         self.relay.iter().for_each(|relay| relay.set(routes.clone()));
     }
 
-    /// Sets up the host's ends of the kernel uplinks. With `reset` the IPv6 addresses that they had go.
+    /// Sets up the host's ends of the kernel uplinks. With `reset` the IPv6 addresses that they had
+    /// go.
     pub(crate) fn kernel_taps(&mut self, plan: &Plan, reset: bool) -> Result<(), FabricError> {
         for uplink in &plan.kernel {
             let router6 = uplink.network.router6();
@@ -995,7 +1017,8 @@ impl Running {
                 let port = plan::uplink_name(&uplink.network.name);
                 let failed = |error: TapError| FabricError::Port { port: port.clone(), why: error.to_string() };
                 let tap = Interface::open(None, &uplink.device).map_err(failed)?;
-                // The one that members are told as the router's, whichever this machine would choose by itself.
+                // The one that members are told as the router's, whichever this machine would
+                // choose by itself.
                 let own = link_local(&file::Mac::derived(&[&self.spec.name, &uplink.network.name, "router"]).0);
                 [own, router6].into_iter().try_for_each(|ip| tap.add_address(ip.into(), 64)).map_err(failed)?;
                 kernel::set(&format!("net/ipv6/conf/{}/forwarding", uplink.device), "1")?;
@@ -1091,11 +1114,12 @@ impl Running {
         Ok(names)
     }
 
-    /// Whether forwards can be added to what runs, those behind `[[forward]]` of an addition with these members.
+    /// Whether forwards can be added to what runs, those behind `[[forward]]` of an addition with
+    /// these members.
     ///
     /// # Errors
-    /// One to something else, one through an uplink that would have to start again for it, or one where another program
-    /// listens.
+    /// One to something else, one through an uplink that would have to start again for it, or one
+    /// where another program listens.
     fn can_forward(&self, spec: &Fabric, forwards: &[file::Forward], names: &[String]) -> Result<(), FabricError> {
         let mut others = None;
         for forward in forwards {
@@ -1226,8 +1250,9 @@ impl Running {
         FabricError::Unknown { what, name: name.into(), hint }
     }
 
-    /// Takes everything down. With `quietly`, the start has failed: nothing is said of what could not be removed, and containers
-    /// that an earlier daemon had keep their interfaces and their record. The next daemon takes them up.
+    /// Takes everything down. With `quietly`, the start has failed: nothing is said of what could
+    /// not be removed, and containers that an earlier daemon had keep their interfaces and their
+    /// record. The next daemon takes them up.
     ///
     /// # Errors
     /// Domains of Xen that may run on; then the runtime folder stays with the record of them.
@@ -1258,7 +1283,8 @@ impl Running {
             self.events.add(Kind::Stop, Told::of(&name).pid(pid), &format!("{name} was stopped with its fabric"));
         }
         self.machines.clear();
-        // What a killed daemon, a start that failed half-way, or an adoption that did not come about, has left.
+        // What a killed daemon, a start that failed half-way, or an adoption that did not come
+        // about, has left.
         if let Some(dir) = &self.dir {
             let runtime = dir.path().to_path_buf();
             let left = process::machines(&self.spec.name, &runtime);
@@ -1352,7 +1378,8 @@ fn was(names: &[String]) -> String {
     }
 }
 
-/// Applies what was added to the fabric while an earlier daemon ran. What no longer fits is said and left out.
+/// Applies what was added to the fabric while an earlier daemon ran. What no longer fits is said
+/// and left out.
 fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say: &Say) -> Result<Fabric, FabricError> {
     let mut misfits = Vec::new();
     let out = restore_additions_of(spec, additions, &mut |addition, error| {
@@ -1413,8 +1440,8 @@ fn difference(before: &[String], now: &[String]) -> String {
     if told.is_empty() { format!("QEMU is {} now", now.first().map_or("", String::as_str)) } else { told.join(", ") }
 }
 
-/// Ends what a killed daemon of this fabric left, without starting anything. Returns what was done, a sentence each;
-/// `None` if nothing was left.
+/// Ends what a killed daemon of this fabric left, without starting anything. Returns what was done,
+/// a sentence each; `None` if nothing was left.
 ///
 /// # Errors
 /// If a daemon runs, or the system refuses.

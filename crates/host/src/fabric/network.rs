@@ -1,4 +1,5 @@
-//! Workers and networks: a thread with its reactor, a switch in it, a gateway on it, its leases kept.
+//! Workers and networks: a thread with its reactor, a switch in it, a gateway on it, its leases
+//! kept.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -31,7 +32,8 @@ use crate::plan;
 use crate::resolver::{Resolver, Servers, Timing};
 use crate::rundir::RunDirError;
 
-/// For how long members may use the router after an advertisement, in seconds: three intervals between those.
+/// For how long members may use the router after an advertisement, in seconds: three intervals
+/// between those.
 const ROUTER_SECS: u16 = 5400;
 /// How often the host's routes are looked at.
 const ROUTES_LOOK: Duration = Duration::from_secs(2);
@@ -64,7 +66,8 @@ impl Net {
         all.map(|(name, _, n)| (name.to_string(), n)).collect()
     }
 
-    /// Has what the gateway advertises for IPv6 withdrawn; [`Net::finish_withdrawal`] waits for that.
+    /// Has what the gateway advertises for IPv6 withdrawn; [`Net::finish_withdrawal`] waits for
+    /// that.
     pub(crate) fn withdraw(&self) {
         self.gateway.iter().for_each(GatewayHandle::withdraw);
     }
@@ -110,7 +113,8 @@ impl Running {
         Ok(())
     }
 
-    /// A file of the state folder. Without the folder, as on a full disk, what belongs there is in memory alone.
+    /// A file of the state folder. Without the folder, as on a full disk, what belongs there is in
+    /// memory alone.
     fn state_file(&mut self, name: &str) -> Result<PathBuf, FabricError> {
         match self.dir().make_state() {
             Err(error @ RunDirError::Foreign { .. }) => return Err(error.into()),
@@ -224,7 +228,8 @@ impl Running {
         }
     }
 
-    /// Gives a network that runs another gateway; leases stay, and the members' ports are not touched.
+    /// Gives a network that runs another gateway; leases stay, and the members' ports are not
+    /// touched.
     pub(crate) fn restart_gateway(&mut self, spec: &file::Network) -> Result<(), FabricError> {
         let changed =
             |net: &Net| net.gateway.as_ref().and_then(|g| Some(g.config().ipv6.as_ref()?.prefix)) != spec.ipv6;
@@ -250,7 +255,8 @@ impl Running {
         Ok(())
     }
 
-    /// The addresses of the gateway and the router, which no other port may claim: IPv4, and the IPv6 ones that their MACs give.
+    /// The addresses of the gateway and the router, which no other port may claim: IPv4, and the
+    /// IPv6 ones that their MACs give.
     fn protected(&self, spec: &file::Network) -> Protected {
         let link_local_of =
             |role: &str| IpAddr::from(link_local(&Mac::derived(&[&self.spec.name, &spec.name, role]).0));
@@ -278,7 +284,8 @@ impl Running {
             // A gateway that is made again is told again.
             if net.router6 != Some(router) {
                 if net.router6.is_none() && router.is_none() {
-                    // A daemon before this one may have advertised it and gone without a word: withdrawn in its name.
+                    // A daemon before this one may have advertised it and gone without a word:
+                    // withdrawn in its name.
                     gateway.set_router6(Some(own), 0);
                 }
                 gateway.set_router6(router, if leads_out { ROUTER_SECS } else { 0 });
@@ -287,8 +294,8 @@ impl Running {
         }
     }
 
-    /// Looks every now and then whether this machine has a default route for IPv6, and so members have a way out. No daemon wakes
-    /// for that in whose fabric no network depends on it.
+    /// Looks every now and then whether this machine has a default route for IPv6, and so members
+    /// have a way out. No daemon wakes for that in whose fabric no network depends on it.
     fn watch_routers6(&mut self) {
         if !self.spec.networks.iter().any(kernel::follows_routes6) {
             if let Some(watch) = self.routers6_watch.take() {
@@ -307,7 +314,8 @@ impl Running {
         }
     }
 
-    /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the name servers.
+    /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the
+    /// name servers.
     fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, keeper: &LeaseKeeper) -> AbortHandle {
         let news = Arc::new(Notify::new());
         let (doorbell, wake_keeper) = (news.clone(), keeper.waker());

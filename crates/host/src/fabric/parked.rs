@@ -11,7 +11,8 @@
 //!   the API fails instead, so that the runtime is told.
 //! - A parked port holds nothing of the namespace.
 //! - It is replaced once the real one is open: until then its addresses stay taken.
-//! - It is tried again until it is attached or removed, whatever fails: also while its worker takes no port.
+//! - It is tried again until it is attached or removed, whatever fails: also while its worker takes
+//!   no port.
 //! - What is in the namespace is looked at without the lock of [`Running`].
 //!
 //! # Limits
@@ -118,7 +119,8 @@ impl Running {
     /// Adds a planned port. One of a container is parked where it cannot be attached.
     ///
     /// # Errors
-    /// As for [`Running::add_port`]: of a port that belongs to no container, or of a worker that has ended.
+    /// As for [`Running::add_port`]: of a port that belongs to no container, or of a worker that
+    /// has ended.
     pub(super) fn add_port_or_park(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
         match self.add_port(plan) {
             Err(FabricError::Port { why, .. }) if self.is_contained(&plan.name) => self.park(plan, &why),
@@ -141,8 +143,8 @@ impl Running {
         Ok(())
     }
 
-    /// The parked ports whose time has come, and what was noted of their namespaces. They are looked at without the lock
-    /// that protects this ([`super::containers::check_place`]).
+    /// The parked ports whose time has come, and what was noted of their namespaces. They are
+    /// looked at without the lock that protects this ([`super::containers::check_place`]).
     pub(super) fn parked_that_are_due(&self, now: Instant) -> Vec<(PortPlan, Option<ContainerPlace>)> {
         if self.applying {
             return vec![];

@@ -1,9 +1,11 @@
-//! The passt behind a user uplink, and the router before it: started, watched, replaced and taken over.
+//! The passt behind a user uplink, and the router before it: started, watched, replaced and taken
+//! over.
 //!
-//! passt serves IPv6 only where this machine has a default route for it when passt starts. Asked to listen at an IPv6 address
-//! without one, it ends. So each start looks at the routes, and without one leaves IPv6 and its listeners out; their forwards
-//! have a fault then. What passt has it says to the router before it ([`Away::has_ipv6`]), and the gateway advertises the way
-//! out only after that.
+//! passt serves IPv6 only where this machine has a default route for it when passt starts. Asked to
+//! listen at an IPv6 address without one, it ends. So each start looks at the routes, and without
+//! one leaves IPv6 and its listeners out; their forwards have a fault then. What passt has it says
+//! to the router before it ([`Away::has_ipv6`]), and the gateway advertises the way out only after
+//! that.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -31,8 +33,8 @@ use crate::process::{self, Process, Recorded};
 use crate::qemu::probe::which;
 use crate::routes;
 
-/// A running passt. It ends when its stream does, unless it hangs: then the next daemon finds and ends it
-/// ([`process::helpers`]).
+/// A running passt. It ends when its stream does, unless it hangs: then the next daemon finds and
+/// ends it ([`process::helpers`]).
 pub(super) struct Passt {
     pub(super) process: Helper,
     feed: StreamFeed,
@@ -81,14 +83,16 @@ impl std::fmt::Display for Blame {
     }
 }
 
-/// How often a passt is looked at and asked whether it lives: one frame each way, which costs nothing that can be measured.
+/// How often a passt is looked at and asked whether it lives: one frame each way, which costs
+/// nothing that can be measured.
 const LOOK: Duration = Duration::from_secs(2);
-/// Looks in a row at which it was stopped, or had answered nothing; the latter before its first answer, when it starts.
+/// Looks in a row at which it was stopped, or had answered nothing; the latter before its first
+/// answer, when it starts.
 const STOPPED_LOOKS: u32 = 2;
 const SILENT_LOOKS: u32 = 4;
 const FIRST_LOOKS: u32 = 15;
-/// How often, and how many times, a passt that was just started is looked at until it has said that it has IPv6, which takes
-/// it milliseconds.
+/// How often, and how many times, a passt that was just started is looked at until it has said that
+/// it has IPv6, which takes it milliseconds.
 const EARLY_LOOK: Duration = Duration::from_millis(50);
 const EARLY_LOOKS: u32 = 40;
 /// A passt that ends so soon has not got through its arguments.
@@ -113,7 +117,8 @@ impl Watchdog {
         // Without a question sent since, as where the port is down, silence says nothing.
         let is_silent = !answered && beat.frames == self.last.frames && beat.asked != self.last.asked;
         self.silent = if is_silent { self.silent + 1 } else { 0 };
-        // Frames from one that reads nothing are no life. The question alone finds its socket full at each look.
+        // Frames from one that reads nothing are no life. The question alone finds its socket full
+        // at each look.
         let is_deaf = !answered && beat.taken == self.last.taken && beat.refused != self.last.refused;
         self.deaf = if is_deaf { self.deaf + 1 } else { 0 };
         self.has_answered |= answered;
@@ -182,7 +187,8 @@ fn serves_ipv6(user: &UserUplink) -> bool {
     user.ipv6.is_some() && routes::host_has_default6()
 }
 
-/// The address of a /64 that an interface with that Ethernet address forms by itself (RFC 4291 appendix A).
+/// The address of a /64 that an interface with that Ethernet address forms by itself (RFC 4291
+/// appendix A).
 fn formed(prefix: Ipv6Addr, mac: &[u8; 6]) -> Ipv6Addr {
     Ipv6Addr::from_bits(prefix.to_bits() | u128::from(link_local(mac).to_bits() as u64))
 }
@@ -227,7 +233,8 @@ impl Router {
         Router { config, ipv6, mtu: network.mtu.into() }
     }
 
-    /// The router in the place of the one whose `away` it takes over, before the passt at the other end of `stream`.
+    /// The router in the place of the one whose `away` it takes over, before the passt at the other
+    /// end of `stream`.
     fn make(&self, away: Away, stream: StreamPort) -> NatPort {
         let port = NatPort::in_place_of(away, self.config.clone(), Box::new(stream), self.mtu);
         match self.ipv6.clone() {
@@ -238,7 +245,8 @@ impl Router {
 }
 
 impl Running {
-    /// Opens the port of a user uplink, with a passt behind it: that of the daemon before, where it goes on.
+    /// Opens the port of a user uplink, with a passt behind it: that of the daemon before, where it
+    /// goes on.
     pub(super) fn open_user(
         &self,
         plan: &PortPlan,
@@ -275,14 +283,16 @@ impl Running {
         };
         let away = port.away();
         let (again, of_old) = (feed.clone(), away.clone());
-        // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
+        // passt ends with its stream, is started again as ever (`watch_passt`), and comes in
+        // through the feed.
         let restart: Restart = Box::new(move |_| Ok(Box::new(router.make(of_old.clone(), again.restart(router.mtu)))));
         let passt = Some(Passt::new(process, feed, away, ipv6));
         Ok(Opened { port: Box::new(port), restart: Some(restart), passt, handle: None, directory: None })
     }
 
-    /// The passt that the daemon before ran, if it is still there and runs as it would be started now, and whether it was
-    /// started to serve IPv6. Any other is ended. `had_ipv6`: the router before it was to translate IPv6 already.
+    /// The passt that the daemon before ran, if it is still there and runs as it would be started
+    /// now, and whether it was started to serve IPv6. Any other is ended. `had_ipv6`: the router
+    /// before it was to translate IPv6 already.
     fn running_passt(
         &self,
         plan: &PortPlan,
@@ -296,8 +306,8 @@ impl Running {
         let started_as = || {
             let (program, found) = (which("passt")?, process::arguments(pid)?);
             let is_found = |ipv6: bool| plan::passt_argv(&program, user, (plan.mtu, 0), ipv6)[1..] == found[1..];
-            // The routes may have changed since it was started, which is no reason to end it; that the file asks for IPv6
-            // since then is one.
+            // The routes may have changed since it was started, which is no reason to end it; that
+            // the file asks for IPv6 since then is one.
             let goes_on_without = had_ipv6 || !serves_ipv6(user);
             let as_ipv6 = user.ipv6.is_some() && is_found(true);
             (as_ipv6 || goes_on_without && is_found(false)).then_some(as_ipv6)
@@ -324,7 +334,8 @@ impl Running {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|e| spawn(e.into()))?;
         let log = self.complaints(&plan.name).map_err(spawn)?;
-        // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
+        // Its end of the stream is its standard input: the one descriptor that needs no flag
+        // cleared here.
         let argv = plan::passt_argv(&program, user, (plan.mtu, 0), ipv6);
         let mut command = Command::new(&argv[0]);
         let mark = process::helper_name(&self.facts.runtime, &plan.name);
@@ -363,8 +374,9 @@ impl Running {
         }
     }
 
-    /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
-    /// one that boots are held for a while. Called after each change. One that this daemon has not come to yet may run.
+    /// Tells the routers of the user uplinks which machines do not run: connections to them are
+    /// refused, where those to one that boots are held for a while. Called after each change. One
+    /// that this daemon has not come to yet may run.
     pub(crate) fn tell_who_is_away(&mut self) {
         for port in self.ports.values() {
             let Some(passt) = &port.passt else { continue };
@@ -424,8 +436,8 @@ impl Running {
         });
     }
 
-    /// Ends a passt that hangs or storms; [`Running::watch_passt`] starts the next one. Has members told of the way out for
-    /// IPv6 once passt has said that it has it.
+    /// Ends a passt that hangs or storms; [`Running::watch_passt`] starts the next one. Has members
+    /// told of the way out for IPv6 once passt has said that it has it.
     fn guard_passt(&self, port: &str, pid: u32) {
         let Some(passt) = self.ports.get(port).and_then(|p| p.passt.as_ref()) else { return };
         let (away, feed, me, port) = (passt.away.clone(), passt.feed.clone(), self.me.clone(), port.to_string());
@@ -475,7 +487,8 @@ impl Running {
     }
 }
 
-/// Starts the passt of a port again after `pause`, and after longer ones as often as it does not start.
+/// Starts the passt of a port again after `pause`, and after longer ones as often as it does not
+/// start.
 async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Say, port: String, mut pause: Duration) {
     loop {
         tokio::time::sleep(pause).await;

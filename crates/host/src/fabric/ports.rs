@@ -24,7 +24,8 @@ use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file;
 use crate::plan::{self, Attachment, PortGuard, PortPlan};
 
-/// The token of a port that no worker has. It is none that a worker gives, so it names no other port.
+/// The token of a port that no worker has. It is none that a worker gives, so it names no other
+/// port.
 pub(super) const NOWHERE: Token = CONTROL;
 
 /// A port that a worker runs.
@@ -76,8 +77,8 @@ pub(super) struct Handed {
 /// A port that was opened for a worker.
 pub(super) struct Opened {
     pub(super) port: Box<dyn Port>,
-    /// How it comes back after a panic in its code. The server of an ivshmem link has greeted the peer of a port that is gone, and
-    /// does not greet it again.
+    /// How it comes back after a panic in its code. The server of an ivshmem link has greeted the
+    /// peer of a port that is gone, and does not greet it again.
     pub(super) restart: Option<Restart>,
     pub(super) passt: Option<Passt>,
     /// By what the port of a link hears of its peer.
@@ -116,7 +117,8 @@ impl Running {
         Ok((worker, token))
     }
 
-    /// Opens a planned port and hands it to its network's worker. One of a container has to be what was noted of it.
+    /// Opens a planned port and hands it to its network's worker. One of a container has to be what
+    /// was noted of it.
     pub(crate) fn add_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
         if let Some(place) = self.containers.get(&plan.name) {
             check_place(place).map_err(|why| error(plan)(&why))?;
@@ -124,7 +126,8 @@ impl Running {
         self.add_checked_port(plan)
     }
 
-    /// As [`Running::add_port`], where the container was looked at. It takes the place of the same port that is parked.
+    /// As [`Running::add_port`], where the container was looked at. It takes the place of the same
+    /// port that is parked.
     pub(super) fn add_checked_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
         let fail = error(plan);
         // Ports of a vhost-user frontend take it themselves.
@@ -211,7 +214,8 @@ impl Running {
                 let told = directory.clone().unwrap_or_default();
                 let attached = attach(plan, registration.clone(), shelf.clone(), handed, &told, &self.say);
                 let port = attached.map_err(|why| fail(&why))?;
-                // Rules, routes and a bypass hang on the tap of a kernel uplink, and not on a member's.
+                // Rules, routes and a bypass hang on the tap of a kernel uplink, and not on a
+                // member's.
                 let hung =
                     matches!(plan.attachment, Attachment::Tap { .. }) && plan.name == plan::uplink_name(&plan.network);
                 let restart = (!hung).then(|| restart_of(plan, registration, shelf, told, self.say.clone()));
@@ -224,7 +228,8 @@ impl Running {
         self.facts.runtime.join(format!("{name}.log"))
     }
 
-    /// The file of a child's complaints. Where it cannot be made, as on a full disk, they are lost; the child is not.
+    /// The file of a child's complaints. Where it cannot be made, as on a full disk, they are lost;
+    /// the child is not.
     pub(crate) fn complaints(&self, name: &str) -> std::io::Result<std::fs::File> {
         crate::rundir::private_file(&self.log_path(name)).or_else(|error| {
             (self.say)(&format!("{name}: its log is not kept: {error}"));
@@ -235,7 +240,8 @@ impl Running {
 
 /// Opens a port that needs nothing of the fabric but its plan.
 ///
-/// `handed` is what the port of the daemon before left; where it cannot be continued the peer connects again.
+/// `handed` is what the port of the daemon before left; where it cannot be continued the peer
+/// connects again.
 fn attach(
     plan: &PortPlan,
     registration: Registration,
@@ -310,7 +316,8 @@ fn attach(
             let config = PacketConfig { netns, ..PacketConfig::new(device) };
             Box::new(PacketPort::open(&config, registration).map_err(text)?)
         }
-        // Nothing is handed over: the rings and the nodes in XenStore say where the port before it stood.
+        // Nothing is handed over: the rings and the nodes in XenStore say where the port before it
+        // stood.
         Attachment::Xen { domain, vif, mac, queues } => {
             let (domain, device, mac) = (domain.clone(), *vif, mac.map(|mac| mac.0));
             let config = XenConfig { domain, device, mac, max_queues: u32::from(*queues), mtu };
@@ -335,8 +342,9 @@ fn attach(
     })
 }
 
-/// A port of [`attach`] comes back after a panic as one that was just added: at the same socket, which its peer finds when it
-/// connects the next time, or with the same device. Opening takes a few system calls of the worker's time.
+/// A port of [`attach`] comes back after a panic as one that was just added: at the same socket,
+/// which its peer finds when it connects the next time, or with the same device. Opening takes a
+/// few system calls of the worker's time.
 fn restart_of(
     plan: &PortPlan,
     registration: Registration,

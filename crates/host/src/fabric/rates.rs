@@ -1,8 +1,8 @@
 //! Rate limits that change while a port runs.
 //!
-//! A change is kept in the owner record, by the port's name, and goes before the file's `rate`: a machine that is started
-//! again has it, and so has a daemon that follows a crash or takes over. It ends with the port that it is of, with `down`, and
-//! with a start from another file.
+//! A change is kept in the owner record, by the port's name, and goes before the file's `rate`: a
+//! machine that is started again has it, and so has a daemon that follows a crash or takes over. It
+//! ends with the port that it is of, with `down`, and with a start from another file.
 
 use std::path::Path;
 
@@ -15,7 +15,8 @@ impl Running {
     /// Gives a running port other rate limits: `text` is the key `rate` of a fabric file.
     ///
     /// # Errors
-    /// The text's faults; no such port, or one that is the fabric's own; a worker that has ended. Then nothing has changed.
+    /// The text's faults; no such port, or one that is the fabric's own; a worker that has ended.
+    /// Then nothing has changed.
     pub fn set_rates(&mut self, name: &str, text: &str) -> Result<(), FabricError> {
         let rates = file::rate_change(text, Path::new("request"))?;
         if name.strip_prefix("gateway-").is_some_and(|network| self.networks.contains_key(network)) {

@@ -231,7 +231,8 @@ impl Running {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         let fixed: Vec<_> = self.spec.addresses().into_iter().filter(|(network, ..)| *network == spec.name).collect();
         let stored = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default();
-        // By address: with thousands of each, a search per lease would keep the control plane busy for seconds.
+        // By address: with thousands of each, a search per lease would keep the control plane busy
+        // for seconds.
         let by_address: BTreeMap<_, _> = stored.leases.iter().map(|lease| (lease.address, lease)).collect();
         let fixed6 = self.spec.addresses6(&spec.name);
         let fixed6 = fixed6.iter().flat_map(|(name, mac, all)| all.iter().map(move |ip| (*mac, *ip, &name[..])));

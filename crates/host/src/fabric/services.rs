@@ -1,8 +1,8 @@
 //! Services of cells, VMs and other machines by name: what `service` and `to` of a `[link.NAME]`
 //! ask for, and `[export.NAME]` and `[import.NAME]`.
 //!
-//! For each of them a process beside the daemon passes calls on ([`crate::bridge`]). It goes on while
-//! the daemon is replaced, and after a crash: the next daemon adopts it.
+//! For each of them a process beside the daemon passes calls on ([`crate::bridge`]). It goes on
+//! while the daemon is replaced, and after a crash: the next daemon adopts it.
 //!
 //! # Invariants
 //! - A bridge does nothing before it is in the owner record, with its arguments. It is adopted if
@@ -86,8 +86,8 @@ async fn kill(bridges: Vec<(Process, Vec<String>)>) -> Vec<u32> {
 }
 
 impl Running {
-    /// Adopts the bridges that an earlier daemon left and that the file asks for, ends the others, and starts what is not there.
-    /// The links are served by now.
+    /// Adopts the bridges that an earlier daemon left and that the file asks for, ends the others,
+    /// and starts what is not there. The links are served by now.
     pub(crate) async fn start_bridges(&mut self) {
         let runtime = self.facts.runtime.clone();
         let wanted = Spec::all(&self.spec, &runtime);
@@ -153,7 +153,8 @@ impl Running {
         self.dir().record(|o| o.bridges.retain(|record| record.words != words));
     }
 
-    /// Where bridges listen that a killed daemon has left. They are adopted or ended before another one listens there.
+    /// Where bridges listen that a killed daemon has left. They are adopted or ended before another
+    /// one listens there.
     pub(crate) fn left_listeners(&self) -> Vec<SocketAddr> {
         let Some(dir) = self.dir.as_ref().filter(|dir| !dir.owner().bridges.is_empty()) else { return vec![] };
         let left = process::bridges(dir.path(), &dir.owner().bridges).into_iter();
@@ -241,7 +242,8 @@ impl Running {
         });
     }
 
-    /// Ends a bridge that is stopped, which keeps its callers waiting; [`Running::watch_bridge`] starts the next one.
+    /// Ends a bridge that is stopped, which keeps its callers waiting; [`Running::watch_bridge`]
+    /// starts the next one.
     fn guard_bridge(&self, section: &str, pid: u32) {
         let (me, say, section) = (self.me.clone(), self.say.clone(), section.to_string());
         let Some(process) = Process::open(pid) else { return };

@@ -1,7 +1,9 @@
-//! The fabric's links of shared memory: served in a thread, kept by a process of their own while the daemon restarts.
+//! The fabric's links of shared memory: served in a thread, kept by a process of their own while
+//! the daemon restarts.
 //!
 //! # Invariants
-//! - Links are open and served before the first machine starts: QEMU reads its greeting in its own start.
+//! - Links are open and served before the first machine starts: QEMU reads its greeting in its own
+//!   start.
 //! - What outlives the daemon is in the fd store; see `fdstore`.
 
 use std::os::fd::AsFd;
@@ -120,7 +122,8 @@ impl Running {
         let links = self.links().ok_or_else(|| failed("its links are not served".into()))?;
         let opened = links.open(config.clone())?;
         let make = || -> Result<(Ivshmem, Handle), String> {
-            // One that was there when the daemon before was killed has to see our RESET: it runs on with rings of that one.
+            // One that was there when the daemon before was killed has to see our RESET: it runs on
+            // with rings of that one.
             let there = opened.restored.into_iter().find(|(id, _)| *id == 1);
             let peer_present = there.is_some();
             let doorbells = there.and_then(|(_, doorbells)| doorbells_of(doorbells));

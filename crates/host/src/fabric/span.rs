@@ -1,28 +1,33 @@
-//! What the control plane says of the networks on other machines (`tombolo-span`, over the API), and what becomes of it here.
+//! What the control plane says of the networks on other machines (`tombolo-span`, over the API),
+//! and what becomes of it here.
 //!
 //! # Purpose
-//! Which member is at which other machine goes to the tunnels ([`Directory`]) as places and as addresses that are answered
-//! for, and to the gateway ([`Elsewhere`]) for names and leases. Addresses that this machine has lost to another one go to
-//! the gateway and to the guards that learn. This module is not the control plane: it takes whole lists per machine, and
-//! compares them with what this machine has.
+//! Which member is at which other machine goes to the tunnels ([`Directory`]) as places and as
+//! addresses that are answered for, and to the gateway ([`Elsewhere`]) for names and leases.
+//! Addresses that this machine has lost to another one go to the gateway and to the guards that
+//! learn. This module is not the control plane: it takes whole lists per machine, and compares them
+//! with what this machine has.
 //!
 //! # Invariants
-//! - What this machine has wins: an entry whose MAC or IP address is in use here is kept and reported, but no question is
-//!   answered with it. Frames for its MAC address still have their place.
+//! - What this machine has wins: an entry whose MAC or IP address is in use here is kept and
+//!   reported, but no question is answered with it. Frames for its MAC address still have their
+//!   place.
 //! - Of two machines that claim an address, the one whose list came or changed last has it.
-//! - What was said stays until something else is said, however long the control plane is silent. A restarted daemon knows
-//!   nothing, and is told again.
+//! - What was said stays until something else is said, however long the control plane is silent. A
+//!   restarted daemon knows nothing, and is told again.
 //! - A list that is equal to the one before it changes nothing.
-//! - One machine takes no places from the others: where the members of all do not fit, those of the machines that have most are
-//!   left out.
+//! - One machine takes no places from the others: where the members of all do not fit, those of the
+//!   machines that have most are left out.
 //!
 //! # Conflicts
-//! They are found when a list comes, when members or leases change, and every [`LOOK`] while there are some. A guest can
-//! cause them, so there is at most one look per [`PAUSE`], and events are rationed.
+//! They are found when a list comes, when members or leases change, and every [`LOOK`] while there
+//! are some. A guest can cause them, so there is at most one look per [`PAUSE`], and events are
+//! rationed.
 //!
 //! # Limits
-//! [`MAX_MACHINES`] machines of one network, [`MAX_MEMBERS`] members of one machine, [`MAX_PLACES`] of one network,
-//! [`MAX_ADDRESSES`] addresses of one member, [`MAX_LOST`] lost addresses of one network.
+//! [`MAX_MACHINES`] machines of one network, [`MAX_MEMBERS`] members of one machine, [`MAX_PLACES`]
+//! of one network, [`MAX_ADDRESSES`] addresses of one member, [`MAX_LOST`] lost addresses of one
+//! network.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
@@ -266,9 +271,9 @@ impl Remotes {
             .flat_map(|(name, machine)| machine.placed().iter().map(move |m| (name.as_str(), machine, m)))
     }
 
-    /// Leaves out members of the machines that have most, until all fit in [`MAX_PLACES`]: no machine has more than another
-    /// one that lacks places. Returns the machines that have another number of places than before and lack some, and how many
-    /// members are left out.
+    /// Leaves out members of the machines that have most, until all fit in [`MAX_PLACES`]: no
+    /// machine has more than another one that lacks places. Returns the machines that have another
+    /// number of places than before and lack some, and how many members are left out.
     fn share_places(&mut self) -> Vec<(String, usize)> {
         let mut counts: Vec<usize> = self.machines.values().map(|machine| machine.members.len()).collect();
         counts.sort_unstable();
@@ -632,8 +637,8 @@ impl Running {
         Ok(local)
     }
 
-    /// Compares what was said of `network` with what this machine has, and tells the tunnels, the gateway and the guards what is
-    /// new for them.
+    /// Compares what was said of `network` with what this machine has, and tells the tunnels, the
+    /// gateway and the guards what is new for them.
     fn settle_remotes(&mut self, network: &str) -> Result<(), FabricError> {
         let Some(spec) = self.spec.network(network).cloned() else {
             self.span.networks.remove(network);

@@ -117,8 +117,8 @@ impl Standing {
         self.sections.get(section).and_then(|keys| keys.get(key)).is_some_and(|found| found == value)
     }
 
-    /// Whether a forward, a tunnel or an export of the fabric listens there. For TCP also one at an address that overlaps: it ends
-    /// before another one of the fabric listens there.
+    /// Whether a forward, a tunnel or an export of the fabric listens there. For TCP also one at an
+    /// address that overlaps: it ends before another one of the fabric listens there.
     pub(crate) fn listens(&self, proto: Proto, listen: SocketAddr) -> bool {
         let is_it = |at: SocketAddr| if proto == Proto::Tcp { file::overlap(at, listen) } else { at == listen };
         self.listeners.iter().any(|(word, at)| word == proto.word() && is_it(*at))
@@ -129,7 +129,8 @@ impl Standing {
         self.on_host.contains(network)
     }
 
-    /// Looks at everything that the file has and the running fabric has not, as `up` does before it makes anything.
+    /// Looks at everything that the file has and the running fabric has not, as `up` does before it
+    /// makes anything.
     ///
     /// # Errors
     /// The first change that a handover cannot carry out, or all new things that could not be made.

@@ -1,4 +1,5 @@
-//! Which addresses are where: the forwarding tables of the networks, and what the fabric knows of their members' addresses.
+//! Which addresses are where: the forwarding tables of the networks, and what the fabric knows of
+//! their members' addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

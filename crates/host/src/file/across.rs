@@ -21,8 +21,8 @@ pub struct Proof {
     pub machine: String,
     /// The folder with `ca.pem`, `MACHINE.pem` and `MACHINE.key`.
     pub keys: PathBuf,
-    /// Of the bytes of these files when the section was read, so that other keys in the same folder are
-    /// a change. 0 where one of them cannot be read.
+    /// Of the bytes of these files when the section was read, so that other keys in the same folder
+    /// are a change. 0 where one of them cannot be read.
     pub digest: u64,
 }
 
@@ -107,7 +107,8 @@ fn digest(folder: &Path, machine: &str) -> u64 {
     hasher.finish()
 }
 
-/// The machine's name is that of its section, and its keys are those of `[span]`, where the section says nothing else.
+/// The machine's name is that of its section, and its keys are those of `[span]`, where the section
+/// says nothing else.
 fn proof(s: &mut Section<'_, '_, '_, '_>, dir: &Path, here: Option<&Here>) -> Option<Proof> {
     let tls = s.flag("tls").unwrap_or(true);
     s.applies("tls", Some(if tls { "true" } else { "false" }));
@@ -129,7 +130,8 @@ fn proof(s: &mut Section<'_, '_, '_, '_>, dir: &Path, here: Option<&Here>) -> Op
     Some(Proof { machine: machine.unwrap_or_default(), keys: keys.unwrap_or_default(), digest })
 }
 
-/// The machines that export a service, by its name: their names, and where they listen for the others.
+/// The machines that export a service, by its name: their names, and where they listen for the
+/// others.
 pub(super) type Exporters = HashMap<String, Vec<(String, String)>>;
 
 /// Those of a file for several machines.

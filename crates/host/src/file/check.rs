@@ -1,6 +1,8 @@
-//! What only the whole file can say. Also fills in what depends on it: leased addresses and forward targets.
+//! What only the whole file can say. Also fills in what depends on it: leased addresses and forward
+//! targets.
 //!
-//! Each complaint names the keys that it leans on, and is not made where one of them is at fault itself.
+//! Each complaint names the keys that it leans on, and is not made where one of them is at fault
+//! itself.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -34,7 +36,8 @@ impl Check<'_, '_, '_> {
         self.out.refused(word, Some(name))
     }
 
-    /// Complains about a key, unless its own value, or one that the complaint leans on, is at fault already.
+    /// Complains about a key, unless its own value, or one that the complaint leans on, is at fault
+    /// already.
     pub(super) fn fault(
         &mut self,
         (at, key): Spot<'_>,
@@ -79,7 +82,8 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     forwards(fabric, spots, out);
 }
 
-/// Whether a file without a network has something that needs one. Machines that share memory need none.
+/// Whether a file without a network has something that needs one. Machines that share memory need
+/// none.
 fn needs_network(fabric: &Fabric) -> bool {
     let attached = fabric.machines.iter().any(|m| !m.nics.is_empty());
     let crosses = !(fabric.exports.is_empty() && fabric.imports.is_empty());
@@ -228,8 +232,9 @@ impl Check<'_, '_, '_> {
         }
     }
 
-    /// Complains about an IPv6 address of a cell that it could not use, or that another cell gives itself, too. A cell has the
-    /// first address of its list that is in the network's prefix, always. Other members may share one that moves between them.
+    /// Complains about an IPv6 address of a cell that it could not use, or that another cell gives
+    /// itself, too. A cell has the first address of its list that is in the network's prefix,
+    /// always. Other members may share one that moves between them.
     fn cells6(&mut self) {
         let fabric = self.fabric;
         let is_cell = |name: &str| fabric.machines.iter().any(|m| m.name == name && m.kind == MachineKind::Cell);
@@ -292,7 +297,8 @@ impl Check<'_, '_, '_> {
             if let (Some(ip), None, Some(Uplink::Kernel)) =
                 (tap.ip, &tap.netns, fabric.network(&tap.network).map(|n| &n.uplink))
             {
-                // The host would have two routes to the subnet, and answers to a forward's masqueraded clients take the wrong.
+                // The host would have two routes to the subnet, and answers to a forward's
+                // masqueraded clients take the wrong.
                 let found = format!("{ip}, a second address of the host in network \"{}\"", tap.network);
                 let hint =
                     "uplink = \"kernel\" has given the host one: leave `ip` out, or put the device into a `netns`";
@@ -301,7 +307,8 @@ impl Check<'_, '_, '_> {
             }
             let leads_out = |n: &&Network| n.uplink.forwards() && n.prefix_out().is_some();
             if tap.accept_ra && tap.netns.is_none() && fabric.network(&tap.network).as_ref().is_some_and(leads_out) {
-                // The host would send what is for the outside to its own fabric, which sends it to the host.
+                // The host would send what is for the outside to its own fabric, which sends it to
+                // the host.
                 let expected = "false for a device of the host in a network with a way out for IPv6";
                 let hint = "the host would take the fabric's router for its own way out: leave it out, put the device into a \
                             `netns`, or set uplink6 = \"off\"";
@@ -334,7 +341,8 @@ impl Check<'_, '_, '_> {
         self.tunnels();
     }
 
-    /// The ends of tunnels: addresses that can be meant, one tunnel per network, and per address and port.
+    /// The ends of tunnels: addresses that can be meant, one tunnel per network, and per address
+    /// and port.
     fn tunnels(&mut self) {
         let (mut networks, mut listeners) = (HashMap::new(), HashMap::new());
         for port in &self.fabric.ports {
@@ -513,7 +521,8 @@ impl Check<'_, '_, '_> {
         let found = match std::fs::metadata(path) {
             Ok(meta) if meta.is_file() => return,
             Ok(_) => format!("{}, which is not a file", path.display()),
-            // What this user may not see is no fault of the file: the start finds it, with all other faults of the machine.
+            // What this user may not see is no fault of the file: the start finds it, with all
+            // other faults of the machine.
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return,
             Err(error) => format!("{}: {error}", path.display()),
         };
@@ -666,7 +675,8 @@ impl Check<'_, '_, '_> {
         }
     }
 
-    /// Complains about ranges that are too small for the devices of the file's machines, of which these networks lack one each.
+    /// Complains about ranges that are too small for the devices of the file's machines, of which
+    /// these networks lack one each.
     fn too_many(&mut self, without: &[String]) {
         let fabric = self.fabric;
         for net in &fabric.networks {
@@ -714,7 +724,8 @@ impl Check<'_, '_, '_> {
         }
     }
 
-    /// Complains about MACs and addresses used twice or out of place; returns who has which address.
+    /// Complains about MACs and addresses used twice or out of place; returns who has which
+    /// address.
     fn addresses(&mut self) -> HashMap<(String, Ipv4Addr), String> {
         let fabric = self.fabric;
         let mut macs: HashMap<(&str, Mac), String> = HashMap::new();
@@ -762,8 +773,9 @@ impl Check<'_, '_, '_> {
         ips.into_iter().map(|(place, (.., who))| (place, who)).collect()
     }
 
-    /// Fixed IPv6 addresses of containers. Unlike those of other members, which may share one that moves between them, they belong
-    /// to one container. So of two calls of the CNI plugin that choose the same address only one succeeds.
+    /// Fixed IPv6 addresses of containers. Unlike those of other members, which may share one that
+    /// moves between them, they belong to one container. So of two calls of the CNI plugin that
+    /// choose the same address only one succeeds.
     fn containers6(&mut self) {
         let fabric = self.fabric;
         for network in fabric.networks.iter().filter(|n| n.ipv6.is_some()) {
@@ -778,7 +790,8 @@ impl Check<'_, '_, '_> {
                 let leased = Ipv6Addr::from_bits(prefix.to_bits() | u128::from(ip.to_bits()));
                 taken.entry(leased).or_default().push(name.into());
             }
-            // Of two with one address the later one is at fault, which is the one that is to be added.
+            // Of two with one address the later one is at fault, which is the one that is to be
+            // added.
             for member in containers.into_iter().rev() {
                 let (at, net_at) = (&format!("{}.{}", member.word, member.name)[..], &path_of(&network.name)[..]);
                 let Ip6::Only(list) = member.ip6 else { continue };
@@ -786,7 +799,8 @@ impl Check<'_, '_, '_> {
                     let others = taken.get(&ip).into_iter().flatten();
                     let Some(other) = others.into_iter().find(|name| **name != member.name) else { continue };
                     let found = format!("{ip}, which is that of {other}");
-                    // Where two have one IPv4 address, that is said already, and this follows from it.
+                    // Where two have one IPv4 address, that is said already, and this follows from
+                    // it.
                     let that = &section_of_member(fabric, other)[..];
                     let leans_on = [(at, "network"), (net_at, "ipv6"), (at, "container")];
                     let leans_on = [&leans_on[..], &[(at, "ip"), (that, "ip"), (that, "ip6")]].concat();
@@ -845,10 +859,11 @@ impl Check<'_, '_, '_> {
     }
 }
 
-/// Keys that do nothing where they stand, as far as several keys or sections decide that. [`super::schema::CONDITIONS`] has those
-/// that one other key of their section decides about.
+/// Keys that do nothing where they stand, as far as several keys or sections decide that.
+/// [`super::schema::CONDITIONS`] has those that one other key of their section decides about.
 impl Check<'_, '_, '_> {
-    /// Complains about a key if the file has it, which does nothing at that `place`. The `reason` may end in what else to do.
+    /// Complains about a key if the file has it, which does nothing at that `place`. The `reason`
+    /// may end in what else to do.
     fn idle(&mut self, (at, key): Spot<'_>, leans_on: &[Spot<'_>], place: &str, reason: &str) {
         if self.spots.has(at, key) {
             let found = self.out.excerpt(&self.spots.of(at, key));
@@ -942,7 +957,8 @@ impl Check<'_, '_, '_> {
         }
     }
 
-    /// Whether that address on that network is leased and has a name there. True for a network that is not known.
+    /// Whether that address on that network is leased and has a name there. True for a network that
+    /// is not known.
     fn leases(&self, network: &str, ip: Option<Ipv4Addr>) -> bool {
         ip.is_some() && self.fabric.network(network).is_none_or(|n| n.gateway.is_some())
     }
@@ -1020,8 +1036,9 @@ fn section_of_member(fabric: &Fabric, name: &str) -> String {
     uses(fabric).into_iter().map(|(at, _)| at).find(is_it).unwrap_or_default()
 }
 
-/// Gives every device without an address one of its network's range: a place that depends on its MAC, or the next
-/// free one, so that a device keeps its address when others come and go. Returns the network of each one for which there is none.
+/// Gives every device without an address one of its network's range: a place that depends on its
+/// MAC, or the next free one, so that a device keeps its address when others come and go. Returns
+/// the network of each one for which there is none.
 fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) -> Vec<String> {
     let (networks, mut without) = (fabric.networks.clone(), Vec::new());
     for machine in &mut fabric.machines {
@@ -1062,8 +1079,8 @@ fn addresses_of<'f>(fabric: &'f Fabric, name: &str) -> Vec<(&'f Network, IpAddr)
     out
 }
 
-/// Whether two forwards ask one passt for the same port at different addresses, which it refuses. All addresses of both families
-/// are one listener to it.
+/// Whether two forwards ask one passt for the same port at different addresses, which it refuses.
+/// All addresses of both families are one listener to it.
 fn share_a_port(fabric: &Fabric, a: &Forward, b: &Forward) -> bool {
     let by_passt = fabric.network(&a.network).is_some_and(|n| n.uplink == Uplink::User);
     let is_same = a.network == b.network && (a.proto, a.listen.port()) == (b.proto, b.listen.port());
@@ -1124,7 +1141,8 @@ impl Check<'_, '_, '_> {
                 }
             },
             Target::Name(name) => {
-                // The first of a network that forwards to it, of the listener's family where there is one.
+                // The first of a network that forwards to it, of the listener's family where there
+                // is one.
                 let rank = |(n, ip): &(&Network, IpAddr)| {
                     let served = n.uplink.forwards() && (ip.is_ipv4() || n.prefix_out().is_some());
                     (!served, ip.is_ipv4() != f.listen.is_ipv4())

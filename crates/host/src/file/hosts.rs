@@ -1,12 +1,13 @@
 //! One file for several machines: `[machine.NAME]`, `[span]`, and the key `on`.
 //!
-//! The file is read once for each of its machines, each time without the sections that run elsewhere. So a file is right only
-//! if it is right on every machine, and each machine refuses the same faults. Here is what has to be known before that: the
-//! machines, where each section runs, and which machine is meant.
+//! The file is read once for each of its machines, each time without the sections that run
+//! elsewhere. So a file is right only if it is right on every machine, and each machine refuses the
+//! same faults. Here is what has to be known before that: the machines, where each section runs,
+//! and which machine is meant.
 //!
-//! A section without `on` runs on every machine. There are exceptions, which follow what the section names: a forward runs
-//! where its member is, a link where its machines are, a rule or mirror where its members are, and an import where the service
-//! is not exported.
+//! A section without `on` runs on every machine. There are exceptions, which follow what the
+//! section names: a forward runs where its member is, a link where its machines are, a rule or
+//! mirror where its members are, and an import where the service is not exported.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -53,7 +54,8 @@ pub struct Here {
     pub others: Vec<Host>,
     /// `[span]`
     pub span: Option<SpanDecl>,
-    /// False where the first machine was taken because none was named: the file can be checked, and not run.
+    /// False where the first machine was taken because none was named: the file can be checked, and
+    /// not run.
     pub is_chosen: bool,
 }
 
@@ -81,7 +83,8 @@ impl<'a> Which<'a> {
 /// What the file has on other machines, as far as it matters here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Elsewhere {
-    /// Addresses in networks of this machine: network, address, and whose it is in the words of a complaint.
+    /// Addresses in networks of this machine: network, address, and whose it is in the words of a
+    /// complaint.
     pub(super) taken: Vec<(String, Ipv4Addr, String)>,
     /// What other machines lease: network, first and last address, machine.
     pub(super) leased: Vec<(String, Ipv4Addr, Ipv4Addr, String)>,
@@ -118,8 +121,8 @@ pub(super) struct Hosts {
 /// The beginning of the words for a gateway or router of another machine.
 pub(super) const FIXED: &str = "the network's";
 
-/// The number of parts into which DHCP ranges are divided. Up to four machines it does not depend on their number, so that
-/// one more changes nothing at the others.
+/// The number of parts into which DHCP ranges are divided. Up to four machines it does not depend
+/// on their number, so that one more changes nothing at the others.
 fn parts(machines: usize) -> u32 {
     (machines.max(4) as u32).next_power_of_two()
 }
@@ -141,7 +144,8 @@ pub(super) fn share(range: Dhcp, index: usize, machines: usize) -> Dhcp {
     Dhcp { from: at(index), to: end.into(), ..range }
 }
 
-/// An address of the first machine, as that of the `index`-th: its gateway and router are two further for each.
+/// An address of the first machine, as that of the `index`-th: its gateway and router are two
+/// further for each.
 pub(super) fn counted_on(ip: Ipv4Addr, index: usize) -> Ipv4Addr {
     u32::from(ip).saturating_add(2 * index as u32).into()
 }
@@ -187,7 +191,8 @@ fn labels(word: &str, table: &DeTable<'_>) -> Vec<String> {
 }
 
 impl Hosts {
-    /// Reads what the file says about its machines. Complains about `on`, `span` and `[span]` in a file that has none.
+    /// Reads what the file says about its machines. Complains about `on`, `span` and `[span]` in a
+    /// file that has none.
     pub(super) fn read(root: &DeTable<'_>, dir: &Path, out: &mut Complaints<'_>, spots: &mut Spots) -> Hosts {
         let mut hosts = Hosts {
             list: vec![],
@@ -377,7 +382,8 @@ impl Hosts {
         self.homes.get(path).is_none_or(|homes| homes.contains(&index))
     }
 
-    /// Whether the section of that path runs on one machine alone, so that no other has its MAC address.
+    /// Whether the section of that path runs on one machine alone, so that no other has its MAC
+    /// address.
     pub(super) fn is_alone(&self, path: &str) -> bool {
         self.homes.get(path).is_some_and(|homes| homes.len() == 1)
     }
@@ -389,8 +395,8 @@ impl Hosts {
         Here { host, others, span: self.span.clone(), is_chosen }
     }
 
-    /// What the machines before the `index`-th have in the networks that span machines. One of two sections that contradict
-    /// each other is told of the other, so that there is one complaint.
+    /// What the machines before the `index`-th have in the networks that span machines. One of two
+    /// sections that contradict each other is told of the other, so that there is one complaint.
     pub(super) fn elsewhere(&self, index: usize, spans: impl Fn(&str) -> bool) -> Elsewhere {
         self.on_others(index, |home| home < index, spans)
     }
@@ -417,8 +423,8 @@ impl Hosts {
         out
     }
 
-    /// The gateway, router and range of the other machines in a network of the `index`-th. `range` is the one that they share,
-    /// also where nothing is leased.
+    /// The gateway, router and range of the other machines in a network of the `index`-th. `range`
+    /// is the one that they share, also where nothing is leased.
     pub(super) fn of_network(
         &self,
         index: usize,
@@ -501,7 +507,8 @@ pub(super) fn name_on(base: &str, machine: &str) -> Option<String> {
     clean_name(&format!("{base}-{machine}"))
 }
 
-/// The fabric's name on the machine that is meant, of a file that may have any other fault; `base` for a file of one machine.
+/// The fabric's name on the machine that is meant, of a file that may have any other fault; `base`
+/// for a file of one machine.
 pub(super) fn name_of(root: &DeTable<'_>, base: String, which: Which<'_>, out: &mut Complaints<'_>) -> Option<String> {
     let mut machines: Vec<_> = sections(root, "machine");
     machines.retain(|(name, ..)| clean_name(name).is_some());
@@ -538,7 +545,8 @@ impl Hosts {
     }
 }
 
-/// The settings of tombolo-span on a machine, as its settings file has them. `None` without `[span]`.
+/// The settings of tombolo-span on a machine, as its settings file has them. `None` without
+/// `[span]`.
 pub fn span_settings(fabric: &super::Fabric) -> Option<String> {
     let here = fabric.here.as_ref()?;
     let span = here.span.as_ref()?;
@@ -652,7 +660,8 @@ mod tests {
             assert_eq!(ranges(&on(text, "b")), [("lan".to_string(), 15, 74)]);
             assert_eq!(ranges(&on(text, "a")), [("lan".to_string(), 75, 134)]);
         }
-        // A member keeps its MAC address when it moves, and one that is on each machine has another on each.
+        // A member keeps its MAC address when it moves, and one that is on each machine has another
+        // on each.
         let moved = on(&FILE.replace("[tap.t]\non = \"a\"", "[tap.t]\non = \"b\""), "b");
         let mac = |fabric: &super::super::Fabric, name: &str| fabric.taps.iter().find(|t| t.name == name).unwrap().mac;
         assert_eq!(mac(&moved, "t"), mac(&a, "t"));
@@ -693,7 +702,8 @@ mod tests {
     fn an_addition_takes_nothing_from_any_other_machine_of_the_file() {
         let text =
             FILE.replace("[tap.t]", "[tap.t]\nip = \"10.87.0.9\"").replace("[tap.u]", "[tap.u]\nip = \"10.87.0.8\"");
-        // `b` is the first, so `t` is on a later machine than it, and `u` on an earlier one than `a`.
+        // `b` is the first, so `t` is on a later machine than it, and `u` on an earlier one than
+        // `a`.
         for (machine, name, ip) in [("b", "t", "10.87.0.9"), ("a", "u", "10.87.0.8")] {
             let fabric = on(&text, machine);
             let add = |section: &str| super::super::add(section, Path::new("added"), &fabric).map(drop);

@@ -1,12 +1,14 @@
-//! The fabric file as a JSON Schema (draft 7), for editors: they complete keys, show what they do, and mark faults while the
-//! file is being written.
+//! The fabric file as a JSON Schema (draft 7), for editors: they complete keys, show what they do,
+//! and mark faults while the file is being written.
 //!
-//! It is made from the tables of [`super::schema`], so it has every section, key, condition and text that the parser has. What
-//! a value looks like is read from the key's `expects`, the words in which the parser complains.
+//! It is made from the tables of [`super::schema`], so it has every section, key, condition and
+//! text that the parser has. What a value looks like is read from the key's `expects`, the words in
+//! which the parser complains.
 //!
-//! The schema is an approximation from above: it accepts every file that the parser accepts, and refuses many that the parser
-//! refuses. It cannot see what depends on the whole file or the machine, such as an address outside its subnet, a network that
-//! does not exist or an interface that is missing. `tombolo check` does.
+//! The schema is an approximation from above: it accepts every file that the parser accepts, and
+//! refuses many that the parser refuses. It cannot see what depends on the whole file or the
+//! machine, such as an address outside its subnet, a network that does not exist or an interface
+//! that is missing. `tombolo check` does.
 
 use serde_json::{Map, Value, json};
 

@@ -1,14 +1,16 @@
-//! The fabric file: what `tombolo.toml` says, read with positions, checked as a whole, before anything is started.
+//! The fabric file: what `tombolo.toml` says, read with positions, checked as a whole, before
+//! anything is started.
 //!
-//! Purpose: text → [`Fabric`], or every complaint at once. A complaint names the file, line and column, the key, what was
-//! expected, what was found, and a near name if one fits.
-//! It is not the plan: no path is opened for writing, no address is bound; [`crate::plan`] turns a `Fabric` into ports,
-//! processes and rules.
+//! Purpose: text → [`Fabric`], or every complaint at once. A complaint names the file, line and
+//! column, the key, what was expected, what was found, and a near name if one fits. It is not the
+//! plan: no path is opened for writing, no address is bound; [`crate::plan`] turns a `Fabric` into
+//! ports, processes and rules.
 //!
-//! - `schema`: the one table of sections and keys. Unknown keys are judged against it, and docs/fabric-file.md is tested
-//!   against it.
+//! - `schema`: the one table of sections and keys. Unknown keys are judged against it, and
+//!   docs/fabric-file.md is tested against it.
 //! - `json_schema`: the same table for editors.
-//! - `read`: a section reader that takes typed values out of a TOML table and keeps their positions.
+//! - `read`: a section reader that takes typed values out of a TOML table and keeps their
+//!   positions.
 //! - `parse`: the sections, one function each.
 //! - `names`: the names in a text that may be faulty, for completion.
 //! - `places`: where the keys are, for faults that only the machine shows ([`crate::preflight`]).
@@ -16,7 +18,8 @@
 //! - `hosts`: one file for several machines.
 //! - `boot`: what clients boot from the network.
 //! - `traffic`: what limits a port, and changes of it while it runs.
-//! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
+//! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing
+//!   images).
 
 mod across;
 mod boot;

@@ -21,15 +21,16 @@ use crate::hash::fnv1a_of_words;
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {
-    /// A locally administered unicast address that depends only on the words given, so that a guest keeps its address
-    /// from one start to the next. FNV-1a of 64 bits, folded to 32.
+    /// A locally administered unicast address that depends only on the words given, so that a guest
+    /// keeps its address from one start to the next. FNV-1a of 64 bits, folded to 32.
     pub fn derived(words: &[&str]) -> Self {
         let hash = fnv1a_of_words(words);
         let [a, b, c, d] = ((hash ^ (hash >> 32)) as u32).to_be_bytes();
         Self([0x02, 0x54, a, b, c, d])
     }
 
-    /// Parses `aa:bb:cc:dd:ee:ff`; refuses group addresses and the null address, which no station may own.
+    /// Parses `aa:bb:cc:dd:ee:ff`; refuses group addresses and the null address, which no station
+    /// may own.
     pub fn parse(text: &str) -> Option<Self> {
         Self::bytes(text).filter(|bytes| bytes[0] & 1 == 0 && *bytes != [0; 6]).map(Self)
     }
@@ -78,7 +79,8 @@ impl Subnet {
         (u32::from(base) & !subnet.mask() == 0).then_some(subnet)
     }
 
-    /// The subnet that was probably meant by a text that is none, as a hint: that of an address with bits behind the prefix.
+    /// The subnet that was probably meant by a text that is none, as a hint: that of an address
+    /// with bits behind the prefix.
     pub(super) fn near(text: &str) -> Option<String> {
         let (base, prefix) = text.trim().split_once('/')?;
         let base: Ipv4Addr = base.parse().ok()?;
@@ -140,7 +142,8 @@ pub struct Prefix6 {
 }
 
 impl Prefix6 {
-    /// Parses `fd00::7` or `2001:db8:1::/64`. Bits behind the prefix must be zero, and groups and `::` have no member.
+    /// Parses `fd00::7` or `2001:db8:1::/64`. Bits behind the prefix must be zero, and groups and
+    /// `::` have no member.
     pub fn parse(text: &str) -> Option<Self> {
         let (base, bits) = match text.split_once('/') {
             Some((base, bits)) => (base, bits.parse().ok().filter(|bits| (1..=128).contains(bits))?),
@@ -178,8 +181,9 @@ impl Ipv6 {
     }
 }
 
-/// A unique local /64 (RFC 4193) that depends only on the names: 40 bits from the fabric's, 16 from the network's. So
-/// members keep their addresses from one start to the next, and the networks of a fabric share a /48.
+/// A unique local /64 (RFC 4193) that depends only on the names: 40 bits from the fabric's, 16 from
+/// the network's. So members keep their addresses from one start to the next, and the networks of a
+/// fabric share a /48.
 pub(super) fn derived_prefix(fabric: &str, network: &str) -> Ipv6Addr {
     let hash = |words: &[&str]| {
         let mut hash = fnv1a_of_words(words);
@@ -286,7 +290,8 @@ pub struct Network {
     pub name: String,
     /// Its IPv4 addresses.
     pub subnet: Subnet,
-    /// The gateway port's address: DHCP, DNS, ICMP. A network that joins a real one has a gateway only if asked for.
+    /// The gateway port's address: DHCP, DNS, ICMP. A network that joins a real one has a gateway
+    /// only if asked for.
     pub gateway: Option<Ipv4Addr>,
     /// The address that guests route through: the NAT port (`user`) or the host's tap (`kernel`).
     pub router: Option<Ipv4Addr>,
@@ -302,7 +307,8 @@ pub struct Network {
     pub dns: Vec<SocketAddr>,
     /// Name of the worker that runs its switch.
     pub worker: String,
-    /// Interfaces between which and the host's tap traffic skips the kernel's forwarding; empty: those of the host's default route.
+    /// Interfaces between which and the host's tap traffic skips the kernel's forwarding; empty:
+    /// those of the host's default route.
     pub bypass: Option<Vec<String>>,
     /// What happens to a connection between its members that no rule is about.
     pub policy: Action,
@@ -320,8 +326,8 @@ impl Network {
         self.ipv6.filter(|_| self.uplink6 != Uplink6::Off)
     }
 
-    /// The address of the kernel uplink's router in the prefix: ::2, beside the gateway's ::1. That of the user uplink has a
-    /// link-local address only.
+    /// The address of the kernel uplink's router in the prefix: ::2, beside the gateway's ::1. That
+    /// of the user uplink has a link-local address only.
     pub fn router6(&self) -> Option<Ipv6Addr> {
         let prefix = self.prefix_out().filter(|_| self.uplink == Uplink::Kernel)?;
         Some(Ipv6Addr::from_bits(prefix.to_bits() | 2))
@@ -388,10 +394,12 @@ impl Guard {
     }
 }
 
-/// The IPv6 addresses that a port with the guard "ip" may use besides the link-local one of its MAC.
+/// The IPv6 addresses that a port with the guard "ip" may use besides the link-local one of its
+/// MAC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ip6 {
-    /// The file says nothing: what it claims of the network's prefix; none without a prefix, where it is held to an IPv4 address.
+    /// The file says nothing: what it claims of the network's prefix; none without a prefix, where
+    /// it is held to an IPv4 address.
     Unsaid,
     /// Every source address may pass (`ip6 = "any"`).
     Any,
@@ -416,7 +424,8 @@ pub struct Traffic {
     pub isolation: Isolation,
     /// The VLANs that it is in; `None` where the file does not say.
     pub vlans: Option<Membership>,
-    /// Most IPv6 addresses that it may claim at a time; `None` for [`tombolo_switch::guard::LIMIT`].
+    /// Most IPv6 addresses that it may claim at a time; `None` for
+    /// [`tombolo_switch::guard::LIMIT`].
     pub ip6_limit: Option<u8>,
 }
 
@@ -521,7 +530,8 @@ pub enum Boot {
         kernel: Option<PathBuf>,
         /// Initial RAM disk for that kernel.
         initrd: Option<PathBuf>,
-        /// Disk images, with QEMU's format words; the first is the one to boot from where there is no kernel.
+        /// Disk images, with QEMU's format words; the first is the one to boot from where there is
+        /// no kernel.
         disks: Vec<(PathBuf, String)>,
         /// What cloud-init in the guest is given as user-data (its NoCloud source).
         cloud_init: Option<PathBuf>,
@@ -619,7 +629,8 @@ pub struct Tap {
     pub accept_ra: bool,
     /// The container that the device belongs to: the port goes with the namespace.
     pub container: Option<String>,
-    /// Whether a monitor of virtual machines opens the device; the fabric is then on the kernel's side of it.
+    /// Whether a monitor of virtual machines opens the device; the fabric is then on the kernel's
+    /// side of it.
     pub monitor: bool,
     /// What its guest boots from the network, in place of what the network says.
     pub boot: Option<BootConfig>,
@@ -753,7 +764,8 @@ pub struct PortDecl {
     pub traffic: Traffic,
     /// What the peer boots from the network, in place of what the network says.
     pub boot: Option<BootConfig>,
-    /// The container whose virtual machine the peer is: the port goes with the container's namespace.
+    /// The container whose virtual machine the peer is: the port goes with the container's
+    /// namespace.
     pub container: Option<String>,
     /// Name or path of that namespace. The port has nothing in it.
     pub netns: Option<String>,
@@ -768,7 +780,8 @@ pub struct Contained<'f> {
     pub name: &'f str,
     /// The network that it joins.
     pub network: &'f str,
-    /// The name of the network in the runtime's configuration, the container's ID and the interface.
+    /// The name of the network in the runtime's configuration, the container's ID and the
+    /// interface.
     pub container: &'f str,
     /// Name or path of the container's namespace.
     pub netns: &'f str,
@@ -834,8 +847,9 @@ pub struct Forward {
 }
 
 impl Forward {
-    /// The addresses at which the daemon passes connections on itself, where the kernel uplink cannot translate them: those of
-    /// the other family, and ::1, whose answers Linux does not route. `None`: translation does it all.
+    /// The addresses at which the daemon passes connections on itself, where the kernel uplink
+    /// cannot translate them: those of the other family, and ::1, whose answers Linux does not
+    /// route. `None`: translation does it all.
     pub fn relayed(&self) -> Option<SocketAddr> {
         let listen = self.listen.ip();
         match (listen, self.ip) {
@@ -930,7 +944,8 @@ impl Fabric {
         machines.chain(taps).chain(self.ports.iter().map(|p| p.name.as_str()))
     }
 
-    /// Every (network, MAC, address, name) that is fixed by the file: the gateway's static leases and names.
+    /// Every (network, MAC, address, name) that is fixed by the file: the gateway's static leases
+    /// and names.
     pub fn addresses(&self) -> Vec<(&str, Option<Mac>, Ipv4Addr, &str)> {
         let mut out = Vec::new();
         for m in &self.machines {
@@ -941,7 +956,8 @@ impl Fabric {
         out
     }
 
-    /// The members of a network: name, MAC address, and fixed IPv6 addresses (those of `ip6` that are no prefixes).
+    /// The members of a network: name, MAC address, and fixed IPv6 addresses (those of `ip6` that
+    /// are no prefixes).
     pub fn addresses6(&self, network: &str) -> Vec<(String, Option<Mac>, Vec<Ipv6Addr>)> {
         let fixed = |ip6: &Ip6| match ip6 {
             Ip6::Only(list) => list.iter().filter(|p| p.bits == 128).map(|p| p.base).collect(),
@@ -968,8 +984,8 @@ impl Fabric {
         })
     }
 
-    /// What the DHCP server of a network tells clients to boot. A member's own settings take the place of the network's, but for
-    /// the server where they name none.
+    /// What the DHCP server of a network tells clients to boot. A member's own settings take the
+    /// place of the network's, but for the server where they name none.
     pub fn boots(&self, network: &Network) -> BootTable {
         let with_server = |own: &BootConfig| {
             let server = own.server.or(network.boot.as_ref().and_then(|all| all.server));
@@ -983,15 +999,15 @@ impl Fabric {
         BootTable { all: network.boot.clone(), of: machines.chain(taps).chain(ports).collect() }
     }
 
-    /// True if a forward listens where this one would: same transport and port, and one of the addresses is the
-    /// other or a wildcard of its family.
+    /// True if a forward listens where this one would: same transport and port, and one of the
+    /// addresses is the other or a wildcard of its family.
     pub fn same_listener(a: &Forward, b: &Forward) -> bool {
         a.proto == b.proto && overlap(a.listen, b.listen)
     }
 }
 
-/// Whether two listeners of one transport are in each other's way: the same port and family, and the same address or
-/// all addresses.
+/// Whether two listeners of one transport are in each other's way: the same port and family, and
+/// the same address or all addresses.
 pub(crate) fn overlap(a: SocketAddr, b: SocketAddr) -> bool {
     let any = a.ip().is_unspecified() || b.ip().is_unspecified();
     a.port() == b.port() && a.is_ipv4() == b.is_ipv4() && (any || a.ip() == b.ip())

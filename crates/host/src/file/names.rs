@@ -1,5 +1,6 @@
-//! The names in a fabric file, for completion at a prompt. Any text is read, also a faulty or half-written one, because
-//! completion is used while the file is being edited. Nothing is checked, and no complaint is made.
+//! The names in a fabric file, for completion at a prompt. Any text is read, also a faulty or
+//! half-written one, because completion is used while the file is being edited. Nothing is checked,
+//! and no complaint is made.
 
 use toml::de::{DeTable, DeValue};
 
@@ -12,8 +13,8 @@ pub(crate) const MEMBERS: [&str; 4] = ["cell", "vm", "tap", "port"];
 /// Words of sections with a name, as in `[cell.NAME]`.
 const WORDS: [&str; 9] = ["machine", "network", "cell", "vm", "tap", "port", "link", "export", "import"];
 
-/// The name of each section `[WORD.NAME]` that has a valid one, with its word; for a section with `count`, those of its
-/// machines.
+/// The name of each section `[WORD.NAME]` that has a valid one, with its word; for a section with
+/// `count`, those of its machines.
 pub fn names(text: &str) -> Vec<(&'static str, String)> {
     let (root, _) = DeTable::parse_recoverable(text);
     let mut out = Vec::new();

@@ -61,7 +61,8 @@ fn folder_of(path: &Path) -> std::path::PathBuf {
     std::path::absolute(path).ok().and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_default()
 }
 
-/// The name that a folder gives its fabric: `My Lab_2` gives `my-lab-2`. `None` where nothing of it may stay.
+/// The name that a folder gives its fabric: `My Lab_2` gives `my-lab-2`. `None` where nothing of it
+/// may stay.
 fn folder_name(dir: &Path) -> Option<String> {
     let name = dir.file_name()?.to_str()?.to_ascii_lowercase();
     let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
@@ -77,7 +78,8 @@ fn nameless(dir: &Path, out: &mut Complaints<'_>) {
     out.say(&(0..0), "name", expects, found, Some("add name = \"…\" at the head of the file".into()));
 }
 
-/// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
+/// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where
+/// relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     parse_on(text, path, Which::This)
 }
@@ -177,7 +179,8 @@ fn network_spans(root: &DeTable<'_>, name: &str) -> bool {
     network.is_some_and(|table| table.contains_key("span"))
 }
 
-/// Faults that several machines of one file have, each once: the number of a forward or rule may differ between them.
+/// Faults that several machines of one file have, each once: the number of a forward or rule may
+/// differ between them.
 fn once(mut problems: Vec<Problem>) -> Vec<Problem> {
     problems.sort_by(|a, b| (a.line, a.column, &a.key).cmp(&(b.line, b.column, &b.key)));
     let mut out: Vec<Problem> = Vec::new();
@@ -213,7 +216,8 @@ fn near_name(name: &str) -> Option<String> {
     clean_name(&words.join("-")).map(|name| format!("did you mean \"{name}\"?"))
 }
 
-/// A fabric's name is that of a folder beside the one in which services listen (`tombolo_rpc::folder`).
+/// A fabric's name is that of a folder beside the one in which services listen
+/// (`tombolo_rpc::folder`).
 fn fabric_name(name: &str) -> Option<String> {
     clean_name(name).filter(|name| name != "services")
 }
@@ -432,8 +436,9 @@ impl<'t> Reader<'_, 't> {
         all
     }
 
-    /// What a member's MAC address is derived from, besides its name: the name of the fabric, or of the file for a member
-    /// that no other machine has. So it keeps its address when it moves to another one.
+    /// What a member's MAC address is derived from, besides its name: the name of the fabric, or of
+    /// the file for a member that no other machine has. So it keeps its address when it moves to
+    /// another one.
     fn mac_base(&self, section: &str, base: &str) -> String {
         let is_alone = self.hosts.is_some_and(|(hosts, _)| hosts.is_alone(section));
         if is_alone { base.into() } else { self.fabric.name.clone() }
@@ -492,7 +497,8 @@ impl<'t> Reader<'_, 't> {
         let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
         s.applies("uplink", Some(uplink.word()));
         let router = uplink.forwards().then_some(router);
-        // A network that joins a real one has that one's DHCP server; a second would lease addresses to strangers.
+        // A network that joins a real one has that one's DHCP server; a second would lease
+        // addresses to strangers.
         let low = if machines > 1 { hosts::own_addresses(machines) } else { 0 };
         let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }), low);
         // Nor does it answer for an address there that it was not given.
@@ -814,7 +820,8 @@ impl<'t> Reader<'_, 't> {
         self.fabric.links.push(link);
     }
 
-    /// The tables of the list `[[WORD]]`, with their paths: those of an addition count on from the `base` that there are.
+    /// The tables of the list `[[WORD]]`, with their paths: those of an addition count on from the
+    /// `base` that there are.
     fn listed<'a, 'i>(&mut self, root: &'a DeTable<'i>, word: &str, base: usize) -> Vec<Named<'a, 'i>> {
         let Some(value) = root.get(word) else { return vec![] };
         let form = schema::section(word).form;
@@ -988,8 +995,8 @@ fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>, none_at_al
     network.unwrap_or_default()
 }
 
-/// A member that names no network: a fault where there is no single one; but a file without any network has that fault alone,
-/// and a network that was not taken may be the one meant.
+/// A member that names no network: a fault where there is no single one; but a file without any
+/// network has that fault alone, and a network that was not taken may be the one meant.
 fn no_network(s: &mut Section<'_, '_, '_, '_>, unknown: bool, none_at_all: bool) {
     if s.refused("network") || none_at_all {
         s.doubt("network");
@@ -1097,7 +1104,8 @@ pub(super) fn near_listener(text: &str) -> Option<String> {
     }
 }
 
-/// An IPv6 address and a port without brackets around the address: what was meant, and how to say it.
+/// An IPv6 address and a port without brackets around the address: what was meant, and how to say
+/// it.
 fn bracketed(text: &str) -> Option<(SocketAddr, String)> {
     let (address, port) = text.rsplit_once(':')?;
     let ip: Ipv6Addr = address.parse().ok().filter(|_| !address.starts_with('['))?;
@@ -1128,7 +1136,8 @@ fn bypass(s: &mut Section<'_, '_, '_, '_>) -> Option<Vec<String>> {
     }
 }
 
-/// All of a subnet but its low sixteenth, which is for the gateway, the router and fixed addresses: at least the first `low - 1`.
+/// All of a subnet but its low sixteenth, which is for the gateway, the router and fixed addresses:
+/// at least the first `low - 1`.
 fn whole_range(subnet: Subnet, low: u32) -> Dhcp {
     let low = (subnet.hosts() / 16).clamp(3, 256).max(low);
     Dhcp { from: subnet.nth(low), to: subnet.nth(subnet.hosts()), lease_s: DEFAULT_LEASE_S }
@@ -1165,8 +1174,8 @@ fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool, low: 
     Some(range)
 }
 
-/// Where apps are looked for: `$TOMBOLO_APPS`, beside the program, the source tree, `lib/tombolo/apps` of the prefix that
-/// the program is installed in, `/usr/lib/tombolo/apps`.
+/// Where apps are looked for: `$TOMBOLO_APPS`, beside the program, the source tree,
+/// `lib/tombolo/apps` of the prefix that the program is installed in, `/usr/lib/tombolo/apps`.
 fn app_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = variable("TOMBOLO_APPS").map(PathBuf::from).into_iter().collect();
     if let Ok(exe) = std::env::current_exe() {

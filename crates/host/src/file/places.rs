@@ -16,7 +16,8 @@ pub struct Places {
     spots: Spots,
 }
 
-/// Reads and checks the file at `path`, as [`parse::load_on`] does, and keeps the places of its keys.
+/// Reads and checks the file at `path`, as [`parse::load_on`] does, and keeps the places of its
+/// keys.
 ///
 /// # Errors
 /// All faults of the file.

@@ -1,5 +1,5 @@
-//! What members may exchange: `[[rule]]`, `[[mirror]]`, and the keys `isolated`, `groups`, `vlan`, `trunk`
-//! and `native` of a member's section.
+//! What members may exchange: `[[rule]]`, `[[mirror]]`, and the keys `isolated`, `groups`, `vlan`,
+//! `trunk` and `native` of a member's section.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -229,7 +229,8 @@ fn known(check: &mut Check<'_, '_, '_>, spot: (&str, &str), label: &str, names: 
     }
 }
 
-/// Takes what has gone out of a list. Whether the list still names what it named: one that named nothing means all.
+/// Takes what has gone out of a list. Whether the list still names what it named: one that named
+/// nothing means all.
 fn keeps<T>(list: &mut Vec<T>, has_gone: impl Fn(&T) -> bool) -> bool {
     let before = list.len();
     list.retain(|name| !has_gone(name));
@@ -237,8 +238,8 @@ fn keeps<T>(list: &mut Vec<T>, has_gone: impl Fn(&T) -> bool) -> bool {
 }
 
 impl Fabric {
-    /// Takes the names of members that have gone out of rules and mirrors. A rule or mirror that was about no other member goes as
-    /// a whole. A name that is a group's stays.
+    /// Takes the names of members that have gone out of rules and mirrors. A rule or mirror that
+    /// was about no other member goes as a whole. A name that is a group's stays.
     pub(crate) fn forget_in_policies<'n>(&mut self, gone: impl Iterator<Item = &'n str>) {
         let is_group = |name: &str| self.traffic().any(|(_, t)| t.groups.iter().any(|group| group == name));
         let gone: BTreeSet<&str> = gone.filter(|name| !is_group(name)).collect();
@@ -249,7 +250,8 @@ impl Fabric {
         });
     }
 
-    /// The policy of a network as its switch takes it. Forwards of the file are allowed, behind its rules.
+    /// The policy of a network as its switch takes it. Forwards of the file are allowed, behind its
+    /// rules.
     pub fn policy(&self, network: &str) -> tombolo_switch::policy::Settings {
         let here = |at: &Option<String>| at.as_deref().is_none_or(|at| at == network);
         let mut rules: Vec<Rule> = self.rules.iter().filter(|r| here(&r.network)).map(|r| r.rule.clone()).collect();

@@ -40,7 +40,8 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Why a fabric file, or an addition to one, was refused. Nothing has been started when one of these is returned.
+/// Why a fabric file, or an addition to one, was refused. Nothing has been started when one of
+/// these is returned.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum FileError {
@@ -51,7 +52,8 @@ pub enum FileError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The file, or what was to be added to a running fabric, was read and has faults; all are listed, one a line.
+    /// The file, or what was to be added to a running fabric, was read and has faults; all are
+    /// listed, one a line.
     #[error("{}", list(path, problems, *part))]
     Faulty {
         /// The file's path, as shown before each line.
@@ -102,7 +104,8 @@ pub(super) struct Complaints<'a> {
     list: Vec<Problem>,
     /// Dotted paths of keys whose value is not the file's.
     doubts: HashSet<String>,
-    /// Sections that were not taken, by word and name. An empty word is any word, an empty name any name.
+    /// Sections that were not taken, by word and name. An empty word is any word, an empty name any
+    /// name.
     refused: Vec<(String, String)>,
     /// The text is no TOML: what seems to be missing may stand in what could not be read.
     pub(super) broken: bool,
@@ -135,7 +138,8 @@ impl<'a> Complaints<'a> {
         self.doubts.contains(&full) || self.list.iter().any(|p| p.key == full)
     }
 
-    /// Notes that a section `[WORD.NAME]` was not taken. An empty word is any word, an empty name any name.
+    /// Notes that a section `[WORD.NAME]` was not taken. An empty word is any word, an empty name
+    /// any name.
     pub(super) fn refuse(&mut self, word: &str, name: &str) {
         self.refused.push((word.into(), name.to_lowercase()));
     }

@@ -1,4 +1,5 @@
-//! Takes typed values out of one TOML table, remembering where each stood and complaining where one does not fit.
+//! Takes typed values out of one TOML table, remembering where each stood and complaining where one
+//! does not fit.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -52,8 +53,8 @@ pub(super) struct Section<'a, 'i, 'c, 't> {
 }
 
 impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
-    /// Starts reading; keys that the schema does not know are complained about here. `extra` are keys the caller
-    /// reads by itself (sub-tables of the head).
+    /// Starts reading; keys that the schema does not know are complained about here. `extra` are
+    /// keys the caller reads by itself (sub-tables of the head).
     pub(super) fn open(
         schema_name: &str,
         path: String,
@@ -92,8 +93,8 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         found.expect("only keys of the schema are read").expects
     }
 
-    /// Complains about keys that stand where they mean nothing: those that depend on `on`, which has the value `value`, or `None`
-    /// where it is not given and has no default.
+    /// Complains about keys that stand where they mean nothing: those that depend on `on`, which
+    /// has the value `value`, or `None` where it is not given and has no default.
     pub(super) fn applies(&mut self, on: &str, value: Option<&str>) {
         if self.doubted(on) || self.misspelt.contains(&on) {
             return;

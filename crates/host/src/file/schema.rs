@@ -1,5 +1,5 @@
-//! The sections and keys of a fabric file. One row per key: the parser refuses what is not here, and docs/fabric-file.md
-//! is tested to describe exactly these.
+//! The sections and keys of a fabric file. One row per key: the parser refuses what is not here,
+//! and docs/fabric-file.md is tested to describe exactly these.
 
 /// One key of a section.
 #[derive(Debug, Clone, Copy)]

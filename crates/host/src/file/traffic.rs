@@ -1,4 +1,5 @@
-//! What limits a port: the keys `allow`, `storm` and `rate` of its section, and changes of them while it runs.
+//! What limits a port: the keys `allow`, `storm` and `rate` of its section, and changes of them
+//! while it runs.
 
 use std::path::Path;
 
@@ -180,7 +181,8 @@ fn rates(s: &mut Section<'_, '_, '_, '_>) -> Rates {
     rates
 }
 
-/// The keys of `rate`: of each direction, and of each class in it, bits and frames per second, and the burst in bits.
+/// The keys of `rate`: of each direction, and of each class in it, bits and frames per second, and
+/// the burst in bits.
 pub(super) fn rate_names() -> impl Iterator<Item = String> {
     let names = Rates::default().named().map(|(name, _)| name).collect::<Vec<_>>();
     names.into_iter().flat_map(|name| ["", "_burst", "_frames"].map(|kind| format!("{name}{kind}")))

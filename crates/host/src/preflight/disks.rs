@@ -1,4 +1,5 @@
-//! Disks that cannot be had: two machines of the file want one, or a program of this machine has it already.
+//! Disks that cannot be had: two machines of the file want one, or a program of this machine has it
+//! already.
 //!
 //! # Purpose
 //! QEMU locks the disks that it opens, so the second machine of a disk dies at its start. What is
@@ -6,7 +7,8 @@
 //!
 //! # Limits
 //! Locks are read from /proc/locks, which names files by device and inode. On file systems that
-//! give their files another device there (btrfs, some overlays) a lock is not seen, and QEMU tells it.
+//! give their files another device there (btrfs, some overlays) a lock is not seen, and QEMU tells
+//! it.
 
 use std::os::linux::fs::MetadataExt;
 use std::path::Path;
@@ -19,7 +21,8 @@ use crate::file::Boot;
 use crate::{process, rundir};
 
 /// Bytes of an image by whose locks QEMU tells that it writes, and that it lets no one else write
-/// (block/file-posix.c: `RAW_LOCK_PERM_BASE` and `RAW_LOCK_SHARED_BASE`, plus the bit of `BLK_PERM_WRITE`).
+/// (block/file-posix.c: `RAW_LOCK_PERM_BASE` and `RAW_LOCK_SHARED_BASE`, plus the bit of
+/// `BLK_PERM_WRITE`).
 const WRITE_BYTES: [u64; 2] = [101, 201];
 
 /// A file of this machine, whatever its path: the device's numbers and the inode.
@@ -30,7 +33,8 @@ fn ident(path: &Path) -> Option<Ident> {
     Some((major(meta.st_dev()), minor(meta.st_dev()), meta.st_ino()))
 }
 
-/// The keys that give a VM's disks, in their order. Without `disk` the first is of `disks` too, which its place in the file says.
+/// The keys that give a VM's disks, in their order. Without `disk` the first is of `disks` too,
+/// which its place in the file says.
 pub(super) fn keys() -> impl Iterator<Item = &'static str> {
     iter::once("disk").chain(iter::repeat("disks"))
 }
@@ -78,7 +82,8 @@ impl Look<'_> {
     }
 }
 
-/// Whether a table of locks (proc_locks(5)) has one by which QEMU keeps others from writing the file.
+/// Whether a table of locks (proc_locks(5)) has one by which QEMU keeps others from writing the
+/// file.
 fn is_locked(table: &str, (major, minor, inode): Ident) -> bool {
     table.lines().any(|line| {
         // `1: OFDLCK ADVISORY READ -1 fe:00:4711 201 201`; `->` in front of those that wait.

@@ -12,8 +12,8 @@
 //! is killed. The byte 0xff before a sync ends what an earlier client left half-written.
 //!
 //! # Ending a command
-//! The protocol cannot end a command. A client that is to stop has the guest's shell send SIGTERM to
-//! the command's process and its descendants, and SIGKILL if it has not ended after `GRACE`.
+//! The protocol cannot end a command. A client that is to stop has the guest's shell send SIGTERM
+//! to the command's process and its descendants, and SIGKILL if it has not ended after `GRACE`.
 //!
 //! # Trust
 //! The guest may answer anything. An answer has at most `ANSWER_BYTES` and `ANSWER_TOTAL`, its
@@ -63,7 +63,8 @@ const STOP_LOOK: Duration = Duration::from_millis(100);
 const GRACE: Duration = Duration::from_secs(2);
 /// How long it may take in all to end a command.
 const END_TOTAL: Duration = Duration::from_secs(10);
-/// Sends a signal to a process and all that descend from it, the parents first: a shell does not go on with its next command.
+/// Sends a signal to a process and all that descend from it, the parents first: a shell does not go
+/// on with its next command.
 const SIGNAL_TREE: &str = "t() { set -- \"$1\" $(cat \"/proc/$1/task/$1/children\" 2>/dev/null); kill -s \"$signal\" \"$1\"; shift; \
                            for child; do t \"$child\"; done; }; signal=$1; t \"$2\"";
 /// Characters of the guest's own words that a message shows.
@@ -178,8 +179,8 @@ struct Status {
     err_truncated: bool,
 }
 
-/// Runs a command in the guest whose agent is at `socket`, and waits for its end, at most until `deadline`. When `stop` becomes
-/// true, the command is ended in the guest.
+/// Runs a command in the guest whose agent is at `socket`, and waits for its end, at most until
+/// `deadline`. When `stop` becomes true, the command is ended in the guest.
 ///
 /// # Errors
 /// See [`AgentError`]; after one the next call works as if there had been none.
@@ -202,7 +203,8 @@ pub fn execute(
     }
 }
 
-/// As [`execute`]; `started` is the command's process from when it is known. One that is stopped runs on.
+/// As [`execute`]; `started` is the command's process from when it is known. One that is stopped
+/// runs on.
 fn run(
     socket: &Path,
     command: &[String],
@@ -385,8 +387,8 @@ impl<'s> Turn<'s> {
         }
     }
 
-    /// How long the next read or write may wait, for an answer that has to be whole at `end` from an agent that was last heard
-    /// at `heard`.
+    /// How long the next read or write may wait, for an answer that has to be whole at `end` from
+    /// an agent that was last heard at `heard`.
     fn patience(&mut self, end: Instant, heard: Instant) -> Result<Duration, AgentError> {
         let now = Instant::now();
         if now >= end {
@@ -415,7 +417,8 @@ impl<'s> Turn<'s> {
         Ok(())
     }
 
-    /// The next line, without its end. Each byte is looked at and moved a fixed number of times, however short the lines are.
+    /// The next line, without its end. Each byte is looked at and moved a fixed number of times,
+    /// however short the lines are.
     fn line(&mut self, end: Instant) -> Result<Vec<u8>, AgentError> {
         let mut heard = Instant::now();
         let mut looked = self.start;
@@ -466,7 +469,8 @@ fn lock(socket: &Path, until: Until) -> Result<File, AgentError> {
     Ok(file)
 }
 
-/// Connects in a thread: `connect` blocks while another program holds the socket and the queue before it is full.
+/// Connects in a thread: `connect` blocks while another program holds the socket and the queue
+/// before it is full.
 fn connect(socket: PathBuf, until: Until) -> Result<UnixStream, AgentError> {
     let (tell, told) = mpsc::channel();
     std::thread::spawn(move || tell.send(UnixStream::connect(socket)));
@@ -530,7 +534,8 @@ mod tests {
     use std::io::{BufRead, BufReader};
     use std::os::unix::net::UnixListener;
 
-    /// An agent that answers each request of one connection as told: the sync's answer, then the others.
+    /// An agent that answers each request of one connection as told: the sync's answer, then the
+    /// others.
     fn against(answers: &[Vec<u8>], late: &[u8]) -> Result<Finished, AgentError> {
         let dir = tempfile::tempdir().unwrap();
         let socket = socket_path(dir.path(), "v");
@@ -631,7 +636,8 @@ mod tests {
         assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
     }
 
-    /// An agent for any number of connections, whose command ends when it gets one of `deadly`. Gives the signals that it got.
+    /// An agent for any number of connections, whose command ends when it gets one of `deadly`.
+    /// Gives the signals that it got.
     fn stopped(deadly: Option<&str>) -> (AgentError, Vec<String>) {
         let dir = tempfile::tempdir().unwrap();
         let socket = socket_path(dir.path(), "v");

@@ -63,8 +63,8 @@ pub fn monitor_path(runtime: &Path, machine: &str) -> PathBuf {
     runtime.join(format!("{machine}.qmp"))
 }
 
-/// Whether a QEMU with these arguments has a disk, which its guest should leave in order: the file's `disk`, or one among
-/// its own arguments (`qemu`).
+/// Whether a QEMU with these arguments has a disk, which its guest should leave in order: the
+/// file's `disk`, or one among its own arguments (`qemu`).
 pub fn has_disk(words: &[String]) -> bool {
     let is_disk = |word: &String| matches!(word.as_str(), "-drive" | "-blockdev" | "-hda" | "-hdb" | "-hdc" | "-hdd");
     // What cloud-init reads is written by no guest.
@@ -92,9 +92,10 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
     add(&["-nodefaults", "-no-user-config", "-display", "none"]);
     // What a guest that breaks out of QEMU finds: no new programs, no new privileges.
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
-    // microvm: without ACPI the virtio-mmio devices are on the kernel's command line, where a cell looks for them. Debian's
-    // kernels look in the ACPI tables only, which the small firmware hands on (QEMU 10 takes another if not told).
-    // An ivshmem device is PCI's: microvm has a bus only if asked, which a cell finds by the tables too.
+    // microvm: without ACPI the virtio-mmio devices are on the kernel's command line, where a cell
+    // looks for them. Debian's kernels look in the ACPI tables only, which the small firmware hands
+    // on (QEMU 10 takes another if not told). An ivshmem device is PCI's: microvm has a bus only if
+    // asked, which a cell finds by the tables too.
     let chipset = match (microvm, machine.kind, shared.is_empty()) {
         (true, MachineKind::Cell, true) => "microvm,acpi=off,pit=on,rtc=on",
         (true, MachineKind::Vm, true) => "microvm,acpi=on,pit=on,rtc=on",
@@ -130,13 +131,14 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
             let image = with.image.map(|p| p.display().to_string()).unwrap_or_default();
             let given = if with.words.is_empty() { String::new() } else { format!(" {}", with.words) };
             let mut words = format!("hostname={}{told}{given} {}", machine.name, machine.cmdline);
-            // Machines differ in the order in which a guest finds its devices; the first network's is to be the first.
+            // Machines differ in the order in which a guest finds its devices; the first network's
+            // is to be the first.
             if machine.nics.len() > 1 && !words.contains("macs=") {
                 let macs: Vec<String> = machine.nics.iter().map(|nic| nic.mac.to_string()).collect();
                 words = format!("macs={} {words}", macs.join(","));
             }
-            // An emulated guest reads the counter as it is; told its rate, a cell need not measure it, which is a
-            // noticeable part of its start.
+            // An emulated guest reads the counter as it is; told its rate, a cell need not measure
+            // it, which is a noticeable part of its start.
             if let Some(Tsc { khz, .. }) = with.tsc.filter(|tsc| tsc.told && !with.kvm && !words.contains("tsc_khz=")) {
                 words = format!("tsc_khz={khz} {words}");
             }
@@ -147,7 +149,8 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
         Boot::Vm { kernel, initrd, disks, cloud_init } => {
             if let Some(kernel) = kernel {
                 let words = match with.tsc.filter(|_| microvm && !with.kvm) {
-                    // A Linux kernel there finds no clock to measure the counter's rate by, and hangs over that.
+                    // A Linux kernel there finds no clock to measure the counter's rate by, and
+                    // hangs over that.
                     Some(Tsc { khz, .. }) if !machine.cmdline.contains("tsc_early_khz=") => {
                         format!("tsc_early_khz={khz} {}", machine.cmdline)
                     }
@@ -199,7 +202,8 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
         }
         if !microvm {
             if shared && !with.kvm && with.qemu.msix_trap() {
-                // This QEMU crashes when a guest's driver starts MSI-X over vhost-user under emulation; INTx works.
+                // This QEMU crashes when a guest's driver starts MSI-X over vhost-user under
+                // emulation; INTx works.
                 nic.push_str(",vectors=0");
             } else if queues > 1 {
                 nic.push_str(&format!(",vectors={}", 2 * queues + 2));

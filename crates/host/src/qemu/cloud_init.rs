@@ -1,16 +1,17 @@
-//! The disk by which cloud-init in a guest is given its user-data and its network devices: the NoCloud source.
+//! The disk by which cloud-init in a guest is given its user-data and its network devices: the
+//! NoCloud source.
 //!
 //! A small FAT volume with the label that cloud-init looks for ("cidata", in either case), the file
-//! `user-data` as it is, a `meta-data` with the machine's name, and a `network-config`. It is written
-//! when the machine starts, into the runtime directory. The instance ID depends on the user-data, so
-//! that a guest does again what belongs to a new instance when that has changed. It does not depend
-//! on the networks: a new instance gets new SSH host keys.
+//! `user-data` as it is, a `meta-data` with the machine's name, and a `network-config`. It is
+//! written when the machine starts, into the runtime directory. The instance ID depends on the
+//! user-data, so that a guest does again what belongs to a new instance when that has changed. It
+//! does not depend on the networks: a new instance gets new SSH host keys.
 //!
 //! # network-config
-//! Without it, cloud-init configures the first device only. It has version 2 (that of netplan), with
-//! one entry for each device, known by its MAC address. There is no `set-name`: since version 20.1
-//! cloud-init finds the name by the MAC address, and user-data may rely on the names that a guest's
-//! devices had before.
+//! Without it, cloud-init configures the first device only. It has version 2 (that of netplan),
+//! with one entry for each device, known by its MAC address. There is no `set-name`: since version
+//! 20.1 cloud-init finds the name by the MAC address, and user-data may rely on the names that a
+//! guest's devices had before.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -37,8 +38,9 @@ pub fn path(runtime: &Path, machine: &str) -> PathBuf {
     runtime.join(format!("{machine}.seed"))
 }
 
-/// What cloud-init is told of a machine's network devices; `None` where it is to find out itself: the devices of a machine that
-/// attaches by ivshmem are made by the agent in the guest, and cloud-init would wait for them.
+/// What cloud-init is told of a machine's network devices; `None` where it is to find out itself:
+/// the devices of a machine that attaches by ivshmem are made by the agent in the guest, and
+/// cloud-init would wait for them.
 pub fn network_config(fabric: &Fabric, machine: &Machine) -> Option<String> {
     if matches!(machine.attach, Attach::Ivshmem | Attach::IvshmemPlain) {
         return None;
@@ -69,7 +71,8 @@ fn device(text: &mut String, i: usize, nic: &Nic, network: &Network) {
     if network.ipv6.is_some() || is_real {
         text.push_str("    accept-ra: true\n");
     }
-    // Of several default routes the one of the first device is the best. Renderers want the same for both families.
+    // Of several default routes the one of the first device is the best. Renderers want the same
+    // for both families.
     let metric = 100 + i;
     if i > 0 && dhcp4 {
         let _ = writeln!(text, "    dhcp4-overrides:\n      route-metric: {metric}");
@@ -97,7 +100,8 @@ fn device(text: &mut String, i: usize, nic: &Nic, network: &Network) {
 /// What a file of user-data has to be.
 pub const EXPECTED: &str = "a file of at most 8 MiB";
 
-/// What is too long of a file of user-data, for the [`EXPECTED`]. One that cannot be looked at has a fault of its own.
+/// What is too long of a file of user-data, for the [`EXPECTED`]. One that cannot be looked at has
+/// a fault of its own.
 pub fn too_long(user_data: &Path) -> Option<String> {
     let length = fs::metadata(user_data).ok()?.len();
     (length > MAX_BYTES).then(|| format!("{}, which has {length} bytes", user_data.display()))

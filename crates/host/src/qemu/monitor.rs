@@ -17,14 +17,16 @@ const ANSWER: Duration = Duration::from_secs(1);
 /// Bytes of a whole talk that are read at most: greeting, answers, events between them.
 const TALK_BYTES: u64 = 64 << 10;
 
-/// The process that listens at `socket`, as the kernel has it (SO_PEERCRED, unix(7)). Nothing is said or waited for.
+/// The process that listens at `socket`, as the kernel has it (SO_PEERCRED, unix(7)). Nothing is
+/// said or waited for.
 pub fn listener(socket: &Path) -> Option<u32> {
     let stream = UnixStream::connect(socket).ok()?;
     let pid = tombolo_shm::credentials::peer(&stream).ok()?.pid_or_zero();
     (pid != 0).then_some(pid)
 }
 
-/// Presses the power button of the machine whose monitor listens at `socket`. What the guest makes of it is its own matter.
+/// Presses the power button of the machine whose monitor listens at `socket`. What the guest makes
+/// of it is its own matter.
 ///
 /// # Errors
 /// If there is no QEMU, or it does not answer as it should.
@@ -66,9 +68,10 @@ mod tests {
     use std::process::{Command, Stdio};
     use std::time::Instant;
 
-    /// A guest of one sector that obeys its power button: it turns the button's event on (ICH9's PM1 block is where
-    /// SeaBIOS puts it, at 0x600; ACPI 6.5 §4.8.3), says `R` on the serial port, waits for the event, and turns the
-    /// machine off (SLP_EN with the type of S5, which is 0 in QEMU).
+    /// A guest of one sector that obeys its power button: it turns the button's event on (ICH9's
+    /// PM1 block is where SeaBIOS puts it, at 0x600; ACPI 6.5 §4.8.3), says `R` on the serial port,
+    /// waits for the event, and turns the machine off (SLP_EN with the type of S5, which is 0 in
+    /// QEMU).
     const GUEST: &[u8] = &[
         0xfa, // cli
         0xba, 0x02, 0x06, // mov dx, 0x602  PM1_EN

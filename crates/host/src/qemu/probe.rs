@@ -14,9 +14,11 @@ const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
 const ROM_BYTES: usize = 65536;
 /// What QEMU exits with when the ROM wrote 0x21 to isa-debug-exit.
 const ROM_DONE: i32 = (0x21 << 1) | 1;
-/// How long the ROM may take under emulation, where it needs about 70 ms: a busy machine that has yet to read QEMU from its disk takes seconds.
+/// How long the ROM may take under emulation, where it needs about 70 ms: a busy machine that has
+/// yet to read QEMU from its disk takes seconds.
 const EMULATION_LIMIT: Duration = Duration::from_secs(15);
-/// How long it may take under KVM: where that opens and does not run guests, each first start of a fabric waits for so long.
+/// How long it may take under KVM: where that opens and does not run guests, each first start of a
+/// fabric waits for so long.
 const KVM_LIMIT: Duration = Duration::from_secs(2);
 
 /// A QEMU binary.
@@ -29,14 +31,14 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Whether it emulates the memory fences of a guest with one CPU as nothing, so that wake-ups between the guest and other
-    /// processes get lost and are found late.
+    /// Whether it emulates the memory fences of a guest with one CPU as nothing, so that wake-ups
+    /// between the guest and other processes get lost and are found late.
     pub fn drops_fences(&self) -> bool {
         self.version < (8, 1, 0)
     }
 
-    /// Whether virtio-net-pci with MSI-X over vhost-user crashes it under emulation: seen on 7.2, not on 10.0; the versions
-    /// between were not to be had, so they are taken for broken.
+    /// Whether virtio-net-pci with MSI-X over vhost-user crashes it under emulation: seen on 7.2,
+    /// not on 10.0; the versions between were not to be had, so they are taken for broken.
     pub fn msix_trap(&self) -> bool {
         self.version < (10, 0, 0)
     }
@@ -103,8 +105,8 @@ fn version(text: &str) -> Option<(u32, u32, u32)> {
 pub struct Tsc {
     /// Ticks per millisecond.
     pub khz: u64,
-    /// The kernel was told it, by the processor or the hypervisor; one that it measured may be off a little, which is good enough for
-    /// a guest that corrects it.
+    /// The kernel was told it, by the processor or the hypervisor; one that it measured may be off
+    /// a little, which is good enough for a guest that corrects it.
     pub told: bool,
 }
 
@@ -118,7 +120,8 @@ fn tsc_of(cpuinfo: &str) -> Option<Tsc> {
         let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
         fields.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim())
     };
-    // arch/x86: bogomips is loops_per_jiffy * HZ / 500000, two decimals, and loops_per_jiffy is the counter's rate per tick.
+    // arch/x86: bogomips is loops_per_jiffy * HZ / 500000, two decimals, and loops_per_jiffy is the
+    // counter's rate per tick.
     let (mega, hundredths) = value("bogomips")?.split_once('.')?;
     let khz = (mega.parse::<u64>().ok()? * 100 + hundredths.parse::<u64>().ok().filter(|h| *h < 100)?) * 5;
     let has = |flag: &str| value("flags").is_some_and(|flags| flags.split(' ').any(|f| f == flag));

@@ -1,4 +1,5 @@
-//! The page's files, which are inside the program. xterm.js is vendored; xterm/README.md says from where.
+//! The page's files, which are inside the program. xterm.js is vendored; xterm/README.md says from
+//! where.
 
 use hyper::body::Bytes;
 

@@ -1,23 +1,26 @@
-//! The page that shows a fabric in a browser: a small HTTP server on a loopback address, in a process of its own.
+//! The page that shows a fabric in a browser: a small HTTP server on a loopback address, in a
+//! process of its own.
 //!
-//! Purpose: a user looks at a fabric, types into consoles and takes captures. The page is not part of the daemon: this
-//! is a client of its API like every other, and passes on only the requests that `route` lists. What happens to this
-//! process does not touch the fabric.
+//! Purpose: a user looks at a fabric, types into consoles and takes captures. The page is not part
+//! of the daemon: this is a client of its API like every other, and passes on only the requests
+//! that `route` lists. What happens to this process does not touch the fabric.
 //!
 //! # Invariants
-//! - Everybody on the machine can connect to the socket, also through a browser that shows a hostile page. So a
-//!   request has to name this server as its host (no DNS rebinding). It has to come from its own page, if it says where
-//!   it comes from (no forged requests); one that changes something has to say it. All but the empty page needs a session
-//!   (`session`).
-//! - Answers allow scripts and styles of this server only, and no other host, frame or form (`POLICY`).
-//! - The default address is a random one of 127.0.0.0/8: browsers give cookies to all ports of a host, and so this
-//!   host is shared with no other server.
+//! - Everybody on the machine can connect to the socket, also through a browser that shows a
+//!   hostile page. So a request has to name this server as its host (no DNS rebinding). It has to
+//!   come from its own page, if it says where it comes from (no forged requests); one that changes
+//!   something has to say it. All but the empty page needs a session (`session`).
+//! - Answers allow scripts and styles of this server only, and no other host, frame or form
+//!   (`POLICY`).
+//! - The default address is a random one of 127.0.0.0/8: browsers give cookies to all ports of a
+//!   host, and so this host is shared with no other server.
 //! - The daemon is asked for its status at most every [`FRESH`], however many pages look.
 //!
 //! # Limits
-//! [`CONNECTIONS`] connections; [`STREAMS`] consoles and captures and [`REQUESTS`] other requests at one time, fewer than the API gives
-//! one process; [`HEAD`] for a head, [`BODY`] for a body of at most [`TYPED_BYTES`], [`ANSWER`] for an answer of the
-//! fabric, [`STALLED`] for a client that does not read.
+//! [`CONNECTIONS`] connections; [`STREAMS`] consoles and captures and [`REQUESTS`] other requests
+//! at one time, fewer than the API gives one process; [`HEAD`] for a head, [`BODY`] for a body of
+//! at most [`TYPED_BYTES`], [`ANSWER`] for an answer of the fabric, [`STALLED`] for a client that
+//! does not read.
 
 mod assets;
 mod session;
@@ -179,8 +182,8 @@ impl Running {
         pieces
     }
 
-    /// Ends when a browser has begun the download. What none downloads within [`PICKED_UP`] is dropped, and the capture
-    /// ends by that.
+    /// Ends when a browser has begun the download. What none downloads within [`PICKED_UP`] is
+    /// dropped, and the capture ends by that.
     async fn picked_up(&self) {
         if tokio::time::timeout(PICKED_UP, self.taken.notified()).await.is_err() {
             self.take();
@@ -260,7 +263,8 @@ impl Server {
 pub struct Links(Arc<Shared>);
 
 impl Links {
-    /// A link with a new token. The token is in the fragment, which browsers send to no server: the page does.
+    /// A link with a new token. The token is in the fragment, which browsers send to no server: the
+    /// page does.
     ///
     /// # Errors
     /// If the kernel gives no random numbers.
@@ -292,7 +296,8 @@ async fn connection(stream: TcpStream, shared: Arc<Shared>, _place: OwnedSemapho
         let shared = shared.clone();
         async move { Ok::<_, Infallible>(shared.answer(request).await) }
     });
-    // A client that broke the protocol, or was too slow, has lost its connection; nothing is left to be said.
+    // A client that broke the protocol, or was too slow, has lost its connection; nothing is left
+    // to be said.
     let _ = http.serve_connection(TokioIo::new(Stalled::new(stream, STALLED)), answer).await;
 }
 
@@ -578,7 +583,8 @@ impl Shared {
         self.whole(path).await.map_or_else(|refused| refused, |(status, body)| json(status, body))
     }
 
-    /// The same, asked for only if the last answer is too old. Pages that ask meanwhile get the same answer.
+    /// The same, asked for only if the last answer is too old. Pages that ask meanwhile get the
+    /// same answer.
     async fn kept(&self, place: &tokio::sync::Mutex<Option<Kept>>, path: &str) -> Response<Outgoing> {
         let mut place = place.lock().await;
         if let Some((at, status, body)) = &*place
@@ -687,7 +693,8 @@ impl Shared {
             tokio::spawn(async move {
                 let _place = place;
                 let limit = Duration::from_secs(wanted.seconds);
-                // A capture that is over keeps its place until its file is picked up, and no longer.
+                // A capture that is over keeps its place until its file is picked up, and no
+                // longer.
                 tokio::join!(record(body, &running, limit, sender), running.picked_up());
                 locked(&shared.captures).remove(&wanted.id);
             });
@@ -709,8 +716,8 @@ impl Shared {
     }
 }
 
-/// Passes whole blocks on until the capture is stopped, its time is over, it is too large, or either side ends.
-/// None of these waits for a browser that reads slowly.
+/// Passes whole blocks on until the capture is stopped, its time is over, it is too large, or
+/// either side ends. None of these waits for a browser that reads slowly.
 async fn record(
     mut body: impl Body<Data = Bytes> + Unpin,
     running: &Running,

@@ -1,9 +1,11 @@
-//! Who may use the page: one-time tokens, which the terminal shows, and the sessions that browsers get for them.
+//! Who may use the page: one-time tokens, which the terminal shows, and the sessions that browsers
+//! get for them.
 //!
 //! # Invariants
-//! - A token opens one session, within [`TOKEN_LIFETIME`]. A new token replaces one that was not used.
-//! - At most [`MAX_SESSIONS`] exist. A further one ends the one that was not used for longest: only who reads the
-//!   terminal can open one.
+//! - A token opens one session, within [`TOKEN_LIFETIME`]. A new token replaces one that was not
+//!   used.
+//! - At most [`MAX_SESSIONS`] exist. A further one ends the one that was not used for longest: only
+//!   who reads the terminal can open one.
 //! - Secrets have 256 bits from the kernel, and are compared in constant time.
 
 use std::time::{Duration, Instant};

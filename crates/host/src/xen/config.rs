@@ -1,4 +1,5 @@
-//! A machine of the file and the runtime folder → the configuration of a domain, as xl.cfg(5) has it. Pure.
+//! A machine of the file and the runtime folder → the configuration of a domain, as xl.cfg(5) has
+//! it. Pure.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -25,17 +26,20 @@ pub struct Domain {
     pub config: String,
 }
 
-/// The name of a machine's domain. Fabrics and machines have no dot in their names, so no two have the same.
+/// The name of a machine's domain. Fabrics and machines have no dot in their names, so no two have
+/// the same.
 pub fn domain_of(fabric: &str, machine: &str) -> String {
     format!("{fabric}.{machine}")
 }
 
-/// The file of a machine's configuration. It is on the command line of its `xl`, which is found by that.
+/// The file of a machine's configuration. It is on the command line of its `xl`, which is found by
+/// that.
 pub fn config_path(runtime: &Path, machine: &str) -> PathBuf {
     runtime.join(format!("{machine}.xl"))
 }
 
-/// What `xl` is started with, behind the program: it stays in the foreground until the domain's end, with the console.
+/// What `xl` is started with, behind the program: it stays in the foreground until the domain's
+/// end, with the console.
 pub fn words(runtime: &Path, machine: &str) -> Vec<String> {
     let path = config_path(runtime, machine).display().to_string();
     vec!["create".into(), "-q".into(), "-F".into(), "-c".into(), path]
@@ -74,7 +78,8 @@ pub fn unrecorded(fabric: &str, machine: &str, runtime: &Path) -> Domain {
     Domain { machine: machine.into(), name, uuid, config: String::new() }
 }
 
-/// What a domain's configuration has that another has not, for people: "now memory = 48, before memory = 32".
+/// What a domain's configuration has that another has not, for people: "now memory = 48, before
+/// memory = 32".
 pub fn difference(before: &Domain, now: &Domain) -> String {
     /// Characters of each side that are shown.
     const SHOWN: usize = 160;
@@ -109,8 +114,8 @@ fn cell_words(fabric: &Fabric, machine: &Machine) -> String {
     out.join(" ").trim_end().to_string()
 }
 
-/// A version 8 UUID (RFC 9562 §5.8) that depends only on the fabric's runtime folder and the machine's name. FNV-1a of
-/// 128 bits.
+/// A version 8 UUID (RFC 9562 §5.8) that depends only on the fabric's runtime folder and the
+/// machine's name. FNV-1a of 128 bits.
 fn uuid(runtime: &Path, machine: &str) -> String {
     const OFFSET_BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;

@@ -1,4 +1,5 @@
-//! `xl` on this machine: found, asked for domains, told to destroy them, and read for how one ended.
+//! `xl` on this machine: found, asked for domains, told to destroy them, and read for how one
+//! ended.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +9,8 @@ use super::config::Domain;
 use crate::qemu::probe::which;
 use crate::run::{LIMIT, run};
 
-/// How long `xl destroy` may take. It waits 10 s for the backend of each vif, which does not answer while no daemon runs.
+/// How long `xl destroy` may take. It waits 10 s for the backend of each vif, which does not answer
+/// while no daemon runs.
 const DESTROY_LIMIT: Duration = Duration::from_secs(60);
 /// What an error says that comes from a machine that is no dom0.
 const DOCTOR: &str = "`tombolo doctor` says what a Xen host needs";
@@ -48,7 +50,8 @@ fn classify_host(
     }
 }
 
-/// `SHUTDOWN_suspend` of Xen's public interface (sched.h): a domain that waits to be resumed, or whose memory is being saved.
+/// `SHUTDOWN_suspend` of Xen's public interface (sched.h): a domain that waits to be resumed, or
+/// whose memory is being saved.
 pub(crate) const SUSPENDED: u32 = 2;
 
 /// What a domain is at.
@@ -71,8 +74,9 @@ pub(crate) struct Listed {
     pub(crate) is_paused: bool,
 }
 
-/// The domains in lines of name, number, memory, processors, state letters, time, UUID, reason of a shutdown, and label. One
-/// that has ended is listed as long as a process has a page of it, beside the next of the same UUID.
+/// The domains in lines of name, number, memory, processors, state letters, time, UUID, reason of a
+/// shutdown, and label. One that has ended is listed as long as a process has a page of it, beside
+/// the next of the same UUID.
 fn listed(list: &str) -> impl Iterator<Item = (&str, Listed)> {
     list.lines().filter_map(|line| {
         let words: Vec<_> = line.split_whitespace().rev().collect();
@@ -161,8 +165,8 @@ pub fn id_in_log(log: &str) -> Option<u32> {
     log.lines().rev().find_map(|line| line.split_once("(domid ")?.1.split_once(')')?.0.parse().ok())
 }
 
-/// How a domain ended, by the log of the `xl` that created it: in words, and whether it ended well. `None` where the log
-/// tells of no end.
+/// How a domain ended, by the log of the `xl` that created it: in words, and whether it ended well.
+/// `None` where the log tells of no end.
 pub fn end_in_log(log: &str) -> Option<(String, bool)> {
     let meaning = |code: u32| match code {
         0 => ("the domain powered off".to_string(), true),
@@ -178,12 +182,14 @@ pub fn end_in_log(log: &str) -> Option<(String, bool)> {
     })
 }
 
-/// Whether the log of what watched a domain ends with its suspension: it is saved, is being saved, or goes on unwatched.
+/// Whether the log of what watched a domain ends with its suspension: it is saved, is being saved,
+/// or goes on unwatched.
 pub(crate) fn is_suspended_in_log(log: &str) -> bool {
     log.lines().rev().find_map(shutdown_reason) == Some(SUSPENDED)
 }
 
-/// The reason (sched.h of Xen's public interface: `SHUTDOWN_*`) in a line of `xl`'s log about a domain that has shut down.
+/// The reason (sched.h of Xen's public interface: `SHUTDOWN_*`) in a line of `xl`'s log about a
+/// domain that has shut down.
 fn shutdown_reason(line: &str) -> Option<u32> {
     line.split_once("has shut down, reason code ")?.1.split_whitespace().next()?.parse().ok()
 }

@@ -1,11 +1,13 @@
-//! `tombolo domain-watch`: the process of a machine whose domain was not created by an `xl` of the fabric, but goes on after
-//! a save: it was restored, or only a checkpoint of it was saved.
+//! `tombolo domain-watch`: the process of a machine whose domain was not created by an `xl` of the
+//! fabric, but goes on after a save: it was restored, or only a checkpoint of it was saved.
 //!
-//! The `xl create` of the domain has no more to do with it: it ends when the domain is suspended. This process does what
-//! that did. It copies the console to its standard output, and waits for the end. It writes that into its standard error in
-//! the words of `xl`, so the fabric reads one kind of log ([`super::toolstack::end_in_log`]). A domain that has shut down is
-//! destroyed, as the configuration of each domain of a fabric has it. A suspended one is left to what suspended it. Where
-//! XenStore or `xl` does not answer, that is logged and tried again: the fabric destroys the domain of a watcher that ends.
+//! The `xl create` of the domain has no more to do with it: it ends when the domain is suspended.
+//! This process does what that did. It copies the console to its standard output, and waits for the
+//! end. It writes that into its standard error in the words of `xl`, so the fabric reads one kind
+//! of log ([`super::toolstack::end_in_log`]). A domain that has shut down is destroyed, as the
+//! configuration of each domain of a fabric has it. A suspended one is left to what suspended it.
+//! Where XenStore or `xl` does not answer, that is logged and tried again: the fabric destroys the
+//! domain of a watcher that ends.
 //!
 //! Like `xl`, it runs on without a daemon, and the next daemon finds it by its arguments.
 
@@ -82,7 +84,8 @@ impl Console {
     }
 }
 
-/// Watches a domain until its end, which it reports. `config` is the file that its machine's `xl` was given.
+/// Watches a domain until its end, which it reports. `config` is the file that its machine's `xl`
+/// was given.
 ///
 /// # Errors
 /// The domain has shut down, and could not be destroyed, as a sentence.
@@ -120,7 +123,8 @@ pub fn run(domain: u32, config: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Waits until a domain runs no more, and copies its console meanwhile; what it is at then. The first look is at once.
+/// Waits until a domain runs no more, and copies its console meanwhile; what it is at then. The
+/// first look is at once.
 ///
 /// # Errors
 /// XenStore or `xl` does not answer, as a sentence: nothing is known of the domain.

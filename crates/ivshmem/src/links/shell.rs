@@ -1,4 +1,5 @@
-//! The state behind [`Links`](super::Links) and the thread that serves it: sockets in, messages of the core out.
+//! The state behind [`Links`](super::Links) and the thread that serves it: sockets in, messages of
+//! the core out.
 
 use super::super::fd_store::{self, FdStore};
 use super::super::server::{Dialect, Hears, Passed, Record, Seat, Server};
@@ -24,8 +25,8 @@ use tombolo_shm::passing;
 
 /// How soon a client is tried again where the kernel had no room for a descriptor on its way.
 const RETRY_NS: u64 = 100_000_000;
-/// How long a connection waits for a seat: that of a peer that was killed is free only when the kernel has taken its process
-/// apart, which takes seconds for a large guest on a busy machine.
+/// How long a connection waits for a seat: that of a peer that was killed is free only when the
+/// kernel has taken its process apart, which takes seconds for a large guest on a busy machine.
 pub(super) const SEAT_WAIT_NS: u64 = 5_000_000_000;
 /// Most connections of a link that wait for a seat.
 pub(super) const MAX_WAITING: usize = 8;
@@ -149,7 +150,8 @@ impl Inner {
         Ok(token)
     }
 
-    /// The fd store, and clients' VMMs, hold the same open files, which epoll goes on reporting: so they are taken out.
+    /// The fd store, and clients' VMMs, hold the same open files, which epoll goes on reporting: so
+    /// they are taken out.
     fn unwatch(&mut self, fd: impl AsFd, token: u64) {
         if self.sources.remove(&token).is_some() {
             // It was added in `watch` and is removed nowhere else.
@@ -345,8 +347,8 @@ impl Inner {
         Ok(opened)
     }
 
-    /// A link that the fd store of an earlier daemon had just so, on which somebody lives still; and the ids of those of its
-    /// peers that are not taken up.
+    /// A link that the fd store of an earlier daemon had just so, on which somebody lives still;
+    /// and the ids of those of its peers that are not taken up.
     fn take_kept(&mut self, config: &Config) -> (Option<Kept>, Vec<u32>) {
         let Some(keeping) = &mut self.keeping else { return (None, vec![]) };
         let link = keeping.left.remove(&config.name);
@@ -510,7 +512,8 @@ impl Inner {
         }
     }
 
-    /// Seats connections that wait, as far as there are seats now, and refuses those that have waited for too long.
+    /// Seats connections that wait, as far as there are seats now, and refuses those that have
+    /// waited for too long.
     fn seat_waiting(&mut self, name: &str) {
         let Some(link) = self.links.get_mut(name) else { return };
         for waiting in std::mem::take(&mut link.waiting) {

@@ -427,7 +427,8 @@ fn version_2_over_its_socket() {
     let (watcher, events) = watched();
     links.serve("lan", Some(watcher)).unwrap();
     let socket = std::os::unix::net::UnixStream::connect(place.path().join("lan")).unwrap();
-    // Each message with its descriptor comes with a call of its own: a descriptor ends what the kernel gives at once.
+    // Each message with its descriptor comes with a call of its own: a descriptor ends what the
+    // kernel gives at once.
     let take = || {
         let mut bytes = [0; v2::MAX_BYTES];
         let got = passing::receive(&socket, &mut bytes, true).unwrap();

@@ -210,8 +210,8 @@ fn clients_know_who_is_there_whatever_happens() {
                 let (again, out) = Server::restore(V1, &records, step);
                 server = again;
                 out.iter().for_each(|id| drop((known.remove(id), kept.remove(id))));
-                // What was to be said of a going and was not said before the crash, and what was half said of a coming, is
-                // left to the state word.
+                // What was to be said of a going and was not said before the crash, and what was
+                // half said of a coming, is left to the state word.
                 for (id, client) in &mut known {
                     let peer = &server.peers[id];
                     let to_come = |other: u32| peer.queue.iter().any(|m| m.about == About::Left(other));
@@ -233,7 +233,8 @@ fn clients_know_who_is_there_whatever_happens() {
                             *next += 1;
                         }
                         None if message.about == About::Greeting => {}
-                        // To be told so of one that was never heard of, or twice, would corrupt some clients.
+                        // To be told so of one that was never heard of, or twice, would corrupt
+                        // some clients.
                         None => drop(client.remove(&(number as u32)).expect("it is gone already")),
                         Some(Passed::Region) => {}
                     }

@@ -17,8 +17,8 @@ fn not_applicable(name: &str, reason: &str) {
     println!("not applicable: {name}: {reason}");
 }
 
-/// Every length of small frames, then in uneven steps up to the longest, and the lengths around cache lines,
-/// the local head and the MTU.
+/// Every length of small frames, then in uneven steps up to the longest, and the lengths around
+/// cache lines, the local head and the MTU.
 fn lengths((from, to): (usize, usize)) -> Vec<usize> {
     let coarse = (200..to).step_by(37).chain([127, 128, 129, 511, 512, 513, 1499, 1500, 1513, 1514, to - 1, to]);
     (from..=200).chain(coarse).filter(|len| (from..=to).contains(len)).collect()
@@ -148,7 +148,8 @@ pub fn a_frame_with_lying_offload_is_counted<F: Fixture>(name: &str) {
     violation::<F>(name, F::send_bad_offload);
 }
 
-/// A frame longer than the port said it takes, which the switch never sends, is dropped or carried whole.
+/// A frame longer than the port said it takes, which the switch never sends, is dropped or carried
+/// whole.
 pub fn a_frame_beyond_the_mtu_is_not_transmitted<F: Fixture>(_: &str) {
     let mut rig = Rig::<F>::up();
     let longest = rig.port.caps().max_frame_bytes as usize;
@@ -159,7 +160,8 @@ pub fn a_frame_beyond_the_mtu_is_not_transmitted<F: Fixture>(_: &str) {
     same(&[frames[0].clone(), frames[2].clone()], &got);
 }
 
-/// A peer that does not read: nothing blocks, every frame is delivered or counted, and order is kept.
+/// A peer that does not read: nothing blocks, every frame is delivered or counted, and order is
+/// kept.
 pub fn a_peer_that_does_not_read_costs_only_its_own_frames<F: Fixture>(name: &str) {
     let mut rig = Rig::<F>::up();
     let (mut taken, mut next) = (0, 0);
@@ -220,7 +222,8 @@ pub fn a_frame_after_arm_wakes<F: Fixture>(_: &str) {
     }
 }
 
-/// The peer's fences do nothing, so it did not see that the port sleeps: one more look finds its frame.
+/// The peer's fences do nothing, so it did not see that the port sleeps: one more look finds its
+/// frame.
 pub fn a_lost_wake_up_is_found_by_one_more_look<F: Fixture>(name: &str) {
     let mut rig = Rig::<F>::up();
     if !rig.peer.loses_wakeups() {
@@ -239,7 +242,8 @@ pub fn a_lost_wake_up_is_found_by_one_more_look<F: Fixture>(name: &str) {
     }
 }
 
-/// The peer's fences do nothing, so its request became visible after the port had read it: one more look finds it.
+/// The peer's fences do nothing, so its request became visible after the port had read it: one more
+/// look finds it.
 pub fn a_request_that_was_missed_is_found_by_one_more_look<F: Fixture>(name: &str) {
     let mut rig = Rig::<F>::up();
     if !rig.peer.loses_wakeups() {
@@ -355,7 +359,8 @@ pub fn the_link_follows_the_peer<F: Fixture>(_: &str) {
     rig.deliver(&frames);
 }
 
-/// The peer goes and another comes; what was on its way meanwhile is gone, and frames flow both ways again.
+/// The peer goes and another comes; what was on its way meanwhile is gone, and frames flow both
+/// ways again.
 fn served_after_another_peer<F: Fixture>(rig: &mut Rig<F>, round: u32) {
     rig.peer.disconnect();
     rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
@@ -383,7 +388,8 @@ pub fn a_dead_peer_is_replaced<F: Fixture>(_: &str) {
     }
 }
 
-/// A peer that breaks the protocol loses its own connection; another port of the same worker does not notice.
+/// A peer that breaks the protocol loses its own connection; another port of the same worker does
+/// not notice.
 pub fn a_broken_protocol_costs_only_that_port<F: Fixture>(name: &str) {
     let reactor = Rc::new(RefCell::new(Reactor::new().unwrap()));
     let mut bad = Rig::<F>::up_in(&reactor, Token(1));
@@ -430,8 +436,8 @@ pub fn a_reset_in_the_midst_of_traffic_recovers<F: Fixture>(_: &str) {
     }
 }
 
-/// A fault in the midst of a transmit: what was dropped before it is counted by the port, everything else by its caller,
-/// and nothing by both.
+/// A fault in the midst of a transmit: what was dropped before it is counted by the port,
+/// everything else by its caller, and nothing by both.
 pub fn a_fault_of_transmit_counts_each_frame_once<F: Fixture>(name: &str) {
     let mut rig = Rig::<F>::up();
     rig.settle();

@@ -65,7 +65,8 @@ use tombolo_switch::vnet::VNET_HEADER_BYTES;
 use crate::reactor::{Registration, Watch};
 use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
 
-/// Frames taken from the ring before they are looked at: as many cache misses are under way at a time.
+/// Frames taken from the ring before they are looked at: as many cache misses are under way at a
+/// time.
 const CHUNK: usize = 32;
 
 /// Why a port could not be made.
@@ -101,13 +102,14 @@ struct Shared {
 pub struct Handle(Arc<Shared>);
 
 impl Handle {
-    /// The peer is there. `doorbells` ring it; `None` where it polls. In place of an earlier one, if there was one.
+    /// The peer is there. `doorbells` ring it; `None` where it polls. In place of an earlier one,
+    /// if there was one.
     pub fn peer_joined(&self, doorbells: Option<Box<dyn PeerDoorbells>>) {
         self.leave(|slot| slot.joined = Some(doorbells));
     }
 
-    /// The peer is gone: its process ended, or its connection to the server did. On a link whose region we made its state word
-    /// is cleared, before this returns.
+    /// The peer is gone: its process ended, or its connection to the server did. On a link whose
+    /// region we made its state word is cleared, before this returns.
     pub fn peer_left(&self) {
         if let Some(word) = &self.0.peer_word {
             word.clear();
@@ -146,8 +148,9 @@ pub struct Ivshmem {
 }
 
 impl Ivshmem {
-    /// A port from the parts of its link, and the handle by which it hears of its peer. `registration` is the port's in its
-    /// worker's reactor; `poll` matters only where nothing wakes it.
+    /// A port from the parts of its link, and the handle by which it hears of its peer.
+    /// `registration` is the port's in its worker's reactor; `poll` matters only where nothing
+    /// wakes it.
     ///
     /// # Errors
     /// [`OpenError`], which says what does not fit.
@@ -205,7 +208,8 @@ impl Ivshmem {
         }
     }
 
-    /// What an error of the rings means: a fault, or only that the peer has stopped meanwhile, which the state machine follows.
+    /// What an error of the rings means: a fault, or only that the peer has stopped meanwhile,
+    /// which the state machine follows.
     #[cold]
     fn classify(&mut self, error: NetError) -> Result<(), Fault> {
         if let Some(fault) = self.memory_fault() {
@@ -323,8 +327,8 @@ impl Port for Ivshmem {
         };
         self.exchanged += taken as u64;
         if let Err(error) = result {
-            // Without `classify`, which needs all of the port, of which the batch has a part: the worker services a port that
-            // it wakes, and `service` follows the peer.
+            // Without `classify`, which needs all of the port, of which the batch has a part: the
+            // worker services a port that it wakes, and `service` follows the peer.
             if self.end.handshake.memory().is_lost() || !self.end.handshake.peer_stopped() {
                 let fault =
                     Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.handshake.peer_id()) };

@@ -1,19 +1,21 @@
-//! When a link is looked at that nothing wakes, and what becomes of a peer that rings without end. Pure; the clock is the
-//! caller's.
+//! When a link is looked at that nothing wakes, and what becomes of a peer that rings without end.
+//! Pure; the clock is the caller's.
 //!
 //! # A link without a doorbell
-//! It is looked at every [`PollSettings::fast`] while frames flow and for [`PollSettings::linger`] after the last one, then half
-//! as often after each look that found nothing, down to every [`PollSettings::slow`]. Times are multiples of the interval, so the
-//! idle links of a worker are all looked at in one wake-up.
+//! It is looked at every [`PollSettings::fast`] while frames flow and for [`PollSettings::linger`]
+//! after the last one, then half as often after each look that found nothing, down to every
+//! [`PollSettings::slow`]. Times are multiples of the interval, so the idle links of a worker are
+//! all looked at in one wake-up.
 //!
 //! # A link with doorbells that is down
-//! It is looked at every [`DOWN_INTERVAL`]: a ring that was lost, such as one before the peer's driver had its interrupts on, must not
-//! leave both ends waiting for each other.
+//! It is looked at every [`DOWN_INTERVAL`]: a ring that was lost, such as one before the peer's
+//! driver had its interrupts on, must not leave both ends waiting for each other.
 //!
 //! # A peer that rings for nothing
-//! A ring costs the worker a wake-up. More than [`STORM_RINGS`] of them in [`STORM_WINDOW`] beyond the frames that were exchanged
-//! are a storm: the doorbells are not listened to for [`STORM_HOLD`], and the link is looked at every
-//! [`STORM_INTERVAL`] instead. It goes on that way until the rings stop; frames are late by that interval.
+//! A ring costs the worker a wake-up. More than [`STORM_RINGS`] of them in [`STORM_WINDOW`] beyond
+//! the frames that were exchanged are a storm: the doorbells are not listened to for
+//! [`STORM_HOLD`], and the link is looked at every [`STORM_INTERVAL`] instead. It goes on that way
+//! until the rings stop; frames are late by that interval.
 
 use tombolo_switch::Nanos;
 
@@ -40,7 +42,8 @@ pub struct PollSettings {
 }
 
 impl Default for PollSettings {
-    /// 50 µs, 2 ms, 4 ms: a frame on an idle link waits for up to 4 ms; an idle link costs 250 looks in a second.
+    /// 50 µs, 2 ms, 4 ms: a frame on an idle link waits for up to 4 ms; an idle link costs 250
+    /// looks in a second.
     fn default() -> PollSettings {
         PollSettings { fast: Nanos(50_000), linger: Nanos(2_000_000), slow: Nanos(4_000_000) }
     }

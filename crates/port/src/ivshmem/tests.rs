@@ -1,4 +1,5 @@
-//! The port under the suite that all attachments pass, with and without doorbells; and against peers that break each rule.
+//! The port under the suite that all attachments pass, with and without doorbells; and against
+//! peers that break each rule.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -117,7 +118,8 @@ impl Drop for Driven {
     }
 }
 
-/// `VECTORS` doorbells at each end; none: both poll. With `OFFLOADS` they are agreed on, and the fixture puts the headers before the peer's frames.
+/// `VECTORS` doorbells at each end; none: both poll. With `OFFLOADS` they are agreed on, and the
+/// fixture puts the headers before the peer's frames.
 struct LinkFixture<const VECTORS: usize, const OFFLOADS: bool = false> {
     region: OwnedFd,
     handle: Handle,
@@ -548,7 +550,8 @@ fn a_peer_that_resets_while_the_port_holds_its_frames_is_no_fault() {
         }
         rig.receive(3);
         rig.transmit(&plain(round * 100 + 50, [60, 1514]));
-        // Its driver goes to RESET, waits for us to follow, and clears its section: here it does not wait.
+        // Its driver goes to RESET, waits for us to follow, and clears its section: here it does
+        // not wait.
         let peer = rig.peer.driven.as_ref().unwrap();
         peer.lock().as_mut().unwrap().restart();
         let section = Layout::default_network().output(1).unwrap();

@@ -82,7 +82,8 @@ impl Listener {
             Address::Unix(path) => {
                 let name = SocketAddrUnix::new(path).map_err(failed("naming"))?;
                 remove_stale(path, &name);
-                // The file is made with these rights, less the umask, so it is never open wider than asked.
+                // The file is made with these rights, less the umask, so it is never open wider
+                // than asked.
                 rustix::fs::fchmod(&listener.socket, Mode::from_raw_mode(mode))
                     .map_err(failed("setting the mode of"))?;
                 net::bind(&listener.socket, &name).map_err(failed("listening on"))?;

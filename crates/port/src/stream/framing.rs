@@ -1,5 +1,5 @@
-//! The framing of QEMU's stream sockets: each frame behind its length as a big-endian u32, without offload state
-//! (QEMU net/stream.c, net/socket.c; passt's tap.c).
+//! The framing of QEMU's stream sockets: each frame behind its length as a big-endian u32, without
+//! offload state (QEMU net/stream.c, net/socket.c; passt's tap.c).
 
 use tombolo_switch::frame::MAX_FRAME_BYTES;
 
@@ -10,7 +10,8 @@ const RECEIVE_BYTES: usize = 256 * 1024;
 /// With at least this much at hand there is a whole frame, and the socket can wait.
 const PLENTY_BYTES: usize = (LENGTH_BYTES + MAX_FRAME_BYTES).next_multiple_of(4096);
 
-/// What came and is not taken yet. Frames are views into it, so nothing is moved while one is in use.
+/// What came and is not taken yet. Frames are views into it, so nothing is moved while one is in
+/// use.
 ///
 /// ```text
 /// 0 … taken … start … frames, the last one perhaps in part … end … room for the next receive … len
@@ -85,7 +86,8 @@ impl Inbox {
         self.length_at(self.start).is_some_and(|len| !valid(len) || self.len() >= LENGTH_BYTES + len as usize)
     }
 
-    /// Takes up to `budget` whole frames; returns how many. Stops before a length that no frame has.
+    /// Takes up to `budget` whole frames; returns how many. Stops before a length that no frame
+    /// has.
     pub(crate) fn take<'m>(
         &'m mut self,
         budget: usize,

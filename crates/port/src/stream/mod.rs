@@ -1,18 +1,20 @@
-//! An attachment over a stream socket, as QEMU's `-netdev stream` and `-netdev socket` and passt speak it: each
-//! frame behind its length as four bytes.
+//! An attachment over a stream socket, as QEMU's `-netdev stream` and `-netdev socket` and passt
+//! speak it: each frame behind its length as four bytes.
 //!
-//! It is the way in for what has no shared memory to offer, needs no privilege, and works over a descriptor that
-//! somebody hands over. What it is not: fast (each byte goes through the kernel twice), and it carries no offload
-//! state, so it takes frames only as they are on a wire ([`Caps::plain`]).
+//! It is the way in for what has no shared memory to offer, needs no privilege, and works over a
+//! descriptor that somebody hands over. What it is not: fast (each byte goes through the kernel
+//! twice), and it carries no offload state, so it takes frames only as they are on a wire
+//! ([`Caps::plain`]).
 //!
 //! # One call, many frames
-//! A turn receives once, up to 256 KiB, and hands out views into what came; a frame that came in part waits for
-//! the rest. Transmit sends the frames of a turn with one gathered write, straight from where they lie.
+//! A turn receives once, up to 256 KiB, and hands out views into what came; a frame that came in
+//! part waits for the rest. Transmit sends the frames of a turn with one gathered write, straight
+//! from where they lie.
 //!
 //! # Back-pressure
-//! The socket's buffer is the queue. Where it takes a frame in part, the rest is kept and goes first, so that no other
-//! frame gets in between; all further frames are dropped as `no_buffer` until it is gone. So at most one frame is
-//! held, and nothing blocks.
+//! The socket's buffer is the queue. Where it takes a frame in part, the rest is kept and goes
+//! first, so that no other frame gets in between; all further frames are dropped as `no_buffer`
+//! until it is gone. So at most one frame is held, and nothing blocks.
 //!
 //! # Who connects
 //! ```text
@@ -21,9 +23,9 @@
 //!          failure, at most 1 s
 //! given    a descriptor, such as one end of a socketpair; another may be given when its peer is gone
 //! ```
-//! A peer that goes is no fault: the link is down and the port waits for the next one. A length that no frame has is
-//! one: the stream has lost its place, so the connection is closed. A frame that a peer left unfinished counts as
-//! `reset`.
+//! A peer that goes is no fault: the link is down and the port waits for the next one. A length
+//! that no frame has is one: the stream has lost its place, so the connection is closed. A frame
+//! that a peer left unfinished counts as `reset`.
 //!
 //! Threads: the port belongs to its worker; a [`StreamFeed`] may be used from any.
 
@@ -55,8 +57,8 @@ const LONGEST_RETRY: Nanos = Nanos(1_000_000_000);
 /// How long an attempt to connect over TCP may take.
 const CONNECT_TIMEOUT: Nanos = Nanos(5_000_000_000);
 
-// The state at a handover: version u8, flags u8, zero u16, received bytes u32, pending bytes u32 (little-endian), then
-// both. Descriptors: the connection, the listening socket.
+// The state at a handover: version u8, flags u8, zero u16, received bytes u32, pending bytes u32
+// (little-endian), then both. Descriptors: the connection, the listening socket.
 const KEPT_VERSION: u8 = 1;
 const KEPT_HEAD_BYTES: usize = 12;
 const HAS_CONNECTION: u8 = 1;
@@ -109,8 +111,8 @@ impl StreamFeed {
         self.registration.wake();
     }
 
-    /// A port in place of the one that this feed was made with, which is gone; it waits for the next socket. The peer
-    /// of the old one saw the end of its stream.
+    /// A port in place of the one that this feed was made with, which is gone; it waits for the
+    /// next socket. The peer of the old one saw the end of its stream.
     pub fn restart(&self, mtu: u32) -> StreamPort {
         let role = Role::Given { mailbox: self.mailbox.clone() };
         StreamPort::new(role, mtu, self.registration.clone())
@@ -151,7 +153,8 @@ struct Connection {
 }
 
 impl Connection {
-    /// The peer takes nothing any more. What it sent is received to its end, which closes the connection.
+    /// The peer takes nothing any more. What it sent is received to its end, which closes the
+    /// connection.
     fn give_up(&mut self, registration: &Registration) {
         self.broken = true;
         self.pending.clear();
@@ -196,8 +199,8 @@ impl StreamPort {
         }
     }
 
-    /// Listens at `address`; the file of a Unix socket gets the rights `mode`, and one that a killed process left
-    /// is replaced.
+    /// Listens at `address`; the file of a Unix socket gets the rights `mode`, and one that a
+    /// killed process left is replaced.
     ///
     /// # Errors
     /// [`StreamError::System`], such as `EADDRINUSE` where somebody listens there.
@@ -221,7 +224,8 @@ impl StreamPort {
         Ok(Self::new(Role::Listen { listener, _watch: watch }, mtu, registration))
     }
 
-    /// As [`StreamPort::listen`], with the listening socket of another process where `handed` has it.
+    /// As [`StreamPort::listen`], with the listening socket of another process where `handed` has
+    /// it.
     ///
     /// # Errors
     /// As for [`StreamPort::listen`].
@@ -240,8 +244,8 @@ impl StreamPort {
         }
     }
 
-    /// Continues with the connection of a port of another process. Where that cannot be, the port is as it was, and the
-    /// peer connects again.
+    /// Continues with the connection of a port of another process. Where that cannot be, the port
+    /// is as it was, and the peer connects again.
     ///
     /// # Errors
     /// Why not, in words.
@@ -310,7 +314,8 @@ impl StreamPort {
         self.inbox.clear();
         (self.stale, self.proved) = (false, false);
         self.connections += 1;
-        // A worker looks at the link when it has serviced the port, and this may be its second look before a sleep.
+        // A worker looks at the link when it has serviced the port, and this may be its second look
+        // before a sleep.
         self.registration.wake();
         self.connection = Some(Connection {
             socket,
@@ -397,8 +402,8 @@ impl StreamPort {
         }
     }
 
-    /// Sends `group`, whose pieces are few enough for one call, behind what is pending. Returns how many frames of it
-    /// the socket took, the last one perhaps in part.
+    /// Sends `group`, whose pieces are few enough for one call, behind what is pending. Returns how
+    /// many frames of it the socket took, the last one perhaps in part.
     ///
     /// # Errors
     /// Why it took none and never will.
@@ -434,8 +439,8 @@ impl StreamPort {
                 connection.give_up(&self.registration);
                 return Err(Reason::LinkDown);
             }
-            // Such as EFAULT, where the frames' own sender took its memory away: no fault of this peer's. Nothing was
-            // sent, so the stream has not lost its place.
+            // Such as EFAULT, where the frames' own sender took its memory away: no fault of this
+            // peer's. Nothing was sent, so the stream has not lost its place.
             Err(_) => return Err(Reason::SystemRefused),
         };
         let first = written.min(connection.pending.len());
@@ -460,7 +465,8 @@ impl StreamPort {
     }
 }
 
-/// Whether a failed send says that the peer is gone, and not only that these bytes could not be sent.
+/// Whether a failed send says that the peer is gone, and not only that these bytes could not be
+/// sent.
 fn ends(errno: Errno) -> bool {
     matches!(errno, Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN | Errno::TIMEDOUT)
 }
@@ -480,7 +486,8 @@ impl Port for StreamPort {
 
     fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
         if let Role::Given { mailbox } = &self.role
-            // Acquire: pairs with the Release of `StreamFeed::give`; relaxed until there is something.
+            // Acquire: pairs with the Release of `StreamFeed::give`; relaxed until there is
+            // something.
             && mailbox.full.load(Ordering::Relaxed)
             && mailbox.full.swap(false, Ordering::Acquire)
         {

@@ -1,6 +1,7 @@
 //! Datagrams to and from many addresses, several per call, and the interface that has an address.
 //!
-//! Like its parent, this module decides nothing and is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
+//! Like its parent, this module decides nothing and is on the list of modules that may use `unsafe`
+//! (ARCHITECTURE.md).
 #![allow(unsafe_code)]
 
 use super::{Arena, Headers, Piece, check, is_truncated, send_with, set_option};
@@ -56,7 +57,8 @@ impl Address {
 
     /// The first `len` bytes were written by the kernel.
     fn get(&self, len: usize) -> Option<SocketAddr> {
-        // SAFETY: all bytes of the union are initialised (`none`), and each value of each is a valid integer.
+        // SAFETY: all bytes of the union are initialised (`none`), and each value of each is a
+        // valid integer.
         let (four, six) = unsafe { (self.four, self.six) };
         match c_int::from(four.sin_family) {
             libc::AF_INET if len >= size_of::<libc::sockaddr_in>() => {
@@ -110,8 +112,8 @@ pub(crate) struct Outbox {
 }
 
 impl Outbox {
-    /// Sends messages without blocking; `first` is where the pieces of the first begin. Returns how many were sent; an error only
-    /// where the first could not be.
+    /// Sends messages without blocking; `first` is where the pieces of the first begin. Returns how
+    /// many were sent; an error only where the first could not be.
     pub(crate) fn send(
         &mut self,
         socket: impl AsFd,
@@ -172,7 +174,8 @@ impl Inbox {
         self.arena.bytes.chunks_exact(self.arena.stride)
     }
 
-    /// Receives up to `count` datagrams without blocking, and reports each. An error only where there is no first one.
+    /// Receives up to `count` datagrams without blocking, and reports each. An error only where
+    /// there is no first one.
     pub(crate) fn receive(&mut self, socket: impl AsFd, count: usize, got: &mut Vec<Datagram>) -> Result<(), Errno> {
         got.clear();
         let Inbox { arena, addresses } = self;
@@ -206,7 +209,8 @@ pub(crate) fn never_fragment(socket: impl AsFd, is_ipv6: bool) -> Result<(), Err
     }
 }
 
-/// What the kernel knows of the MTU of the path from an address to another one, in bytes. Nothing is sent.
+/// What the kernel knows of the MTU of the path from an address to another one, in bytes. Nothing
+/// is sent.
 pub(crate) fn path_mtu(local: IpAddr, remote: SocketAddr) -> std::io::Result<u32> {
     let socket = UdpSocket::bind((local, 0))?;
     socket.connect(remote)?;
@@ -231,7 +235,8 @@ pub(crate) fn interface_of(address: IpAddr) -> Result<Option<String>, Errno> {
     while !entry.is_null() {
         // SAFETY: getifaddrs made the list, whose entries live until freeifaddrs below.
         let one = unsafe { &*entry };
-        // SAFETY: as above; an address has the size that its family says, and a mask that of its address.
+        // SAFETY: as above; an address has the size that its family says, and a mask that of its
+        // address.
         let (own, mask) = unsafe { (ip_of(one.ifa_addr), ip_of(one.ifa_netmask)) };
         let is_loopback = one.ifa_flags & libc::IFF_LOOPBACK as u32 != 0;
         let is_it = match (own, mask, address) {

@@ -1,8 +1,10 @@
-//! The control side of a port: the socket, the protocol's messages, and the life of connections. A thread of its own.
+//! The control side of a port: the socket, the protocol's messages, and the life of connections. A
+//! thread of its own.
 //!
-//! The frontend is as hostile as its guest. What it says is checked here, and what concerns rings and memory is handed
-//! to the worker through the mailbox. A message that breaks the protocol ends the connection with a counted fault; the
-//! thread then waits for the next frontend, which is how a restarted VMM comes back.
+//! The frontend is as hostile as its guest. What it says is checked here, and what concerns rings
+//! and memory is handed to the worker through the mailbox. A message that breaks the protocol ends
+//! the connection with a counted fault; the thread then waits for the next frontend, which is how a
+//! restarted VMM comes back.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -35,10 +37,12 @@ use super::memory::{GuestRegion, GuestTable, MAX_REGIONS};
 use super::message::{MAX_BODY_BYTES, Message, word};
 use super::{Socket, VhostUserConfig, is_from_guest};
 
-/// Longest chain that is taken: a frame with the largest header, and room for a driver's padding. Frames longer than the
-/// switch carries are dropped one by one; only what is beyond all reason breaks the ring.
+/// Longest chain that is taken: a frame with the largest header, and room for a driver's padding.
+/// Frames longer than the switch carries are dropped one by one; only what is beyond all reason
+/// breaks the ring.
 const MAX_CHAIN_BYTES: u32 = 1 << 20;
-/// Most segments of a chain that is taken: Linux has up to 47, a frame of 64 KiB in pages and its headers.
+/// Most segments of a chain that is taken: Linux has up to 47, a frame of 64 KiB in pages and its
+/// headers.
 const MAX_CHAIN_SEGMENTS: u16 = 128;
 /// Frontends that may wait to be accepted.
 const BACKLOG: i32 = 16;
@@ -47,8 +51,8 @@ const FIRST_RETRY: Duration = Duration::from_millis(10);
 /// The longest time; a connection that lasted so long makes the next time the first again.
 const LONGEST_RETRY: Duration = Duration::from_secs(1);
 
-/// Feature bits that are offered. Not among them: MAC, STATUS and link announcements, which VMMs answer themselves;
-/// UFO and USO, which nothing here can cut.
+/// Feature bits that are offered. Not among them: MAC, STATUS and link announcements, which VMMs
+/// answer themselves; UFO and USO, which nothing here can cut.
 pub(super) fn offered_features(config: &VhostUserConfig) -> u64 {
     use net_features as net;
     let base = ring_features::VERSION_1
@@ -65,7 +69,8 @@ pub(super) fn offered_features(config: &VhostUserConfig) -> u64 {
         | net::GUEST_TSO4
         | net::GUEST_TSO6
         | net::GUEST_ECN
-        // The control queue is the frontend's own business, which it may offer only if the backend does not object.
+        // The control queue is the frontend's own business, which it may offer only if the backend
+        // does not object.
         | net::CTRL_VQ
         | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
     if config.queue_pairs > 1 { base | net::MQ } else { base }
@@ -90,7 +95,8 @@ pub(super) struct ControlRing {
     pub(super) base: u16,
     pub(super) kick: Option<Doorbell>,
     pub(super) call: Option<Arc<Doorbell>>,
-    /// What the frontend said last; a ring of which it said nothing is enabled unless protocol features were agreed on.
+    /// What the frontend said last; a ring of which it said nothing is enabled unless protocol
+    /// features were agreed on.
     pub(super) enabled: Option<bool>,
     /// The worker runs it.
     running: bool,
@@ -156,8 +162,9 @@ impl Connection {
 
     /// Starts a ring of which all is known: its kick descriptor comes last.
     ///
-    /// The protocol has a ring start with the first kick. It is started with the descriptor here, as DPDK's backend does:
-    /// a driver that polls need never kick, and looking at a ring that is set up does no harm.
+    /// The protocol has a ring start with the first kick. It is started with the descriptor here,
+    /// as DPDK's backend does: a driver that polls need never kick, and looking at a ring that is
+    /// set up does no harm.
     fn start(&mut self, index: usize) -> Result<()> {
         if let Some(start) = self.prepare(index)? {
             self.post(Command::Start(Box::new(start)))?;
@@ -166,7 +173,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Everything that starting a ring takes; `None` for one that runs, or of which not all is known.
+    /// Everything that starting a ring takes; `None` for one that runs, or of which not all is
+    /// known.
     pub(super) fn prepare(&self, index: usize) -> Result<Option<StartRing>> {
         let features = self.features.unwrap_or(0);
         let ring = &self.rings[index];
@@ -254,7 +262,8 @@ impl Connection {
     }
 }
 
-/// The crate `vhost` receives descriptors without close-on-exec: guests' memory is not for programs that are started.
+/// The crate `vhost` receives descriptors without close-on-exec: guests' memory is not for programs
+/// that are started.
 fn keep_from_children(file: &File) {
     // It fails for what is no open descriptor.
     let _ = rustix::io::fcntl_setfd(file, rustix::io::FdFlags::CLOEXEC);
@@ -306,7 +315,8 @@ impl VhostUserBackendReqHandlerMut for Connection {
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
         let ring = self.stopped_ring(index, "the size")?;
-        // Said now, and not when the ring starts, which is three messages later and speaks of something else.
+        // Said now, and not when the ring starts, which is three messages later and speaks of
+        // something else.
         check_size(num).map_err(|error| refused(format!("the size of ring {index}: {error}")))?;
         ring.size = num;
         Ok(())
@@ -431,7 +441,8 @@ impl VhostUserBackendReqHandlerMut for Connection {
     ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
         let added = Self::map(region, fd)?;
         let mut regions = self.memory.regions().to_vec();
-        // QEMU 7.2 adds and removes each region once for each queue pair. No ring has to stop for that.
+        // QEMU 7.2 adds and removes each region once for each queue pair. No ring has to stop for
+        // that.
         if !regions.iter().any(|there| there.is_same(&added)) {
             regions.push(added);
             self.replace_memory(regions)?;
@@ -518,7 +529,8 @@ impl Source {
                 Source::Listener(listener) => {
                     let _busy = shelf.map(|shelf| shelf.store.enter());
                     if let Ok((stream, _)) = listener.accept() {
-                        // Accepted sockets do not inherit it on Linux, but say so: messages are read blocking.
+                        // Accepted sockets do not inherit it on Linux, but say so: messages are
+                        // read blocking.
                         if stream.set_nonblocking(false).is_ok() {
                             return Some(stream);
                         }
@@ -550,8 +562,8 @@ impl Source {
     }
 }
 
-/// When to connect again to a frontend that listens. One that is not there, or that ends each connection at once, does not
-/// keep the thread busy.
+/// When to connect again to a frontend that listens. One that is not there, or that ends each
+/// connection at once, does not keep the thread busy.
 struct BackOff {
     wait: Duration,
     not_before: Option<Instant>,
@@ -603,7 +615,8 @@ fn a_frontend_that_is_not_there_is_asked_ever_less_often() {
     assert_eq!(back_off.left(now), FIRST_RETRY);
 }
 
-/// Connects without waiting for a listener whose backlog is full, which would keep the thread from ending.
+/// Connects without waiting for a listener whose backlog is full, which would keep the thread from
+/// ending.
 fn connect_now(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -635,8 +648,8 @@ fn wait_for_message(stream: &UnixStream) {
 
 /// A handler of messages that knows what was agreed on over this connection before.
 ///
-/// The crate `vhost` keeps the agreed features to itself, and cannot be told. It is told by the messages that a frontend
-/// sends, over a socket pair. Later messages go through that pair too.
+/// The crate `vhost` keeps the agreed features to itself, and cannot be told. It is told by the
+/// messages that a frontend sends, over a socket pair. Later messages go through that pair too.
 fn handler_for(connection: &Arc<Mutex<Connection>>) -> io::Result<Pump> {
     let (its, ours) = UnixStream::pair()?;
     let handler = BackendReqHandler::from_stream(its, connection.clone());
@@ -702,7 +715,8 @@ fn converse(stream: &UnixStream, connection: &Arc<Mutex<Connection>>, shelf: Opt
     };
     loop {
         wait_for_message(stream);
-        // A daemon that takes over waits until the answer is out, and then reads the next message itself.
+        // A daemon that takes over waits until the answer is out, and then reads the next message
+        // itself.
         let _busy = shelf.map(|shelf| shelf.store.enter());
         if let Some(shelf) = shelf {
             shelf.doubt();
@@ -721,8 +735,8 @@ fn converse(stream: &UnixStream, connection: &Arc<Mutex<Connection>>, shelf: Opt
     }
 }
 
-/// The control thread: one frontend after the other, until the port is gone. `restored` is a connection of the daemon
-/// before, which the worker has already.
+/// The control thread: one frontend after the other, until the port is gone. `restored` is a
+/// connection of the daemon before, which the worker has already.
 pub(super) fn run(
     config: &VhostUserConfig,
     source: &Source,
@@ -761,7 +775,8 @@ pub(super) fn run(
     }
 }
 
-// Messages that the crate `vhost` does not take as QEMU sends them; VHOST_USER_* of the specification.
+// Messages that the crate `vhost` does not take as QEMU sends them; VHOST_USER_* of the
+// specification.
 const GET_FEATURES: u32 = 1;
 const SET_FEATURES: u32 = 2;
 const GET_PROTOCOL_FEATURES: u32 = 15;
@@ -772,9 +787,10 @@ const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 4;
 const FLAG_NEED_REPLY: u32 = 8;
 
-/// Handles the message if it is one that the crate `vhost` would refuse: QEMU's network device enables rings before
-/// it acknowledges features (and 7.2 never acknowledges the bit that the crate asks for then), and the crate does not know
-/// the network's message about the MTU. Says whether it did.
+/// Handles the message if it is one that the crate `vhost` would refuse: QEMU's network device
+/// enables rings before it acknowledges features (and 7.2 never acknowledges the bit that the crate
+/// asks for then), and the crate does not know the network's message about the MTU. Says whether it
+/// did.
 fn own_message(stream: &UnixStream, message: &Message, connection: &Mutex<Connection>) -> Result<bool> {
     let Message { request, flags, body, .. } = message;
     if !matches!(*request, SET_VRING_ENABLE | NET_SET_MTU) {

@@ -1,16 +1,19 @@
-//! What the fd store keeps of a connection: everything that the frontend has said, as bytes and descriptors.
+//! What the fd store keeps of a connection: everything that the frontend has said, as bytes and
+//! descriptors.
 //!
 //! ```text
 //! 0 version u8 · 1 zero u8 · 2 regions u16 · 4 rings u16 · 6 zero u16 · 8 features u64 · 16 protocol features u64
 //! 24 regions: guest address, frontend address, bytes, file offset; u64 each
 //!    rings:   size u32 · base u16 · flags u16 · descriptor table, available ring, used ring; u64 each
 //! ```
-//! All little-endian. Flags: 1 addresses known, 2 kick, 4 call, 8 enabled or not was said, 16 enabled, 32 features
-//! agreed on (in ring 0 only). Descriptors: the connection, one per region, then each ring's kick and call.
+//! All little-endian. Flags: 1 addresses known, 2 kick, 4 call, 8 enabled or not was said, 16
+//! enabled, 32 features agreed on (in ring 0 only). Descriptors: the connection, one per region,
+//! then each ring's kick and call.
 //!
-//! The record comes from another process of the same user and is checked like the frontend's own words: the memory is
-//! mapped with the same checks, and the rings in it are as hostile as before. A record of another version, or one that
-//! does not fit the port's configuration, is refused; the connection is closed then and the frontend connects again.
+//! The record comes from another process of the same user and is checked like the frontend's own
+//! words: the memory is mapped with the same checks, and the rings in it are as hostile as before.
+//! A record of another version, or one that does not fit the port's configuration, is refused; the
+//! connection is closed then and the frontend connects again.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -68,7 +71,8 @@ impl Shelf {
         self.store.take_state(&Self::final_name(&self.port)).and_then(|(_, fds)| fds.into_iter().next())
     }
 
-    /// Keeps the connection as it is now. One that cannot be kept is forgotten: the frontend connects again then.
+    /// Keeps the connection as it is now. One that cannot be kept is forgotten: the frontend
+    /// connects again then.
     pub(super) fn keep(&self, stream: &UnixStream, connection: &Connection) {
         let (bytes, fds) = write(stream, connection);
         if self.store.put_connection(&self.name(), &bytes, &fds).is_err() {

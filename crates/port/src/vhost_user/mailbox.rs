@@ -1,8 +1,10 @@
-//! Between a port's control thread and the worker that runs its rings: one command at a time, each with an answer.
+//! Between a port's control thread and the worker that runs its rings: one command at a time, each
+//! with an answer.
 //!
-//! The control thread blocks in [`Mailbox::post`] until the worker has carried the command out, since the protocol
-//! demands that (a ring that was stopped is not touched again, memory that was replaced is not mapped any more). The
-//! worker never blocks: it looks at one flag per turn and takes the command when there is one.
+//! The control thread blocks in [`Mailbox::post`] until the worker has carried the command out,
+//! since the protocol demands that (a ring that was stopped is not touched again, memory that was
+//! replaced is not mapped any more). The worker never blocks: it looks at one flag per turn and
+//! takes the command when there is one.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +24,8 @@ pub(super) struct StartRing {
     /// The index that the frontend names; see `DeviceQueue::resume`.
     pub(super) base: u16,
     pub(super) call: Option<Arc<Doorbell>>,
-    /// Wakes the worker when the guest kicks; none for rings whose kicks say nothing (buffers for frames to the guest).
+    /// Wakes the worker when the guest kicks; none for rings whose kicks say nothing (buffers for
+    /// frames to the guest).
     pub(super) kick: Option<Watch>,
     pub(super) enabled: bool,
 }
@@ -95,7 +98,8 @@ impl Mailbox {
     }
 
     fn lock(&self) -> MutexGuard<'_, Slot> {
-        // A panic with the lock held leaves a slot that is still whole: fields are only moved in and out.
+        // A panic with the lock held leaves a slot that is still whole: fields are only moved in
+        // and out.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -143,7 +147,8 @@ impl Mailbox {
         }
     }
 
-    /// Worker side: memory to be unmapped by the control thread, with its next command (it ends its connection).
+    /// Worker side: memory to be unmapped by the control thread, with its next command (it ends its
+    /// connection).
     pub(super) fn discard(&self, memory: Arc<GuestTable>) {
         self.lock().discarded.push(memory);
     }

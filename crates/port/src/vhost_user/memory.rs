@@ -1,7 +1,8 @@
-//! The guest's memory as the frontend describes it: regions, each with its place in the guest, in the frontend, and here.
+//! The guest's memory as the frontend describes it: regions, each with its place in the guest, in
+//! the frontend, and here.
 //!
-//! Descriptors carry the guest's addresses; the addresses of the rings come in the *frontend's* address space. Both are
-//! translated by the same regions.
+//! Descriptors carry the guest's addresses; the addresses of the rings come in the *frontend's*
+//! address space. Both are translated by the same regions.
 
 use rustix::fs::fstat;
 use std::os::fd::OwnedFd;
@@ -11,8 +12,9 @@ use tombolo_ring::virtio::{Backing, GuestMemory, Region, RegionTable, RingError}
 use tombolo_shm::guest::{GuestMapping, MAX_BYTES};
 use tombolo_shm::memory::MemoryError;
 
-/// Most regions of a guest. QEMU names some five; memory that was plugged in later adds one each. Twice
-/// as many are mapped while a table is replaced; 64 ports of that are what the process has room for.
+/// Most regions of a guest. QEMU names some five; memory that was plugged in later adds one each.
+/// Twice as many are mapped while a table is replaced; 64 ports of that are what the process has
+/// room for.
 pub(super) const MAX_REGIONS: usize = 32;
 
 /// A region as the frontend described it, mapped.
@@ -42,8 +44,8 @@ impl GuestRegion {
         Ok(GuestRegion { guest_address, frontend_address, bytes, file_offset, file, mapping })
     }
 
-    /// Whether `other` is the same memory at the same place, described once more. The files are known to be memory, so their
-    /// file system is the kernel's own and answers at once.
+    /// Whether `other` is the same memory at the same place, described once more. The files are
+    /// known to be memory, so their file system is the kernel's own and answers at once.
     pub(super) fn is_same(&self, other: &GuestRegion) -> bool {
         let file = |r: &GuestRegion| fstat(&*r.file).ok().map(|stat| (stat.st_dev, stat.st_ino));
         let place = |r: &GuestRegion| (r.guest_address, r.frontend_address, r.bytes, r.file_offset);

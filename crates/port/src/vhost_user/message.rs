@@ -77,7 +77,8 @@ impl Message {
             )));
         }
         let mut body = vec![0; bytes as usize];
-        // Descriptors that come with it are discarded by the kernel, since there is no room for them.
+        // Descriptors that come with it are discarded by the kernel, since there is no room for
+        // them.
         frontend.read_exact(&mut body).map_err(|_| Error::PartialMessage)?;
         if request == SET_MEM_TABLE && body.len() >= MEMORY_TABLE_HEAD_BYTES {
             let regions = word(&body, 0) as usize;
@@ -104,7 +105,8 @@ pub(super) fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// The descriptors that `request` may have, where they are of the right kind. Others are closed where that holds up nothing.
+/// The descriptors that `request` may have, where they are of the right kind. Others are closed
+/// where that holds up nothing.
 fn harmless(request: u32, fds: Vec<ForeignFd>) -> Result<Vec<OwnedFd>> {
     let (allowed, what, expected): (&[Kind], _, _) = match request {
         SET_MEM_TABLE | ADD_MEM_REG => (&[Kind::Memory], "the memory", "a memfd, or a file of tmpfs or hugetlbfs"),

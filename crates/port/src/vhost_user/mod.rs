@@ -56,8 +56,9 @@
 //!
 //! # Limits
 //!
-//! 32 memory regions of 1 TiB in all, in memfds, tmpfs or hugetlbfs; 128 queue pairs; chains of 1 MiB and 128 segments;
-//! eventfds for kick and call, which cannot be made to block us. Not offered: packed rings, migration, RSS.
+//! 32 memory regions of 1 TiB in all, in memfds, tmpfs or hugetlbfs; 128 queue pairs; chains of 1
+//! MiB and 128 segments; eventfds for kick and call, which cannot be made to block us. Not offered:
+//! packed rings, migration, RSS.
 
 mod control;
 mod kept;
@@ -196,11 +197,12 @@ impl VhostUserPort {
         Self::open_kept(config, registration, None)
     }
 
-    /// As [`VhostUserPort::open`], with a place in the fd store: the connection is kept there, and one that an earlier
-    /// daemon left there goes on.
+    /// As [`VhostUserPort::open`], with a place in the fd store: the connection is kept there, and
+    /// one that an earlier daemon left there goes on.
     ///
     /// # Errors
-    /// As for [`VhostUserPort::open`]. A connection that cannot go on is closed, and the frontend connects again.
+    /// As for [`VhostUserPort::open`]. A connection that cannot go on is closed, and the frontend
+    /// connects again.
     pub fn open_kept(
         config: VhostUserConfig,
         registration: Registration,
@@ -286,7 +288,8 @@ impl VhostUserPort {
                 return Err(why);
             }
         }
-        // What was signalled, or not, before the daemon before ended is not known. One signal too many does no harm.
+        // What was signalled, or not, before the daemon before ended is not known. One signal too
+        // many does no harm.
         for call in calls {
             call.ring();
         }
@@ -323,7 +326,8 @@ impl VhostUserPort {
             Command::Stop { index } => {
                 let ring = self.pairs.get_mut(index / 2).and_then(|pair| pair.ring_mut(index).take());
                 match ring {
-                    // Nothing is held: a turn ends with `release` and `flush`. If it were, it counts as not taken.
+                    // Nothing is held: a turn ends with `release` and `flush`. If it were, it
+                    // counts as not taken.
                     Some(mut ring) => {
                         ring.queue.forget_held();
                         Answer::Base(ring.queue.next_avail())
@@ -343,8 +347,8 @@ impl VhostUserPort {
             }
             Command::Call { index, call } => {
                 if let Some(ring) = self.ring_mut(index) {
-                    // What was signalled the old way while the frontend changed over may have gone nowhere, and with
-                    // event indices would not be signalled again.
+                    // What was signalled the old way while the frontend changed over may have gone
+                    // nowhere, and with event indices would not be signalled again.
                     ring.queue.forget_signals();
                     if let Some(call) = &call {
                         call.ring();
@@ -365,7 +369,8 @@ impl VhostUserPort {
         let run = |memory: &GuestTable| {
             let mut queue = DeviceQueue::new(&queue)?;
             queue.resume(memory, base)?;
-            // Rings from the guest are armed when the worker stops polling; those to the guest never need a kick.
+            // Rings from the guest are armed when the worker stops polling; those to the guest
+            // never need a kick.
             queue.disarm(memory)?;
             Ok(queue)
         };
@@ -393,7 +398,8 @@ impl VhostUserPort {
     }
 }
 
-/// A fault of ring `index`, or of the memory below it: what is read from lost memory is no word of the guest's.
+/// A fault of ring `index`, or of the memory below it: what is read from lost memory is no word of
+/// the guest's.
 #[cold]
 fn ring_fault(memory: &GuestTable, index: usize, error: RingError) -> Fault {
     match memory_fault(memory) {
@@ -579,7 +585,8 @@ impl Port for VhostUserPort {
 
     fn reset(&mut self, _fault: &Fault) {
         if let Some(connection) = self.connection.take() {
-            // The control thread reads the end of the stream, and says that the connection is closed.
+            // The control thread reads the end of the stream, and says that the connection is
+            // closed.
             let _ = connection.shutdown(std::net::Shutdown::Both);
         }
         let memory = self.let_go();
@@ -613,7 +620,8 @@ impl Port for VhostUserPort {
 /// How long the end of a port waits for that of its control thread.
 const THREAD_END: Duration = Duration::from_millis(500);
 
-/// What is to be said of a guest whose driver did not take the network's MTU from the device. Ethernet's own needs no taking.
+/// What is to be said of a guest whose driver did not take the network's MTU from the device.
+/// Ethernet's own needs no taking.
 fn mtu_hint(mtu: u32, features: u64) -> Option<String> {
     const ETHERNET_MTU: u32 = 1500;
     (mtu != ETHERNET_MTU && features & net_features::MTU == 0).then(|| {
@@ -631,9 +639,9 @@ impl Drop for VhostUserPort {
         if let Some(connection) = self.connection.take() {
             let _ = connection.shutdown(std::net::Shutdown::Both);
         }
-        // The control thread sees the stop doorbell, the stream that was shut down, or the mailbox that was closed, and ends
-        // by itself, usually at once. Unmapping a large guest takes time, and ports are dropped by the control plane, so it is
-        // not waited for without end.
+        // The control thread sees the stop doorbell, the stream that was shut down, or the mailbox
+        // that was closed, and ends by itself, usually at once. Unmapping a large guest takes time,
+        // and ports are dropped by the control plane, so it is not waited for without end.
         if let Some(ends) = self.thread_ends.take() {
             let _ = ends.recv_timeout(THREAD_END);
         }

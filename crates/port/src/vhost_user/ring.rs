@@ -13,13 +13,15 @@ use tombolo_switch::vnet::VNET_HEADER_BYTES;
 use super::memory::GuestTable;
 use crate::reactor::Watch;
 
-/// Chains taken from a ring before their frames are looked at: as many cache misses are under way at a time.
+/// Chains taken from a ring before their frames are looked at: as many cache misses are under way
+/// at a time.
 const CHUNK: usize = 32;
 
 /// The negotiated layout of what precedes a frame.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Framing {
-    /// Length of the header: 12 bytes, or 10 with a driver older than VirtIO 1.0 without mergeable buffers.
+    /// Length of the header: 12 bytes, or 10 with a driver older than VirtIO 1.0 without mergeable
+    /// buffers.
     pub(super) header_bytes: usize,
     /// Whether a frame to the guest may be spread over several chains.
     pub(super) mergeable: bool,
@@ -29,11 +31,12 @@ pub(super) struct Framing {
     pub(super) max_frame_bytes: usize,
 }
 
-/// Segments of chains, with whether each is its chain's last. Kept empty between calls for the allocation.
+/// Segments of chains, with whether each is its chain's last. Kept empty between calls for the
+/// allocation.
 pub(super) type Segments<V> = Vec<(V, bool)>;
 
-/// Gives an emptied vector back for another lifetime, with its allocation: an empty vector that is mapped in place keeps
-/// it, without unsafe.
+/// Gives an emptied vector back for another lifetime, with its allocation: an empty vector that is
+/// mapped in place keeps it, without unsafe.
 pub(super) fn recycle<V, W>(mut segments: Segments<V>) -> Segments<W> {
     segments.clear();
     segments.into_iter().map(|_| unreachable!("the vector was cleared")).collect()
@@ -42,9 +45,9 @@ pub(super) fn recycle<V, W>(mut segments: Segments<V>) -> Segments<W> {
 /// Whether a ring that runs carries frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Gate {
-    /// Not enabled since it started. The specification has such a ring discard what the guest sends; that would lose
-    /// what the guest sent while the backend was restarted, between two messages of a frontend that is about to
-    /// enable it. It is left alone instead.
+    /// Not enabled since it started. The specification has such a ring discard what the guest
+    /// sends; that would lose what the guest sent while the backend was restarted, between two
+    /// messages of a frontend that is about to enable it. It is left alone instead.
     Waiting,
     /// Frames flow.
     Open,
@@ -111,7 +114,8 @@ impl Ring {
         self.queue.arm(memory)
     }
 
-    /// Interrupts the guest late, where its request became visible since it was last read. Returns whether it did.
+    /// Interrupts the guest late, where its request became visible since it was last read. Returns
+    /// whether it did.
     pub(super) fn recheck_signal(&mut self, memory: &GuestTable) -> Result<bool, RingError> {
         let signal = self.queue.recheck_signal(memory)?;
         if signal && let Some(call) = &self.call {
@@ -295,7 +299,8 @@ fn write_short_header(frame: &Frame, framing: Framing, to: ForeignMut<'_>) {
 #[inline]
 fn header(frame: &Frame, framing: Framing, buffers: u16) -> [u8; HEADER_BYTES] {
     let mut header = [0; HEADER_BYTES];
-    // Frames with partial checksums do not come here where the guest did not agree to them; see `Port::caps`.
+    // Frames with partial checksums do not come here where the guest did not agree to them; see
+    // `Port::caps`.
     if frame.offload != Offload::NONE && framing.checksums {
         header[..VNET_HEADER_BYTES].copy_from_slice(&frame.offload.to_vnet());
     }
@@ -303,7 +308,8 @@ fn header(frame: &Frame, framing: Framing, buffers: u16) -> [u8; HEADER_BYTES] {
     header
 }
 
-/// Buffers of a guest that are being filled: taken from the ring ahead, used one after the other, the rest given back.
+/// Buffers of a guest that are being filled: taken from the ring ahead, used one after the other,
+/// the rest given back.
 struct Fill<'f, 'm> {
     queue: &'f mut DeviceQueue,
     memory: &'m GuestTable,
@@ -345,8 +351,9 @@ impl Fill<'_, '_> {
         self.complete()
     }
 
-    /// Writes a frame over several segments, and over several chains where they may be merged. The outer result is the
-    /// ring's, the inner one the frame's; a frame that was not written has used no chain.
+    /// Writes a frame over several segments, and over several chains where they may be merged. The
+    /// outer result is the ring's, the inner one the frame's; a frame that was not written has used
+    /// no chain.
     fn scatter(&mut self, batch: &Batch<'_>, frame: &Frame, framing: Framing) -> Result<Result<(), Reason>, RingError> {
         let need = framing.header_bytes + frame.len();
         let first = self.at;

@@ -1,7 +1,8 @@
-//! The answer to an ARP request or a neighbour solicitation, in place of a member on another machine.
+//! The answer to an ARP request or a neighbour solicitation, in place of a member on another
+//! machine.
 //!
-//! Pure: bytes in, bytes out. The question comes from a guest, so nothing in it is trusted. What is not exactly a question that
-//! has an answer here gets none, and goes its usual way:
+//! Pure: bytes in, bytes out. The question comes from a guest, so nothing in it is trusted. What is
+//! not exactly a question that has an answer here gets none, and goes its usual way:
 //!
 //! | question | answered |
 //! | --- | --- |
@@ -63,8 +64,8 @@ impl Answer {
     }
 }
 
-/// The answer to `frame`, a whole frame of a member of this machine, if it asks for an address for which `find` has the MAC
-/// address. `checksum` is what is known of the frame's sum.
+/// The answer to `frame`, a whole frame of a member of this machine, if it asks for an address for
+/// which `find` has the MAC address. `checksum` is what is known of the frame's sum.
 pub fn answer_to(frame: &[u8], checksum: Checksum, find: impl Fn(IpAddr) -> Option<Mac>) -> Option<Answer> {
     let (header, body) = frame.split_first_chunk::<ETHERNET_HEADER_BYTES>()?;
     let destination: Mac = header[..6].try_into().ok()?;
@@ -112,14 +113,16 @@ fn address(bytes: &[u8]) -> Option<Ipv6Addr> {
     bytes.first_chunk::<16>().copied().map(Ipv6Addr::from)
 }
 
-/// The sum of a message of ICMPv6 with its pseudo-header (RFC 8200 §8.1): 0xffff if the checksum in it is right.
+/// The sum of a message of ICMPv6 with its pseudo-header (RFC 8200 §8.1): 0xffff if the checksum in
+/// it is right.
 fn sum(source: Ipv6Addr, destination: Ipv6Addr, message: &[u8]) -> u16 {
     let addresses = checksum::add(checksum::sum(&source.octets()), checksum::sum(&destination.octets()));
     let fixed = checksum::add(message.len() as u16, u16::from(ICMPV6));
     checksum::add(checksum::add(addresses, fixed), checksum::sum(message))
 }
 
-/// The link-layer address that the options of a solicitation name; `None` if they are not whole, or name two.
+/// The link-layer address that the options of a solicitation name; `None` if they are not whole, or
+/// name two.
 fn source_link_layer(options: &[u8]) -> Option<Option<&[u8]>> {
     nd_options(options).try_fold(None, |found, option| match option? {
         (SOURCE_LINK_LAYER, bytes) if bytes.len() == 8 && found.is_none() => Some(Some(&bytes[2..])),
@@ -162,7 +165,8 @@ fn neighbour(
         return None;
     }
     let holder = find(target.into())?;
-    // Who asks whether it may have the address hears it as all do (RFC 4861 §7.2.4), in a frame to itself (RFC 6085).
+    // Who asks whether it may have the address hears it as all do (RFC 4861 §7.2.4), in a frame to
+    // itself (RFC 6085).
     let (to, flags) = if is_anonymous { (ALL_NODES, OVERRIDE) } else { (source, SOLICITED | OVERRIDE) };
     let mut bytes = [0; ADVERTISEMENT_FRAME_BYTES];
     ethernet(&mut bytes, asker, holder, IPV6);

@@ -1,12 +1,12 @@
-//! What the control plane says of the members behind a tunnel: at which remote each MAC address is, and which MAC address has
-//! which IP address.
+//! What the control plane says of the members behind a tunnel: at which remote each MAC address is,
+//! and which MAC address has which IP address.
 //!
-//! The control side keeps a [`Directory`] and leaves whole tables in it; the port looks into it when it is woken. So a table
-//! changes between two turns, all of it at once, and a look-up takes no lock. A port that is opened in place of another one
-//! finds the table that is there.
+//! The control side keeps a [`Directory`] and leaves whole tables in it; the port looks into it
+//! when it is woken. So a table changes between two turns, all of it at once, and a look-up takes
+//! no lock. A port that is opened in place of another one finds the table that is there.
 //!
-//! The table before the last is kept, and given up with the next one. So its memory is returned by the control side, and not
-//! by a worker between frames.
+//! The table before the last is kept, and given up with the next one. So its memory is returned by
+//! the control side, and not by a worker between frames.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -35,8 +35,8 @@ pub struct Places {
 }
 
 impl Places {
-    /// Says that `mac` is behind the end of the tunnel at `end`; what was said of `mac` before is replaced. `false`: there are
-    /// [`MAX_PLACES`], or more ends than a tunnel can have.
+    /// Says that `mac` is behind the end of the tunnel at `end`; what was said of `mac` before is
+    /// replaced. `false`: there are [`MAX_PLACES`], or more ends than a tunnel can have.
     pub fn place(&mut self, mac: Mac, end: IpAddr) -> bool {
         if self.remotes.len() >= MAX_PLACES && !self.remotes.contains_key(&mac) {
             return false;
@@ -50,7 +50,8 @@ impl Places {
         true
     }
 
-    /// Has questions for `address` answered with `mac`. `false`: there are as many as members may have together.
+    /// Has questions for `address` answered with `mac`. `false`: there are as many as members may
+    /// have together.
     pub fn answer_for(&mut self, address: IpAddr, mac: Mac) -> bool {
         let fits = self.holders.len() < MAX_PLACES * MAX_ADDRESSES || self.holders.contains_key(&address);
         if fits {
@@ -101,8 +102,8 @@ impl Directory {
         self.tell();
     }
 
-    /// Replaces the limits of [`super::VxlanConfig::storm`], from the port's next turn on, also for one that is opened again;
-    /// for any thread, never waits for a worker.
+    /// Replaces the limits of [`super::VxlanConfig::storm`], from the port's next turn on, also for
+    /// one that is opened again; for any thread, never waits for a worker.
     pub fn set_storm(&self, storm: Storm) {
         *lock(&self.0.storm) = Some(storm);
         self.tell();
@@ -144,7 +145,8 @@ impl Known {
         Known { directory, places: Arc::default(), remotes: Vec::new(), storm: None }
     }
 
-    /// Takes the table that was left, if one was. `number` gives the number of a remote of the port.
+    /// Takes the table that was left, if one was. `number` gives the number of a remote of the
+    /// port.
     pub(super) fn look(&mut self, number: impl Fn(IpAddr) -> Option<u16>) {
         if self.directory.0.is_fresh.swap(false, Ordering::Acquire) {
             self.places = self.directory.places();

@@ -1,47 +1,57 @@
-//! A VXLAN tunnel (RFC 7348) over plain UDP sockets, without any privilege: the network goes on at other machines, whose ends
-//! may be this port too, the kernel's vxlan device, Open vSwitch, flannel, or Cilium.
+//! A VXLAN tunnel (RFC 7348) over plain UDP sockets, without any privilege: the network goes on at
+//! other machines, whose ends may be this port too, the kernel's vxlan device, Open vSwitch,
+//! flannel, or Cilium.
 //!
 //! # Where frames go
-//! A frame for an address that the control plane has placed ([`Directory`]) goes to that remote, else one for an address that
-//! was seen from a remote to that one; any other goes to all remotes, a copy each (head-end replication). What comes from a remote goes to the members of this machine only: the switch gives a port nothing
-//! that came from it, so tunnels between all pairs of machines make no loop. A tunnel is no place for a spanning tree or for two
-//! tunnels into one network.
+//! A frame for an address that the control plane has placed ([`Directory`]) goes to that remote,
+//! else one for an address that was seen from a remote to that one; any other goes to all remotes,
+//! a copy each (head-end replication). What comes from a remote goes to the members of this machine
+//! only: the switch gives a port nothing that came from it, so tunnels between all pairs of
+//! machines make no loop. A tunnel is no place for a spanning tree or for two tunnels into one
+//! network.
 //!
 //! # What is answered here
-//! The control plane may say as well which IP addresses the members on other machines have. Then ARP requests and neighbour
-//! solicitations for them, which the switch floods to this port, do not go into the tunnel: the port answers them, as if the
-//! holder had. So a question costs no packet on the way, and has an answer although the way is gone for a while. At most
-//! [`MAX_WAITING`] answers wait for the worker; beyond that questions go to the remotes again. See `answer` for what is a
-//! question.
+//! The control plane may say as well which IP addresses the members on other machines have. Then
+//! ARP requests and neighbour solicitations for them, which the switch floods to this port, do not
+//! go into the tunnel: the port answers them, as if the holder had. So a question costs no packet
+//! on the way, and has an answer although the way is gone for a while. At most [`MAX_WAITING`]
+//! answers wait for the worker; beyond that questions go to the remotes again. See `answer` for
+//! what is a question.
 //!
 //! # What is accepted
-//! Packets from the addresses of configured remotes, with the network's identifier. Others are dropped, each under its reason. That is
-//! no protection from a machine on the way that forges source addresses: VXLAN has no authentication. Put it on a network that you
-//! trust, or on WireGuard.
+//! Packets from the addresses of configured remotes, with the network's identifier. Others are
+//! dropped, each under its reason. That is no protection from a machine on the way that forges
+//! source addresses: VXLAN has no authentication. Put it on a network that you trust, or on
+//! WireGuard.
 //!
 //! # A hostile remote
-//! It can send what it likes as any member whose port is not guarded, since nothing of a frame proves where it comes from.
-//! But it takes none of their addresses and of what they may send to groups: both are shared fairly (`table`, `share`), and
-//! the details of the port name a remote that wants more. Not divided is what the switch allows the port as a whole: frames to
-//! unknown addresses, and copies of all flooded frames. What it sends at once is bounded by the kernel's receive buffer, which
-//! all remotes share; only a firewall below divides that.
+//! It can send what it likes as any member whose port is not guarded, since nothing of a frame
+//! proves where it comes from. But it takes none of their addresses and of what they may send to
+//! groups: both are shared fairly (`table`, `share`), and the details of the port name a remote
+//! that wants more. Not divided is what the switch allows the port as a whole: frames to unknown
+//! addresses, and copies of all flooded frames. What it sends at once is bounded by the kernel's
+//! receive buffer, which all remotes share; only a firewall below divides that.
 //!
 //! # MTU
-//! The headers of the tunnel take 50 bytes of the path's MTU, with IPv6 70. Outer packets are never sent in fragments (RFC 7348
-//! §4.3): a frame that is too long for the path is dropped as `tunnel_too_long`.
+//! The headers of the tunnel take 50 bytes of the path's MTU, with IPv6 70. Outer packets are never
+//! sent in fragments (RFC 7348 §4.3): a frame that is too long for the path is dropped as
+//! `tunnel_too_long`.
 //!
 //! # Sockets
-//! One socket receives, at the local address and port. [`FLOWS`] others send, each from its own port, chosen by the inner flow, so
-//! that routers and network cards spread flows and keep their order. Equal frames of a turn for one remote go to the kernel as one
-//! message, which it cuts (UDP_SEGMENT), unless it cannot.
+//! One socket receives, at the local address and port. [`FLOWS`] others send, each from its own
+//! port, chosen by the inner flow, so that routers and network cards spread flows and keep their
+//! order. Equal frames of a turn for one remote go to the kernel as one message, which it cuts
+//! (UDP_SEGMENT), unless it cannot.
 //!
 //! # Not carried
-//! Offloads: checksums and segments are finished before (the switch does it). The kernel of the *same* machine may hand over inner
-//! packets whose checksum it has not finished, since it never leaves that for a network card: as tests in namespaces have it, `ethtool
-//! -K INTERFACE tx off` below the kernel's tunnel.
+//! Offloads: checksums and segments are finished before (the switch does it). The kernel of the
+//! *same* machine may hand over inner packets whose checksum it has not finished, since it never
+//! leaves that for a network card: as tests in namespaces have it, `ethtool -K INTERFACE tx off`
+//! below the kernel's tunnel.
 //!
 //! # Life
-//! The link is up while an interface of this machine that is up has the local address. A remote that does not listen is not noticed.
+//! The link is up while an interface of this machine that is up has the local address. A remote
+//! that does not listen is not noticed.
 
 mod answer;
 mod directory;
@@ -83,7 +93,8 @@ pub const FLOWS: usize = 4;
 pub const MAX_REMOTES: usize = 128;
 /// Answers that may wait to be received by the worker.
 pub const MAX_WAITING: usize = 256;
-/// From slot to slot: the longest frame, and cache lines so that the slots' beginnings do not share one set.
+/// From slot to slot: the longest frame, and cache lines so that the slots' beginnings do not share
+/// one set.
 const STRIDE_BYTES: usize = (HEADER_BYTES + MAX_FRAME_BYTES).next_multiple_of(4096) - 4096 + 37 * 64;
 const _: () = assert!(STRIDE_BYTES >= HEADER_BYTES + MAX_FRAME_BYTES);
 const SOCKET_BYTES: u32 = 4 << 20;
@@ -107,7 +118,8 @@ pub struct VxlanConfig {
     pub remotes: Vec<SocketAddr>,
     /// The MTU of the network within, in bytes.
     pub mtu: u32,
-    /// Whether it learns from what comes which remote has which address; otherwise every frame goes to all of them.
+    /// Whether it learns from what comes which remote has which address; otherwise every frame goes
+    /// to all of them.
     pub learning: bool,
     /// What the control plane says of the members at the remotes.
     pub directory: Directory,
@@ -138,8 +150,8 @@ pub enum VxlanError {
     Link(#[from] LinkError),
 }
 
-/// The MTU of the path from `local` to `remote` in bytes, as this machine's kernel knows it; the network's has to leave room for
-/// [`vxlan::overhead_bytes`]. Nothing is sent.
+/// The MTU of the path from `local` to `remote` in bytes, as this machine's kernel knows it; the
+/// network's has to leave room for [`vxlan::overhead_bytes`]. Nothing is sent.
 ///
 /// # Errors
 /// If `local` is no address of this machine, or there is no route.
@@ -212,8 +224,8 @@ pub struct VxlanPort {
 }
 
 impl VxlanPort {
-    /// Opens the tunnel's sockets. `handed` is what an earlier port left ([`Port::hand_over`]): its socket receives on, so that no
-    /// packet is lost meanwhile, if it is at the same address.
+    /// Opens the tunnel's sockets. `handed` is what an earlier port left ([`Port::hand_over`]): its
+    /// socket receives on, so that no packet is lost meanwhile, if it is at the same address.
     ///
     /// # Errors
     /// [`VxlanError`]: bad remotes, or a local address or port that cannot be had.
@@ -351,7 +363,8 @@ impl VxlanPort {
         self.config.remotes.iter().position(|remote| remote.ip() == ip).map(|at| at as u16)
     }
 
-    /// Sends what `flow` holds, and notes what became of each frame. Returns whether the interface may have gone.
+    /// Sends what `flow` holds, and notes what became of each frame. Returns whether the interface
+    /// may have gone.
     fn send_flow(&mut self, at: usize, flow: &Flow, pieces: &[Piece<'_>]) -> bool {
         let (mut done, mut first_piece, mut first_copy, mut is_gone) = (0, 0, 0, false);
         while done < flow.messages.len() {
@@ -426,7 +439,8 @@ fn mix(hash: u64, bytes: Option<&[u8]>) -> u64 {
     words.fold(hash, |hash, word| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_right(29))
 }
 
-/// Which socket sends a frame: the same for all packets of a flow within. What is no IP has one socket, which keeps its order.
+/// Which socket sends a frame: the same for all packets of a flow within. What is no IP has one
+/// socket, which keeps its order.
 fn flow_of(frame: &Frame) -> usize {
     let head = frame.head();
     let at = ETHERNET_HEADER_BYTES;
@@ -476,7 +490,8 @@ impl Port for VxlanPort {
     }
 
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
-        // At most half of a turn, so that members that ask much do not hold up what comes from the remotes.
+        // At most half of a turn, so that members that ask much do not hold up what comes from the
+        // remotes.
         let answers = self.waiting.len().min(budget.div_ceil(2));
         self.answering.clear();
         self.answering.extend(self.waiting.drain(..answers));
@@ -533,8 +548,9 @@ impl Port for VxlanPort {
                 drops.count(Reason::RemoteStorm, 1);
                 continue;
             }
-            // The control plane's members need no place. Other addresses have one also where nothing is learned from them: a
-            // machine that sends from ever new ones would push those of the others out of the switch's table.
+            // The control plane's members need no place. Other addresses have one also where
+            // nothing is learned from them: a machine that sends from ever new ones would push
+            // those of the others out of the switch's table.
             let is_placed = self.known.remote(source) == Some(remote);
             if !is_placed && !self.table.learn(source, remote, self.now) {
                 self.shares.refused[usize::from(remote)].addresses += 1;
@@ -686,8 +702,9 @@ impl Port for VxlanPort {
 }
 
 impl Flow {
-    /// Adds a copy of a frame: a datagram of `bytes`, with these pieces. It is a part of the last message where that goes to the same
-    /// remote and its datagrams are as long, the last of them excepted, which may be shorter.
+    /// Adds a copy of a frame: a datagram of `bytes`, with these pieces. It is a part of the last
+    /// message where that goes to the same remote and its datagrams are as long, the last of them
+    /// excepted, which may be shorter.
     fn add(&mut self, to: SocketAddr, bytes: usize, pieces: Range<usize>, frame: u16, cuts: bool) {
         let end = pieces.end;
         self.copies.push(Copied { frame, end });

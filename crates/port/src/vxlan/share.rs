@@ -1,9 +1,12 @@
-//! What one remote may take of what all remotes share, so that a hostile machine takes it from no other.
+//! What one remote may take of what all remotes share, so that a hostile machine takes it from no
+//! other.
 //!
-//! The switch sees all machines behind a tunnel as one port, with one storm limit. Without more, one machine that broadcasts
-//! without pause would use up that limit, and the others' ARP requests would be lost. So half of the limit is divided: each
-//! remote always has its share. The other half is a pool, for a remote that needs more while it is not used up. What one sends
-//! beyond is dropped here as `remote_storm`, before the switch counts it. Addresses are shared alike ([`super::table`]).
+//! The switch sees all machines behind a tunnel as one port, with one storm limit. Without more,
+//! one machine that broadcasts without pause would use up that limit, and the others' ARP requests
+//! would be lost. So half of the limit is divided: each remote always has its share. The other half
+//! is a pool, for a remote that needs more while it is not used up. What one sends beyond is
+//! dropped here as `remote_storm`, before the switch counts it. Addresses are shared alike
+//! ([`super::table`]).
 //!
 //! Frames to single addresses are not divided: whether one is flooded, only the switch knows.
 
@@ -65,7 +68,8 @@ impl Shares {
         };
         let Some(limit) = limit else { return true };
         let at = usize::from(remote);
-        // All shares together stay below half of the limit, unless that is less than one frame for each.
+        // All shares together stay below half of the limit, unless that is less than one frame for
+        // each.
         let part = |all: u64| (all / 2 / self.own.len().max(1) as u64).max(1);
         let share = Limit { per_second: part(limit.per_second), burst: part(limit.burst) };
         let pool = Limit { per_second: (limit.per_second / 2).max(1), burst: (limit.burst / 2).max(1) };
@@ -93,7 +97,8 @@ mod tests {
     const GROUP: Mac = [0x33, 0x33, 0, 0, 0, 1];
     const ONE: Mac = [2, 0, 0, 0, 0, 1];
 
-    /// How many of `each` frames a second, for `seconds`, a remote gets through; another one sends without pause.
+    /// How many of `each` frames a second, for `seconds`, a remote gets through; another one sends
+    /// without pause.
     fn beside_a_flood(remotes: usize, storm: Storm, each: u64, seconds: u64) -> (u64, u64) {
         let mut shares = Shares::new(remotes, storm);
         let (mut quiet, mut flood) = (0, 0);

@@ -1,19 +1,22 @@
 //! Which machine has which MAC address, as learned from what comes through the tunnel.
 //!
-//! The table is shared fairly. While there is room, a remote may have any number of addresses. In a full table a remote that
-//! has less than its share (all places, divided by the remotes) takes a place from the one that has most; one that has its share
-//! or more gets none. So a machine that sends from ever new addresses takes none from another machine.
+//! The table is shared fairly. While there is room, a remote may have any number of addresses. In a
+//! full table a remote that has less than its share (all places, divided by the remotes) takes a
+//! place from the one that has most; one that has its share or more gets none. So a machine that
+//! sends from ever new addresses takes none from another machine.
 //!
-//! Frames from an address without a place are dropped, since the switch, which sees one port, would forget an address of another
-//! machine for it. Where there is no other one with addresses, they pass, and nothing is learned from them.
+//! Frames from an address without a place are dropped, since the switch, which sees one port, would
+//! forget an address of another machine for it. Where there is no other one with addresses, they
+//! pass, and nothing is learned from them.
 
 use std::collections::HashMap;
 
 use tombolo_switch::Nanos;
 use tombolo_switch::frame::Mac;
 
-/// Addresses that are kept, with those that the control plane places. As many as the switch learns behind one port
-/// (`MacSettings::per_port`), so that one machine cannot push the addresses of others out of the switch's table either.
+/// Addresses that are kept, with those that the control plane places. As many as the switch learns
+/// behind one port (`MacSettings::per_port`), so that one machine cannot push the addresses of
+/// others out of the switch's table either.
 pub const MAX_ENTRIES: usize = 12_288;
 /// Addresses that are kept however many are placed.
 const LEAST_ENTRIES: usize = 4096;
@@ -73,9 +76,9 @@ impl Table {
         self.most
     }
 
-    /// `mac` sends from `remote`. A later place replaces an earlier one. `false`: the remote has its share of a full table, and
-    /// others have addresses too, so that the frame is to be dropped.
-    /// O(1), and O(remotes) where a place is taken from another remote.
+    /// `mac` sends from `remote`. A later place replaces an earlier one. `false`: the remote has
+    /// its share of a full table, and others have addresses too, so that the frame is to be
+    /// dropped. O(1), and O(remotes) where a place is taken from another remote.
     pub(super) fn learn(&mut self, mac: Mac, remote: u16, now: Nanos) -> bool {
         if is_group(mac) || mac == [0; 6] {
             return true;

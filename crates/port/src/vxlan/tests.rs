@@ -1,4 +1,5 @@
-//! The conformance suite with the kernel's vxlan device at the other end, over IPv4 and IPv6; and what a tunnel refuses.
+//! The conformance suite with the kernel's vxlan device at the other end, over IPv4 and IPv6; and
+//! what a tunnel refuses.
 
 use std::net::UdpSocket;
 use std::os::fd::{AsFd, AsRawFd};
@@ -54,7 +55,8 @@ fn tunnel(local: SocketAddr, remotes: Vec<SocketAddr>) -> VxlanConfig {
     VxlanConfig { vni, local, remotes, mtu: 1500, learning: true, directory, storm: Storm::OFF, netns: None }
 }
 
-/// Two namespaces with a cable between them: the port's, and the one with the kernel's end of the tunnel.
+/// Two namespaces with a cable between them: the port's, and the one with the kernel's end of the
+/// tunnel.
 struct Tunnel<F> {
     ours: Netns,
     theirs: Netns,

@@ -1,8 +1,9 @@
 //! A vif that is connected: its rings, and how frames go through them.
 //!
-//! Only ring pages are mapped. A packet's bytes are copied by the hypervisor, which checks each grant as it does so; all
-//! packets of a turn go in one system call. What is copied from the guest lies in an arena of the port's, so the guest gets
-//! its pages back in the same turn and cannot change a frame that is being judged.
+//! Only ring pages are mapped. A packet's bytes are copied by the hypervisor, which checks each
+//! grant as it does so; all packets of a turn go in one system call. What is copied from the guest
+//! lies in an arena of the port's, so the guest gets its pages back in the same turn and cannot
+//! change a frame that is being judged.
 
 use super::platform::{Guest, Page};
 use super::transport;
@@ -21,7 +22,8 @@ use tombolo_switch::port::{Caps, Fault, FaultKind, Rechecked, Sent};
 pub(super) const ARENA_BYTES: usize = 8 * LONGEST_BYTES;
 /// Room for the longest packet of a guest, in whole pages, and for its beginning (`place`).
 const LONGEST_BYTES: usize = 65_536 + PAGE_BYTES;
-/// Memory for the first pages of the frames of one turn to the guest. Frames that find no room are copied in more pieces.
+/// Memory for the first pages of the frames of one turn to the guest. Frames that find no room are
+/// copied in more pieces.
 pub(super) const FIRSTS_BYTES: usize = 32 * PAGE_BYTES;
 /// Slots of the longest frame to a guest: 17 pages, and its segmentation.
 const MAX_RX_SLOTS: usize = 18;
@@ -39,7 +41,8 @@ pub(super) struct Features {
     pub(super) tso6: bool,
     /// Blank checksums.
     pub(super) checksum: bool,
-    /// Only the multicast frames that it asks for. Not where another backend was asked: then it gets all of them.
+    /// Only the multicast frames that it asks for. Not where another backend was asked: then it
+    /// gets all of them.
     pub(super) multicast: bool,
 }
 
@@ -50,8 +53,8 @@ impl Features {
         let max_frame_bytes = if self.sg { caps.max_frame_bytes } else { caps.max_frame_bytes.min(PAGE_BYTES as u32) };
         // Segmentation implies a blank checksum, and several slots.
         let tso = self.sg && checksum;
-        // The ring does not say where a blank checksum is. Linux's frontend looks for it behind the Ethernet header and drops
-        // the frame if that is followed by a VLAN tag.
+        // The ring does not say where a blank checksum is. Linux's frontend looks for it behind the
+        // Ethernet header and drops the frame if that is followed by a VLAN tag.
         Caps { checksum, tso4: self.tso4 && tso, tso6: self.tso6 && tso, tagged: false, max_frame_bytes, ..caps }
     }
 }
@@ -149,7 +152,8 @@ fn spread_to(frame: &Frame, queues: usize) -> usize {
 }
 
 impl Connection {
-    /// With queues that are attached; the guest is told once, since what the last backend told it is not known.
+    /// With queues that are attached; the guest is told once, since what the last backend told it
+    /// is not known.
     pub(super) fn new(
         guest: Box<dyn Guest>,
         domain: u16,
@@ -212,7 +216,8 @@ impl Connection {
         }
     }
 
-    /// Takes packets from the rings, has them copied into `arena`, answers them, and puts their frames into the batch.
+    /// Takes packets from the rings, has them copied into `arena`, answers them, and puts their
+    /// frames into the batch.
     pub(super) fn receive<'m>(
         &mut self,
         arena: &'m mut [u8],
@@ -271,7 +276,8 @@ impl Connection {
         }
         *copies = recycle_copies(ops);
         if let Err(errno) = copied {
-            // Not the guest's doing, so nothing is answered: the port takes these packets again when it has attached again.
+            // Not the guest's doing, so nothing is answered: the port takes these packets again
+            // when it has attached again.
             let refused = || Fault {
                 kind: FaultKind::System,
                 detail: format!("the system refused to copy from the guest's pages: {errno}"),
@@ -330,7 +336,8 @@ impl Connection {
         spread_to(frame, self.queues.len())
     }
 
-    /// Copies frames into the guest's pages, all in one call. `firsts` is memory that begins at a page.
+    /// Copies frames into the guest's pages, all in one call. `firsts` is memory that begins at a
+    /// page.
     pub(super) fn transmit(
         &mut self,
         firsts: &mut [u8],
@@ -400,7 +407,8 @@ impl Connection {
             detail: format!("the system refused to copy to the guest's pages: {errno}"),
         });
         for staged in self.staged.drain(..) {
-            // Where it was the system, nothing is answered: the pages are used when the port has attached again.
+            // Where it was the system, nothing is answered: the pages are used when the port has
+            // attached again.
             if fault.is_some() {
                 break;
             }
@@ -440,8 +448,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Turns wake-ups on and looks once more. Rings to the guest need none: frames that wait for pages are tried again by
-    /// the worker.
+    /// Turns wake-ups on and looks once more. Rings to the guest need none: frames that wait for
+    /// pages are tried again by the worker.
     pub(super) fn arm(&mut self) -> Result<bool, Fault> {
         self.guest.unmask();
         let mut more = false;
@@ -480,10 +488,11 @@ impl Connection {
 
 /// The first bytes of frames, up to a page of each, together with their heads.
 ///
-/// The head of a frame is not where its other bytes are, and each piece is a copy of the hypervisor's, of which the kernel
-/// makes at most 16 in a hypercall. With the head in one piece with what follows it, a frame of 1514 bytes is one copy in
-/// place of two, and one of 64 KiB is 16, one hypercall, in place of 17. Copying a few hundred bytes here takes less time than
-/// one copy more.
+/// The head of a frame is not where its other bytes are, and each piece is a copy of the
+/// hypervisor's, of which the kernel makes at most 16 in a hypercall. With the head in one piece
+/// with what follows it, a frame of 1514 bytes is one copy in place of two, and one of 64 KiB is
+/// 16, one hypercall, in place of 17. Copying a few hundred bytes here takes less time than one
+/// copy more.
 struct Firsts<'a> {
     /// Of memory whose first byte begins a page, what is not used in this turn.
     free: &'a mut [u8],

@@ -1,12 +1,16 @@
-//! The control thread of a port: it finds the vif in XenStore, goes through the handshake, and hands the connection to the worker.
+//! The control thread of a port: it finds the vif in XenStore, goes through the handshake, and
+//! hands the connection to the worker.
 //!
-//! It acts by the table in [`tombolo_ring::xen::bus`]. Every event has it read the few nodes that matter and take one step,
-//! so an event that was lost or came twice changes nothing. It blocks on XenStore and on the worker, never the worker on it.
+//! It acts by the table in [`tombolo_ring::xen::bus`]. Every event has it read the few nodes that
+//! matter and take one step, so an event that was lost or came twice changes nothing. It blocks on
+//! XenStore and on the worker, never the worker on it.
 //!
-//! While there is no vif it watches the folder of all of them, and then only its own, so what other guests do wakes it no more.
+//! While there is no vif it watches the folder of all of them, and then only its own, so what other
+//! guests do wakes it no more.
 //!
-//! The nodes of a vif are the toolstack's. What is written below them is written in a transaction that looks whether they are
-//! still there, so nothing is left of a device that was removed meanwhile.
+//! The nodes of a vif are the toolstack's. What is written below them is written in a transaction
+//! that looks whether they are still there, so nothing is left of a device that was removed
+//! meanwhile.
 
 use super::connection::{Connection, Features, Queue};
 use super::exchange::{Exchange, Gone};
@@ -34,11 +38,13 @@ const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 const HELD: Duration = Duration::from_secs(10);
 /// How often it is looked whether that is over, or whether XenStore is less busy.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Steps that may follow each other at once. Where there were more, the event about what the last one wrote leads to the next look.
+/// Steps that may follow each other at once. Where there were more, the event about what the last
+/// one wrote leads to the next look.
 const STEPS_PER_LOOK: usize = 3;
 /// Looks that come one soon after the other and cost no pause: several handshakes.
 const FREE_LOOKS: u32 = 40;
-/// The first pause after them, which doubles, and the longest: a guest that flips its state for ever costs a look a second.
+/// The first pause after them, which doubles, and the longest: a guest that flips its state for
+/// ever costs a look a second.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 /// After so long without a look the next ones are free again. Longer than [`LAST_PAUSE`].
@@ -96,7 +102,8 @@ struct Vif {
     own: BusState,
     /// Why it was disconnected, if that was the frontend's doing.
     trouble: Option<String>,
-    /// The frontend was found connected, or nearly, to the backend before this one; until when that one may hold what it had.
+    /// The frontend was found connected, or nearly, to the backend before this one; until when that
+    /// one may hold what it had.
     held_until: Option<Instant>,
     /// The frontend is connected already, and is not to notice that its backend is another one.
     goes_on: bool,
@@ -260,8 +267,8 @@ impl Control<'_> {
         Ok(())
     }
 
-    /// The vif of the domain's name and device number. Where XenStore does not tell names, the one of the MAC and the device
-    /// number.
+    /// The vif of the domain's name and device number. Where XenStore does not tell names, the one
+    /// of the MAC and the device number.
     fn find(&self, store: &mut Store) -> Result<Option<Vif>, AskError> {
         let device = self.config.device.to_string();
         let mut is_nameless = false;
@@ -280,14 +287,15 @@ impl Control<'_> {
                 continue;
             }
             let front = store.text(&format!("{back}/{GUARD}"))?;
-            // The path goes into further ones: it is where a domain of this number has its devices, and nowhere else.
+            // The path goes into further ones: it is where a domain of this number has its devices,
+            // and nowhere else.
             let expected = format!("/local/domain/{domain}/");
             if !front.starts_with(&expected) || front.len() > MAX_FRONT_BYTES || front.contains("..") {
                 continue;
             }
             let own = store.read(&format!("{back}/state"))?.map_or(BusState::Unknown, |text| BusState::parse(&text));
-            // Connected was the backend before this one; what it had is to be connected again. One that was about to
-            // write so has bound the channels already.
+            // Connected was the backend before this one; what it had is to be connected again. One
+            // that was about to write so has bound the channels already.
             let may_hold = matches!(own, BusState::Connected | BusState::InitWait);
             let held_until = may_hold.then(|| Instant::now() + HELD);
             let its_state = store.read(&format!("{front}/state"))?.map(|text| BusState::parse(&text));
@@ -309,7 +317,8 @@ impl Control<'_> {
         if let Some((broken, fault)) = self.exchange.given_up() {
             drop(broken);
             match fault.kind {
-                // Not the guest's doing: as another process would, this one attaches to the rings where they stand.
+                // Not the guest's doing: as another process would, this one attaches to the rings
+                // where they stand.
                 FaultKind::System if vif.own == BusState::Connected => {
                     (vif.own, vif.goes_on) = (BusState::Initialising, true);
                     vif.held_until = Some(Instant::now() + HELD);
@@ -404,7 +413,8 @@ fn advertise(config: &XenConfig) -> Vec<(&'static str, String)> {
     nodes
 }
 
-/// Reads what the frontend wrote, maps its rings, and binds its event channels. What was done is undone where it fails.
+/// Reads what the frontend wrote, maps its rings, and binds its event channels. What was done is
+/// undone where it fails.
 fn connect(
     machine: &dyn Machine,
     config: &XenConfig,

@@ -9,8 +9,8 @@ use tombolo_ring::xen::store::Request;
 use super::platform::{Linux, Machine};
 use super::store::{AskError, Store};
 
-/// The terminal at which xenconsoled takes what is typed at a domain's first console; `None` where there is none. Asks
-/// XenStore, which may take seconds on a busy host.
+/// The terminal at which xenconsoled takes what is typed at a domain's first console; `None` where
+/// there is none. Asks XenStore, which may take seconds on a busy host.
 pub fn console_of(domain: u32) -> Option<PathBuf> {
     DomainEvents::open(&[]).ok()?.console(domain)
 }
@@ -36,8 +36,9 @@ impl DomainEvent {
     }
 }
 
-/// A connection to XenStore that is readable once something has happened to a domain. The first event comes at once, so
-/// a program that looks at each event misses nothing. An event says neither which domain nor what.
+/// A connection to XenStore that is readable once something has happened to a domain. The first
+/// event comes at once, so a program that looks at each event misses nothing. An event says neither
+/// which domain nor what.
 pub struct DomainEvents {
     store: Store,
 }
@@ -71,7 +72,8 @@ impl DomainEvents {
         self.store.poll_events().map_err(failed)
     }
 
-    /// The terminal of a domain's first console; `None` where there is none, or XenStore does not tell.
+    /// The terminal of a domain's first console; `None` where there is none, or XenStore does not
+    /// tell.
     pub fn console(&mut self, domain: u32) -> Option<PathBuf> {
         let node = DomainEvent::Console(domain).path();
         terminal(&self.store.ask(&Request::Read(&node)).ok()?)

@@ -51,7 +51,8 @@ impl Exchange {
     }
 
     fn lock(&self) -> MutexGuard<'_, Slot> {
-        // A panic with the lock held leaves a slot that is still whole: fields are only moved in and out.
+        // A panic with the lock held leaves a slot that is still whole: fields are only moved in
+        // and out.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,11 +1,12 @@
-//! A guest of Xen with a paravirtual network frontend. We are the backend, in a dom0 or a driver domain, in place of the
-//! kernel's xen-netback.
+//! A guest of Xen with a paravirtual network frontend. We are the backend, in a dom0 or a driver
+//! domain, in place of the kernel's xen-netback.
 //!
 //! # Theory of operation
 //!
-//! The toolstack (`xl`) makes a vif's nodes in XenStore, for the frontend in the guest and for the backend here. The two ends
-//! meet there ([`tombolo_ring::xen::bus`]): the backend writes what it offers, the frontend writes the grants of its ring
-//! pages and its event channels. From then on frames go through the rings.
+//! The toolstack (`xl`) makes a vif's nodes in XenStore, for the frontend in the guest and for the
+//! backend here. The two ends meet there ([`tombolo_ring::xen::bus`]): the backend writes what it
+//! offers, the frontend writes the grants of its ring pages and its event channels. From then on
+//! frames go through the rings.
 //!
 //! ```text
 //!   control thread (control.rs)             worker (connection.rs)
@@ -23,34 +24,39 @@
 //!
 //! # What is carried
 //!
-//! Frames in up to 18 slots, blank checksums and segmentation of TCP over IPv4 and IPv6 both ways; several queues, one event channel or
-//! two for each; only the multicast frames that the frontend asks for, where it wants that.
+//! Frames in up to 18 slots, blank checksums and segmentation of TCP over IPv4 and IPv6 both ways;
+//! several queues, one event channel or two for each; only the multicast frames that the frontend
+//! asks for, where it wants that.
 //!
 //! # Copies
 //!
-//! Of a guest's memory only its ring pages are mapped. The bytes of all packets of a turn are copied by the hypervisor in one
-//! system call, which checks each grant. A grant that is not there, or was revoked, costs its own packet.
+//! Of a guest's memory only its ring pages are mapped. The bytes of all packets of a turn are
+//! copied by the hypervisor in one system call, which checks each grant. A grant that is not there,
+//! or was revoked, costs its own packet.
 //!
 //! # Life
 //!
-//! A vif is named by its domain's name and its number in the domain's `vif=` list, so it is found again after the domain was
-//! started again. In a driver domain, which cannot read names, its MAC is looked for instead. A port whose process ends leaves the guest's nodes as they are, and the kernel closes its event channels,
-//! mappings and watches. The next port finds the frontend connected and attaches to its rings where they stand: the
-//! guest is told nothing and keeps its link. Frames that were answered are not taken again. Which multicast frames the
-//! guest asked for is not known to it, so all of them pass until the guest connects again. It may have more queues than
-//! are offered now.
+//! A vif is named by its domain's name and its number in the domain's `vif=` list, so it is found
+//! again after the domain was started again. In a driver domain, which cannot read names, its MAC
+//! is looked for instead. A port whose process ends leaves the guest's nodes as they are, and the
+//! kernel closes its event channels, mappings and watches. The next port finds the frontend
+//! connected and attaches to its rings where they stand: the guest is told nothing and keeps its
+//! link. Frames that were answered are not taken again. Which multicast frames the guest asked for
+//! is not known to it, so all of them pass until the guest connects again. It may have more queues
+//! than are offered now.
 //!
-//! A frontend that breaks the protocol is disconnected and told to close; others notice nothing. Where this system refuses
-//! an operation, the port attaches to the rings again, as another process would.
+//! A frontend that breaks the protocol is disconnected and told to close; others notice nothing.
+//! Where this system refuses an operation, the port attaches to the rings again, as another process
+//! would.
 //!
 //! # Needs
 //!
-//! `/dev/xen/xenbus`, `/dev/xen/evtchn` and `/dev/xen/gntdev`, which belong to root, and a kernel in which xen-netback is not loaded: it
-//! would take every vif. The `vif=` line names a script that does nothing, such as `script=/bin/true`, since no interface of
-//! this kernel is to be configured.
+//! `/dev/xen/xenbus`, `/dev/xen/evtchn` and `/dev/xen/gntdev`, which belong to root, and a kernel
+//! in which xen-netback is not loaded: it would take every vif. The `vif=` line names a script that
+//! does nothing, such as `script=/bin/true`, since no interface of this kernel is to be configured.
 //!
-//! Not offered: the control ring (hashing by the guest's choice), headroom for XDP, changes of multicast control while
-//! connected.
+//! Not offered: the control ring (hashing by the guest's choice), headroom for XDP, changes of
+//! multicast control while connected.
 
 mod connection;
 mod control;
@@ -94,8 +100,8 @@ pub struct XenConfig {
     pub domain: String,
     /// The vif's number: its place in the domain's `vif=` list, from 0.
     pub device: u32,
-    /// Its MAC address in that list, by which it is found in a driver domain: XenStore does not tell that one the names of other
-    /// domains.
+    /// Its MAC address in that list, by which it is found in a driver domain: XenStore does not
+    /// tell that one the names of other domains.
     pub mac: Option<Mac>,
     /// Queues that the frontend may have, 1 to [`MAX_QUEUES`].
     pub max_queues: u32,

@@ -1,4 +1,5 @@
-//! What the backend asks of the hypervisor, behind two small traits: Linux's device files, or a stand-in in tests.
+//! What the backend asks of the hypervisor, behind two small traits: Linux's device files, or a
+//! stand-in in tests.
 
 use crate::sys::{self, GrantCopy, GrantedPage};
 use rustix::fs::{Mode, OFlags, open};
@@ -31,8 +32,8 @@ pub(super) trait Guest: Send {
     /// Lets further events through: each port is silent from its first event to this.
     fn unmask(&self);
 
-    /// Copies between pages of the guest and local memory, all in one system call. Each copy says by itself whether it was
-    /// made.
+    /// Copies between pages of the guest and local memory, all in one system call. Each copy says
+    /// by itself whether it was made.
     fn copy(&self, copies: &mut [GrantCopy<'_>]) -> Result<(), Errno>;
 }
 

@@ -1,5 +1,5 @@
-//! A client of XenStore over a stream, for the control thread: it asks and waits for the answer. Watch events that come in
-//! between wait for [`Store::take_events`].
+//! A client of XenStore over a stream, for the control thread: it asks and waits for the answer.
+//! Watch events that come in between wait for [`Store::take_events`].
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -105,7 +105,8 @@ impl Store {
         }
     }
 
-    /// Reads what is there up to the end of one message: an answer, or `None` where nothing more is there now.
+    /// Reads what is there up to the end of one message: an answer, or `None` where nothing more is
+    /// there now.
     #[allow(clippy::type_complexity)]
     fn read_one(&mut self) -> Result<Option<(u32, Result<Vec<u8>, StoreError>)>, AskError> {
         loop {
@@ -195,8 +196,8 @@ impl Store {
         }
     }
 
-    /// Writes nodes below `folder`, if its node `guard` is still there: it goes with the device, and a write would make
-    /// the device's folder again. Returns whether they were written.
+    /// Writes nodes below `folder`, if its node `guard` is still there: it goes with the device,
+    /// and a write would make the device's folder again. Returns whether they were written.
     pub(super) fn write_below(
         &mut self,
         folder: &str,

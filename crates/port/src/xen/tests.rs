@@ -285,7 +285,8 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     rig.until_woken("the port has them", |rig| rig.port.link() == Link::Up);
     assert!(rig.port.details().contains(&("queues", 4u64.into())), "{:?}", rig.port.details());
     assert_eq!(rig.send(&frames), 2, "what was asked for is not known, so all of it");
-    // It closes and comes again, as a guest that was started again: it asks again, and gets what is offered.
+    // It closes and comes again, as a guest that was started again: it asks again, and gets what is
+    // offered.
     rig.peer.frontend.set_state("5");
     rig.until("closing", |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
     rig.peer.frontend.set_state("6");

@@ -1,7 +1,8 @@
-//! Where a packet's TCP or UDP checksum is. Xen's rings only say that it is blank; the switch wants to know where it goes.
+//! Where a packet's TCP or UDP checksum is. Xen's rings only say that it is blank; the switch wants
+//! to know where it goes.
 //!
-//! Of a guest, a packet with VLAN tags is taken too. To a guest none goes whose checksum is blank: Linux's frontend finds no
-//! checksum behind a tag (`skb_checksum_setup`) and drops the frame.
+//! Of a guest, a packet with VLAN tags is taken too. To a guest none goes whose checksum is blank:
+//! Linux's frontend finds no checksum behind a tag (`skb_checksum_setup`) and drops the frame.
 
 use tombolo_ring::xen::{Checksum as RingChecksum, Gso, GsoKind};
 use tombolo_switch::drop::Reason;
@@ -50,7 +51,8 @@ fn transport(frame: &[u8]) -> Option<Transport> {
             for _ in 0..MAX_EXTENSIONS {
                 match protocol {
                     TCP | UDP => return Some(Transport { kind: SegmentKind::Tcp6, protocol, start }),
-                    // Hop-by-hop, routing, destination options: type of the next, length in units of 8 bytes without the first.
+                    // Hop-by-hop, routing, destination options: type of the next, length in units
+                    // of 8 bytes without the first.
                     0 | 43 | 60 => {
                         protocol = *frame.get(start)?;
                         start += 8 + usize::from(*frame.get(start + 1)?) * 8;
@@ -74,8 +76,8 @@ impl Transport {
 /// The offload state of a frame from a guest.
 ///
 /// # Errors
-/// [`Reason::Runt`], [`Reason::TooLong`]; [`Reason::BadOffload`] where the frame has no checksum field, or is not what its
-/// segmentation says.
+/// [`Reason::Runt`], [`Reason::TooLong`]; [`Reason::BadOffload`] where the frame has no checksum
+/// field, or is not what its segmentation says.
 pub(super) fn from_ring(frame: &[u8], checksum: RingChecksum, gso: Option<Gso>) -> Result<Offload, Reason> {
     if checksum != RingChecksum::Blank {
         return Offload::from_guest(Some(Offload::NONE.to_vnet()), frame.len());
@@ -103,8 +105,9 @@ pub(super) fn from_ring(frame: &[u8], checksum: RingChecksum, gso: Option<Gso>) 
 /// What a ring is to say of a frame whose first bytes are `head`.
 ///
 /// # Errors
-/// [`Reason::NotTransformable`] where the receiver would look for the checksum at another place than it is: inside a tunnel,
-/// or behind a VLAN tag, for which the port's capabilities have the switch finish the frame.
+/// [`Reason::NotTransformable`] where the receiver would look for the checksum at another place
+/// than it is: inside a tunnel, or behind a VLAN tag, for which the port's capabilities have the
+/// switch finish the frame.
 pub(super) fn to_ring(head: &[u8], offload: &Offload) -> Result<(RingChecksum, Option<Gso>), Reason> {
     let checksum = match offload.checksum {
         Checksum::Unverified => RingChecksum::None,

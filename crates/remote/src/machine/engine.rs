@@ -1,14 +1,17 @@
-//! How bytes get from one machine to another: the trait of engines, and the engine that comes with the daemon, TCP.
+//! How bytes get from one machine to another: the trait of engines, and the engine that comes with
+//! the daemon, TCP.
 //!
-//! Everything above is the same for all engines: TLS between the two machines, the hello, calls with
-//! their deadlines, order and cancellation. So an engine need not be trusted: whatever it does to the bytes,
-//! calls end with a named result. The program `tombolo-span` has the other engine, over zenoh.
+//! Everything above is the same for all engines: TLS between the two machines, the hello, calls
+//! with their deadlines, order and cancellation. So an engine need not be trusted: whatever it does
+//! to the bytes, calls end with a named result. The program `tombolo-span` has the other engine,
+//! over zenoh.
 //!
 //! # What an engine owes
 //! - A connection carries bytes both ways, in order. It loses none in the middle: it ends instead.
-//! - It holds a bounded number of bytes that the other side has not taken. Then [`Socket`] takes no more.
-//! - It ends at both sides if either side ends it, and at most twice [`DEAD_AFTER`] after the other machine or
-//!   the way to it has gone.
+//! - It holds a bounded number of bytes that the other side has not taken. Then [`Socket`] takes no
+//!   more.
+//! - It ends at both sides if either side ends it, and at most twice [`DEAD_AFTER`] after the other
+//!   machine or the way to it has gone.
 //! - It is never resumed. A call is never sent twice.
 
 use std::fmt;
@@ -35,14 +38,15 @@ const REFUSED: Duration = Duration::from_millis(100);
 
 /// Connects machines.
 pub trait Engine: Send + Sync {
-    /// A connection to the exports of a machine. Takes at most [`HANDSHAKE`], for each address that it tries.
+    /// A connection to the exports of a machine. Takes at most [`HANDSHAKE`], for each address that
+    /// it tries.
     ///
     /// # Errors
     /// [`MachineError::Address`], [`MachineError::Connect`], [`MachineError::Unreachable`].
     fn connect(&self, to: &Remote) -> Result<Socket, MachineError>;
 
-    /// Has `accept` called with each connection that another machine makes to the exports here, until the returned value is
-    /// dropped. `accept` must not block.
+    /// Has `accept` called with each connection that another machine makes to the exports here,
+    /// until the returned value is dropped. `accept` must not block.
     ///
     /// # Errors
     /// [`RemoteError::System`].
@@ -74,7 +78,8 @@ impl fmt::Display for Origin {
 }
 
 impl Origin {
-    /// Whether a certificate with these names may speak for it. Without encryption there is none, and an address is no name.
+    /// Whether a certificate with these names may speak for it. Without encryption there is none,
+    /// and an address is no name.
     pub(super) fn is_proven_by(&self, names: Option<&[String]>) -> bool {
         match (self, names) {
             (Origin::Machine(name), Some(names)) => names.contains(name),
@@ -103,7 +108,8 @@ impl Origin {
 pub enum Socket {
     /// The connection itself.
     Tcp(TcpStream),
-    /// A pair of sockets, whose other one an engine of this process serves. The engine finds out that the other machine is gone.
+    /// A pair of sockets, whose other one an engine of this process serves. The engine finds out
+    /// that the other machine is gone.
     Local(UnixStream),
 }
 
@@ -236,7 +242,8 @@ impl Engine for Tcp {
                         // An interrupted wait looks again.
                         let _ = poll(&mut fds, None);
                     }
-                    // A client that has gone again; or no descriptors, and then others have to end first.
+                    // A client that has gone again; or no descriptors, and then others have to end
+                    // first.
                     Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                     Err(_) => std::thread::sleep(REFUSED),
                 }

@@ -1,4 +1,5 @@
-//! The exporting side: connections of other machines, each of which gets one service of this machine.
+//! The exporting side: connections of other machines, each of which gets one service of this
+//! machine.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -129,7 +130,8 @@ impl std::fmt::Debug for Exporter {
 }
 
 impl Export {
-    /// Accepts connections that come by the engine, within TLS where there is an identity. `tell` is called from several threads.
+    /// Accepts connections that come by the engine, within TLS where there is an identity. `tell`
+    /// is called from several threads.
     ///
     /// # Errors
     /// [`RemoteError::System`].
@@ -219,7 +221,8 @@ impl Shared {
     fn serve(&self, socket: Socket, from: &Origin, id: u64) -> Result<(), MachineError> {
         let until = Instant::now() + HANDSHAKE;
         let (mut end, machines, service) = answer(socket, self.identity.as_ref(), until)?;
-        // A way that is another machine's, such as a router's, proves nothing of who speaks: the certificate does.
+        // A way that is another machine's, such as a router's, proves nothing of who speaks: the
+        // certificate does.
         let verdict = match from.is_proven_by(machines.as_deref()) {
             true => self.judge(machines.as_deref(), &service, id),
             false => Verdict::Denied,
@@ -262,7 +265,8 @@ impl Shared {
         match client::report(service, &options) {
             Ok(report) if report.is_imported() => return Verdict::Elsewhere,
             Err(ConnectError::NoService { .. }) => return Verdict::Absent,
-            // A service that is too busy to report is there; whether it is served here is asked again with the first request.
+            // A service that is too busy to report is there; whether it is served here is asked
+            // again with the first request.
             Ok(_) | Err(_) => {}
         }
         let mut connections = self.lock();

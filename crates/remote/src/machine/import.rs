@@ -1,5 +1,5 @@
-//! The importing side: connections to the machines that export a service, and the service under whose
-//! name clients of this machine call it.
+//! The importing side: connections to the machines that export a service, and the service under
+//! whose name clients of this machine call it.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -105,7 +105,8 @@ struct Peer {
     /// How long its hello took, in ns: an estimate until calls were answered.
     hello_ns: AtomicUsize,
     under_way: AtomicU32,
-    /// Until when other machines are preferred, since it left a call unanswered or had it fail: an instant of [`now_ns`].
+    /// Until when other machines are preferred, since it left a call unanswered or had it fail: an
+    /// instant of [`now_ns`].
     silent_until_ns: AtomicU64,
 }
 
@@ -143,7 +144,8 @@ impl std::fmt::Debug for Importer {
 }
 
 impl Import {
-    /// Connects to the machines by the engine, and again whenever a connection ends. `tell` is called from several threads.
+    /// Connects to the machines by the engine, and again whenever a connection ends. `tell` is
+    /// called from several threads.
     ///
     /// # Errors
     /// [`RemoteError::System`].
@@ -315,8 +317,8 @@ impl Shared {
                 request.on_taken_back(move || calls.take_back(token, bridge::GRACE));
             });
             peer.under_way.fetch_sub(1, Ordering::Relaxed);
-            // No answer, not even that it was cancelled, or none of the service, which may be gone there: the others are asked first
-            // for a while.
+            // No answer, not even that it was cancelled, or none of the service, which may be gone
+            // there: the others are asked first for a while.
             if matches!(end, Err(CallError::Timeout | CallError::DeadlineExceeded | CallError::Failed)) {
                 peer.silent_until_ns.store(now_ns() + SILENCE.as_nanos() as u64, Ordering::Relaxed);
             }

@@ -83,8 +83,9 @@ fn authority() -> Result<CertificateParams, KeyError> {
     Ok(params)
 }
 
-/// Writes keys for machines into a folder, which is made. The first call makes the authority;
-/// later ones, with its `ca.key` there, add machines to it. Private keys are readable by their owner only.
+/// Writes keys for machines into a folder, which is made. The first call makes the authority; later
+/// ones, with its `ca.key` there, add machines to it. Private keys are readable by their owner
+/// only.
 ///
 /// # Errors
 /// [`KeyError`]. Nothing is overwritten.
@@ -162,7 +163,8 @@ impl KeyFiles {
     }
 }
 
-/// What one machine needs to connect to others, and to be connected to. TLS 1.3, both sides prove who they are.
+/// What one machine needs to connect to others, and to be connected to. TLS 1.3, both sides prove
+/// who they are.
 #[derive(Clone)]
 pub struct Identity {
     name: String,

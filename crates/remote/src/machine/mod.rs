@@ -4,9 +4,10 @@
 //! Their bytes go by an [`Engine`]: TCP, or zenoh in `tombolo-span`.
 //!
 //! # The way of a call
-//! client → imported service's queue → this module's connection → exporting machine's queue →
-//! the service. Each queue serves the earliest deadline first. A deadline crosses as the time that is
-//! left, less half of the shortest round trip seen ([`tombolo_calls::session`]). Clocks are never compared.
+//! client → imported service's queue → this module's connection → exporting machine's queue → the
+//! service. Each queue serves the earliest deadline first. A deadline crosses as the time that is
+//! left, less half of the shortest round trip seen ([`tombolo_calls::session`]). Clocks are never
+//! compared.
 //!
 //! # Trust
 //! Both machines prove who they are by certificates of one authority ([`keys`]), over TLS 1.3. An
@@ -15,15 +16,17 @@
 //!
 //! # Failure
 //! A call ends once, with one named result. If a machine dies or its network does, that is noticed
-//! [`DEAD_AFTER`] after it was last heard, or after the first thing that was sent since then; its calls
-//! under way end with `ProviderGone`. A machine that is there and leaves a call without an answer,
-//! or whose service has gone, is asked after the others for a while. No call is ever sent twice:
-//! another machine is tried only if nothing was sent. An imported service's name is there while at least one of its
-//! machines is. A service that is itself imported is not exported, so calls cannot go round in circles.
+//! [`DEAD_AFTER`] after it was last heard, or after the first thing that was sent since then; its
+//! calls under way end with `ProviderGone`. A machine that is there and leaves a call without an
+//! answer, or whose service has gone, is asked after the others for a while. No call is ever sent
+//! twice: another machine is tried only if nothing was sent. An imported service's name is there
+//! while at least one of its machines is. A service that is itself imported is not exported, so
+//! calls cannot go round in circles.
 //!
 //! # Limits
-//! An export has at most [`Export::connections`] connections; at most [`HANDSHAKES`] that have not said yet
-//! who they are, [`HANDSHAKES_PER_ADDRESS`] of one address, each for at most [`HANDSHAKE`].
+//! An export has at most [`Export::connections`] connections; at most [`HANDSHAKES`] that have not
+//! said yet who they are, [`HANDSHAKES_PER_ADDRESS`] of one address, each for at most
+//! [`HANDSHAKE`].
 
 pub mod engine;
 mod export;
@@ -48,8 +51,8 @@ pub use told::told;
 pub use wire::DEAD_AFTER;
 use wire::{StreamEnd, Timed};
 
-/// How long a connection may take until calls can begin: TLS, hello and greeting together. Before, the
-/// engine has as long for the connection itself.
+/// How long a connection may take until calls can begin: TLS, hello and greeting together. Before,
+/// the engine has as long for the connection itself.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
 
 /// Why two machines did not come together.

@@ -33,7 +33,8 @@ impl fmt::Display for ImportEvent {
     }
 }
 
-/// Tells the events of an export by `say`, refusals at most once in a second; those between are counted.
+/// Tells the events of an export by `say`, refusals at most once in a second; those between are
+/// counted.
 pub fn told(say: impl Fn(&str) + Send + Sync + 'static) -> impl Fn(ExportEvent) + Send + Sync + 'static {
     let refusals = Mutex::new((None::<Instant>, 0u64));
     move |event| {

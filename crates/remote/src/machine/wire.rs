@@ -1,5 +1,5 @@
-//! A connection between two machines, within TLS or without. Before calls begin it is used with a time limit
-//! ([`Timed`]); then it does not block.
+//! A connection between two machines, within TLS or without. Before calls begin it is used with a
+//! time limit ([`Timed`]); then it does not block.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
@@ -11,8 +11,9 @@ use tombolo_calls::transport::Stream;
 use super::engine::Socket;
 
 const READ_BYTES: usize = 64 << 10;
-/// A machine that answers nothing for so long is taken for dead: it lost its power or its network. The engine counts from
-/// when it was last heard, or, once something is sent that is not acknowledged, from then: up to twice as long.
+/// A machine that answers nothing for so long is taken for dead: it lost its power or its network.
+/// The engine counts from when it was last heard, or, once something is sent that is not
+/// acknowledged, from then: up to twice as long.
 pub const DEAD_AFTER: Duration = Duration::from_secs(4);
 
 /// A connection, and what its bytes go through.
@@ -52,13 +53,15 @@ impl StreamEnd {
         &self.socket
     }
 
-    /// Reads plain bytes; 0 where the other side has ended. `Interrupted` where it is to be tried again.
+    /// Reads plain bytes; 0 where the other side has ended. `Interrupted` where it is to be tried
+    /// again.
     fn read_some(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let StreamEnd { socket, tls, .. } = self;
         let Some(tls) = tls else { return socket.read(bytes) };
         match tls.reader().read(bytes) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            // Without its goodbye: the connection was cut, which is an end as well, since calls mark their own.
+            // Without its goodbye: the connection was cut, which is an end as well, since calls
+            // mark their own.
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(0),
             end => return end,
         }
@@ -156,7 +159,8 @@ impl Stream for StreamEnd {
     }
 }
 
-/// A connection that still blocks, each use until one instant at the latest: a peer that sends a byte now and then does not prolong it.
+/// A connection that still blocks, each use until one instant at the latest: a peer that sends a
+/// byte now and then does not prolong it.
 pub(crate) struct Timed<'a> {
     pub(crate) end: &'a mut StreamEnd,
     pub(crate) until: Instant,

@@ -1,5 +1,6 @@
-//! What every engine owes to calls between machines: one suite, which each engine instantiates ([`suite`]). It stands outside the
-//! engines, so that span/src/streams.rs has the same tests of zenoh that engine.rs has of TCP.
+//! What every engine owes to calls between machines: one suite, which each engine instantiates
+//! ([`suite`]). It stands outside the engines, so that span/src/streams.rs has the same tests of
+//! zenoh that engine.rs has of TCP.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -317,7 +318,8 @@ pub(crate) fn a_call_that_is_cancelled_here_is_cancelled_there<W: World>() {
     assert_eq!(told.recv_timeout(SOON).unwrap(), "cancelled");
 }
 
-/// Calls under way when `end` is called have one named end each within `most`, and the service has seen none twice.
+/// Calls under way when `end` is called have one named end each within `most`, and the service has
+/// seen none twice.
 fn calls_end_when<W: World>(machines: &Machines<W>, most: Duration, end: impl FnOnce() + Send) {
     const CALLS: usize = 12;
     let served = Arc::new(Mutex::new(Vec::new()));

@@ -1,10 +1,10 @@
-//! Records between two peers, for real-time code that wants no IP: a queue of fixed-size slots each way, and a register
-//! that holds the latest value.
+//! Records between two peers, for real-time code that wants no IP: a queue of fixed-size slots each
+//! way, and a register that holds the latest value.
 //!
 //! # Layout
 //!
-//! Each peer writes only its own output section. Both use the same [`Shape`], which they know beforehand. A section
-//! states its own shape, so that a mistake is an error and not garbage.
+//! Each peer writes only its own output section. Both use the same [`Shape`], which they know
+//! beforehand. A section states its own shape, so that a mistake is an error and not garbage.
 //!
 //! ```text
 //!   bytes        field                               little-endian; line
@@ -22,20 +22,22 @@
 //! ```
 //!
 //! # Queue
-//! A record goes into the slot of its number; head is published after it. The reader copies the record out and
-//! publishes tail, which frees the slot. A full queue refuses a record; nothing is overwritten. Numbers count from 1
-//! and are checked. A reader that finds a number other than the next one gets an error.
+//! A record goes into the slot of its number; head is published after it. The reader copies the
+//! record out and publishes tail, which frees the slot. A full queue refuses a record; nothing is
+//! overwritten. Numbers count from 1 and are checked. A reader that finds a number other than the
+//! next one gets an error.
 //!
 //! # Register
-//! A value goes into the next of four copies, whose number is 0 meanwhile. Then the number of the latest copy is
-//! published. The writer never waits. A reader copies the latest value and looks at its number before and after. It
-//! fails only if three more values were written during the copy, four times in a row.
+//! A value goes into the next of four copies, whose number is 0 meanwhile. Then the number of the
+//! latest copy is published. The writer never waits. A reader copies the latest value and looks at
+//! its number before and after. It fails only if three more values were written during the copy,
+//! four times in a row.
 //!
 //! # Invariants and failure
-//! As in [`net`](super::net): nothing is read back from the own section, and each foreign word is read once and
-//! checked. After an error the link must be reset. States are those of [`state`](super::state); [`initialise`] clears
-//! the own section. Nothing allocates, blocks or rings. Every call takes a bounded number of steps: one record, or four
-//! copies of a value.
+//! As in [`net`](super::net): nothing is read back from the own section, and each foreign word is
+//! read once and checked. After an error the link must be reset. States are those of
+//! [`state`](super::state); [`initialise`] clears the own section. Nothing allocates, blocks or
+//! rings. Every call takes a bounded number of steps: one record, or four copies of a value.
 
 use core::fmt;
 use core::num::Wrapping;
@@ -65,7 +67,8 @@ const LINE: u64 = 64;
 /// Copies of the register.
 const COPIES: u32 = 4;
 
-/// Why a shape or a section was refused, what could not be sent, or what a peer wrote that breaks the rules.
+/// Why a shape or a section was refused, what could not be sent, or what a peer wrote that breaks
+/// the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message names what each field holds")]
@@ -115,7 +118,8 @@ pub enum ChannelError {
 }
 
 impl ChannelError {
-    /// Whether the peer broke the rules, so that the link is to be reset; otherwise the call itself was wrong.
+    /// Whether the peer broke the rules, so that the link is to be reset; otherwise the call itself
+    /// was wrong.
     pub const fn resets_link(&self) -> bool {
         !matches!(self, ChannelError::Shape(_) | ChannelError::Section { .. } | ChannelError::Length { .. })
     }
@@ -201,7 +205,8 @@ impl<'m> Sections<'m> {
     /// The sections of a channel of `shape`.
     ///
     /// # Errors
-    /// [`ChannelError::Shape`], and [`ChannelError::Section`] where one is too short or not aligned to 64 bytes.
+    /// [`ChannelError::Shape`], and [`ChannelError::Section`] where one is too short or not aligned
+    /// to 64 bytes.
     pub fn new(shape: &Shape, own: ForeignMut<'m>, peer: Foreign<'m>) -> Result<Sections<'m>, ChannelError> {
         shape.check()?;
         let needed = shape.bytes();
@@ -243,13 +248,15 @@ impl Word for PeerWord<'_> {
     }
 }
 
-/// Clears the own section and writes its shape, on the way from INIT to READY. A [`Channel`] made after that starts with it.
+/// Clears the own section and writes its shape, on the way from INIT to READY. A [`Channel`] made
+/// after that starts with it.
 pub fn initialise(shape: &Shape, sections: &Sections<'_>) {
     let own = &sections.own;
     for at in (0..SLOTS as usize).step_by(64) {
         own.skip(at).write_from(&[0; 64]);
     }
-    // Relaxed, all of them: the state word, written after this, orders them. Cannot fail: inside the section.
+    // Relaxed, all of them: the state word, written after this, orders them. Cannot fail: inside
+    // the section.
     for index in 0..shape.slots {
         let _ = own.store_u32(shape.slot(index as u16), 0, Ordering::Relaxed);
     }
@@ -315,7 +322,8 @@ impl Channel {
         &self.shape
     }
 
-    /// Checks that the peer's section says the same shape. To be called once, when the peer is seen in READY or RUN.
+    /// Checks that the peer's section says the same shape. To be called once, when the peer is seen
+    /// in READY or RUN.
     ///
     /// # Errors
     /// [`ChannelError::Header`] and [`ChannelError::PeerShape`].
@@ -435,7 +443,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Copies the peer's latest value into `to`; `None` where it has written none, or writes faster than it can be copied.
+    /// Copies the peer's latest value into `to`; `None` where it has written none, or writes faster
+    /// than it can be copied.
     ///
     /// # Errors
     /// [`ChannelError::Length`] where `to` is too short for it.

@@ -2,18 +2,21 @@
 //!
 //! Run by `RUSTFLAGS="--cfg loom" cargo test -p tombolo-ring --release loom`.
 //!
-//! Towards the receiver of frames the protocol is that of the virtqueue, and `crates/ring/src/virtio/loom.rs` is its model. Here is
-//! what differs: the sender's request for returned buffers, which a sender such as Linux's writes without looking again.
+//! Towards the receiver of frames the protocol is that of the virtqueue, and
+//! `crates/ring/src/virtio/loom.rs` is its model. Here is what differs: the sender's request for
+//! returned buffers, which a sender such as Linux's writes without looking again.
 //!
-//! **What runs**: the functions of [`notify`](crate::virtio::notify) and the decision of `Receiver::release`
-//! ([`Signals::decide_late`]), over `loom`'s atomics.
+//! **What runs**: the functions of [`notify`](crate::virtio::notify) and the decision of
+//! `Receiver::release` ([`Signals::decide_late`]), over `loom`'s atomics.
 //!
-//! **What is shown**: a sender that keeps one frame more out than its request names and sleeps is woken, although it does not look
-//! again; with the decision of the virtqueue it is not always. The same holds, with one more look of the receiver
-//! ([`notify::RECHECK_NS`]), where the sender's fences do nothing.
+//! **What is shown**: a sender that keeps one frame more out than its request names and sleeps is
+//! woken, although it does not look again; with the decision of the virtqueue it is not always. The
+//! same holds, with one more look of the receiver ([`notify::RECHECK_NS`]), where the sender's
+//! fences do nothing.
 //!
-//! **A sender whose fences do nothing** has its stores held back behind its loads and behind each other, as a CPU with a weakly
-//! ordered memory may have it. That a store becomes visible within bounded time is a lock, as in the model of the virtqueue.
+//! **A sender whose fences do nothing** has its stores held back behind its loads and behind each
+//! other, as a CPU with a weakly ordered memory may have it. That a store becomes visible within
+//! bounded time is a lock, as in the model of the virtqueue.
 //!
 //! **What bounds it and what it does not show**: as in the model of the virtqueue.
 
@@ -54,7 +57,8 @@ impl Ring {
     }
 }
 
-/// Linux: looks, finds no room, writes its request, publishes one frame more, sleeps without another look.
+/// Linux: looks, finds no room, writes its request, publishes one frame more, sleeps without
+/// another look.
 fn careless_sender(ring: &Ring) {
     let last = notify::available(&ring.used);
     AtomicU16::store(&ring.suppression, last, Ordering::Relaxed);
@@ -62,7 +66,8 @@ fn careless_sender(ring: &Ring) {
     ring.doorbell.wait();
 }
 
-/// The same without fences: its request becomes visible last, behind the frame that it publishes after it.
+/// The same without fences: its request becomes visible last, behind the frame that it publishes
+/// after it.
 fn careless_sender_without_fences(ring: &Ring) {
     let buffer = ring.store_buffer.lock().unwrap();
     let last = notify::available(&ring.used);
@@ -129,7 +134,8 @@ fn loom_a_sender_that_does_not_look_again_is_woken() {
     careless(Ends { by_last_ring: true, recheck: false, fences: true });
 }
 
-/// The model can fail: by the index of the last question, as a virtqueue decides, the request is missed.
+/// The model can fail: by the index of the last question, as a virtqueue decides, the request is
+/// missed.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_finds_the_missed_request_without_the_late_decision() {

@@ -1,8 +1,10 @@
-//! Ethernet frames between two peers, in the layout of the ivshmem-net drivers of Linux (Siemens) and Zephyr.
+//! Ethernet frames between two peers, in the layout of the ivshmem-net drivers of Linux (Siemens)
+//! and Zephyr.
 //!
 //! # Theory of operation
 //!
-//! One direction is a split virtqueue without header and chains. All that a peer writes is in its own output section:
+//! One direction is a split virtqueue without header and chains. All that a peer writes is in its
+//! own output section:
 //!
 //! ```text
 //!   my section                                       its writer: me
@@ -13,41 +15,43 @@
 //!   data               the frames, one behind the other, round and round
 //! ```
 //!
-//! So the used rings are swapped: the ring that returns my buffers is in the peer's section. `offset` counts from the
-//! start of the section. `num` and the place of the data follow from the section's length alone ([`Geometry`]), so the
-//! two sides need not exchange anything.
+//! So the used rings are swapped: the ring that returns my buffers is in the peer's section.
+//! `offset` counts from the start of the section. `num` and the place of the data follow from the
+//! section's length alone ([`Geometry`]), so the two sides need not exchange anything.
 //!
-//! A frame is one descriptor, in the form it has on a wire: with checksums, without a header before it or a VLAN tag
-//! beside it. The sender lays frames out contiguously and gets them back **in order**. It checks that each used entry
-//! names its oldest outstanding frame and has length 1.
+//! A frame is one descriptor, in the form it has on a wire: with checksums, without a header before
+//! it or a VLAN tag beside it. The sender lays frames out contiguously and gets them back **in
+//! order**. It checks that each used entry names its oldest outstanding frame and has length 1.
 //!
-//! Doorbells use the event index. `avail_event` says after which frame the receiver wants a doorbell. `used_event` says
-//! after which returned buffer the sender wants one. Zephyr always rings and leaves `used_event` at 0.
+//! Doorbells use the event index. `avail_event` says after which frame the receiver wants a
+//! doorbell. `used_event` says after which returned buffer the sender wants one. Zephyr always
+//! rings and leaves `used_event` at 0.
 //!
 //! # Offloads
 //!
-//! Two ends can agree on offloads ([`state::Offloads`](super::state::Offloads)). Then each frame follows a virtio-net
-//! header of [`OFFLOAD_HEADER_BYTES`] ([`crate::virtio::net`], without `num_buffers`, so that the IP header is
-//! aligned). Both ends accept everything that the header can say: checksums that are still to be computed, and, where
-//! the sections have room ([`Geometry::takes_segments`]), TCP that is not yet segmented. Everything else stays as it
-//! is.
+//! Two ends can agree on offloads ([`state::Offloads`](super::state::Offloads)). Then each frame
+//! follows a virtio-net header of [`OFFLOAD_HEADER_BYTES`] ([`crate::virtio::net`], without
+//! `num_buffers`, so that the IP header is aligned). Both ends accept everything that the header
+//! can say: checksums that are still to be computed, and, where the sections have room
+//! ([`Geometry::takes_segments`]), TCP that is not yet segmented. Everything else stays as it is.
 //!
 //! # A request that comes late
 //!
-//! Linux's sender writes `used_event` without looking at the used index again. That leaves the window of [`notify`]
-//! open: it gets no doorbell for buffers that return in this window. It then always publishes one more frame, and that
-//! frame's return closes the window: [`Receiver::release`] asks whether the request is past the index of its *last ring*,
-//! not of its last check. A request costs one ring at most, late or not.
+//! Linux's sender writes `used_event` without looking at the used index again. That leaves the
+//! window of [`notify`] open: it gets no doorbell for buffers that return in this window. It then
+//! always publishes one more frame, and that frame's return closes the window:
+//! [`Receiver::release`] asks whether the request is past the index of its *last ring*, not of its
+//! last check. A request costs one ring at most, late or not.
 //!
 //! # Invariants and failure
 //!
-//! The peer may write both sections at any moment (with v1 devices; v2 protects ours). This module never reads back
-//! what it wrote to its own section. It reads each word of the peer once and checks it. A word that breaks the rules is
-//! a [`NetError`] that names the word. After an error the link must be reset, and nothing that came with the error may
-//! be used.
+//! The peer may write both sections at any moment (with v1 devices; v2 protects ours). This module
+//! never reads back what it wrote to its own section. It reads each word of the peer once and
+//! checks it. A word that breaks the rules is a [`NetError`] that names the word. After an error
+//! the link must be reset, and nothing that came with the error may be used.
 //!
-//! Limits: sections below 4 GiB. A sender has up to `N` frames outstanding, for any `num`. A receiver holds
-//! [`MAX_HELD`].
+//! Limits: sections below 4 GiB. A sender has up to `N` frames outstanding, for any `num`. A
+//! receiver holds [`MAX_HELD`].
 
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
@@ -65,7 +69,8 @@ const MAX_NUM: u16 = 4096;
 const MIN_NUM: u16 = 32;
 /// A ring takes less than this part of its section.
 const RING_SHARE: u32 = 8;
-/// Bytes that a sender adds to a frame before it aligns its place (Ethernet header and VLAN tag, which Linux counts twice).
+/// Bytes that a sender adds to a frame before it aligns its place (Ethernet header and VLAN tag,
+/// which Linux counts twice).
 const FRAME_EXTRA: u32 = 18;
 /// What a frame's place is a multiple of: a cache line.
 const FRAME_ALIGN: u32 = 64;
@@ -97,7 +102,8 @@ pub const DEFAULT_DEPTH: usize = MAX_NUM as usize;
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum NetError {
-    /// A section without room for rings and frames, or of 4 GiB and more, or not aligned to 64 bytes in memory.
+    /// A section without room for rings and frames, or of 4 GiB and more, or not aligned to 64
+    /// bytes in memory.
     #[error(
         "an output section of {bytes} bytes: below 4 GiB, aligned to 64 bytes, and with room for {MIN_NUM} \
          descriptors and {MIN_DATA} bytes of frames is expected"
@@ -153,7 +159,8 @@ pub enum NetError {
     UsedLen { index: u16, got: u32 },
 }
 
-/// Where everything is in a section, by its length alone. Offsets in bytes from the section's start.
+/// Where everything is in a section, by its length alone. Offsets in bytes from the section's
+/// start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     num: u16,
@@ -162,7 +169,8 @@ pub struct Geometry {
     header_bytes: u32,
 }
 
-/// `vring_init` and `vring_size` of Linux's virtio_ring.h: offset of the used ring, and end of the rings, aligned.
+/// `vring_init` and `vring_size` of Linux's virtio_ring.h: offset of the used ring, and end of the
+/// rings, aligned.
 const fn vring(num: u16) -> (u32, u32) {
     // No overflow: num <= 2^12.
     let num = num as u32;
@@ -183,8 +191,8 @@ impl Geometry {
         }
         let section = section_bytes as u32;
         let mut num = MAX_NUM;
-        // The place of the data is that of the last size tried, which is twice the least one where none fits: both
-        // drivers have it so.
+        // The place of the data is that of the last size tried, which is twice the least one where
+        // none fits: both drivers have it so.
         let mut header_bytes = vring(num).1;
         while header_bytes >= section / RING_SHARE {
             num /= 2;
@@ -249,7 +257,8 @@ impl Geometry {
         if self.data_bytes() / 4 < 65535 { self.data_bytes() / 4 } else { 65535 }
     }
 
-    /// Whether ends that agreed on offloads take TCP that is not cut: where four such frames find room.
+    /// Whether ends that agreed on offloads take TCP that is not cut: where four such frames find
+    /// room.
     pub const fn takes_segments(&self) -> bool {
         self.data_bytes() / 4 >= MAX_SEGMENTED_BYTES
     }
@@ -267,7 +276,8 @@ pub struct Sections<'m> {
     peer: Foreign<'m>,
 }
 
-/// A word of a section. Reads as 0 and ignores writes where it were outside, which [`Sections::new`] rules out.
+/// A word of a section. Reads as 0 and ignores writes where it were outside, which
+/// [`Sections::new`] rules out.
 struct OwnWord<'m>(ForeignMut<'m>, u32);
 struct PeerWord<'m>(Foreign<'m>, u32);
 
@@ -311,8 +321,9 @@ impl<'m> Sections<'m> {
     }
 }
 
-/// Clears the rings of the own section, as both drivers do on their way from INIT to READY: zeros, with the descriptors
-/// linked one to the next. A [`Sender`] and a [`Receiver`] made after that start with it.
+/// Clears the rings of the own section, as both drivers do on their way from INIT to READY: zeros,
+/// with the descriptors linked one to the next. A [`Sender`] and a [`Receiver`] made after that
+/// start with it.
 pub fn initialise(geometry: &Geometry, own: ForeignMut<'_>) {
     let header = own.take(geometry.header_bytes as usize);
     for at in (0..header.len()).step_by(64) {
@@ -320,7 +331,8 @@ pub fn initialise(geometry: &Geometry, own: ForeignMut<'_>) {
     }
     for id in 0..geometry.num - 1 {
         let next = DESCRIPTOR_BYTES as usize * usize::from(id) + 14;
-        // Relaxed: the state word, written after this, orders it. Cannot fail: inside the header, even.
+        // Relaxed: the state word, written after this, orders it. Cannot fail: inside the header,
+        // even.
         let _ = header.store_u16(next, id + 1, Ordering::Relaxed);
     }
 }
@@ -387,11 +399,13 @@ impl<const N: usize> Sender<N> {
         self.taken_bytes
     }
 
-    /// Where a frame of `len` bytes goes, and what it takes of the data area; `None` where there is no room.
+    /// Where a frame of `len` bytes goes, and what it takes of the data area; `None` where there is
+    /// no room.
     #[inline]
     fn place(&self, len: usize) -> Option<(u32, u32)> {
         let data = self.geometry.data_bytes();
-        // No overflow: len is at most the data area, which leaves more than 18 + 63 bytes for the rings.
+        // No overflow: len is at most the data area, which leaves more than 18 + 63 bytes for the
+        // rings.
         let len = u32::try_from(len).ok().filter(|len| *len != 0 && *len <= data)?;
         let needed = Geometry::place_bytes(len);
         let left = data - self.head;
@@ -406,8 +420,9 @@ impl<const N: usize> Sender<N> {
         self.place(len).is_some()
     }
 
-    /// A place for a frame of `len` bytes, which the caller fills before it calls [`Sender::publish`]; `None` where there is no
-    /// room, which [`Sender::reclaim`] may change, or where `len` is 0 or more than the section could ever hold.
+    /// A place for a frame of `len` bytes, which the caller fills before it calls
+    /// [`Sender::publish`]; `None` where there is no room, which [`Sender::reclaim`] may change, or
+    /// where `len` is 0 or more than the section could ever hold.
     #[inline]
     pub fn push<'m>(&mut self, sections: &Sections<'m>, len: usize) -> Option<ForeignMut<'m>> {
         let (at, taken) = self.place(len)?;
@@ -415,8 +430,8 @@ impl<const N: usize> Sender<N> {
         let place = sections.own.slice(offset as usize, len)?;
         let id = self.next_avail.0 & (self.geometry.num - 1);
         let own = &sections.own;
-        // Relaxed: R0, the release of the available index, orders them. Cannot fail: id < num. The descriptor's `next`
-        // stays as it was linked.
+        // Relaxed: R0, the release of the available index, orders them. Cannot fail: id < num. The
+        // descriptor's `next` stays as it was linked.
         let descriptor = (DESCRIPTOR_BYTES * u32::from(id)) as usize;
         let _ = own.store_u64(descriptor, u64::from(offset), Ordering::Relaxed);
         let _ = own.store_u32(descriptor + 8, len as u32, Ordering::Relaxed);
@@ -438,7 +453,8 @@ impl<const N: usize> Sender<N> {
         self.next_avail -= 1;
         let taken = self.taken[usize::from(self.next_avail.0) % N];
         self.taken_bytes -= taken;
-        // A frame that wrapped took what was left at the end, so its start is that much before the end.
+        // A frame that wrapped took what was left at the end, so its start is that much before the
+        // end.
         let data = self.geometry.data_bytes();
         self.head = if taken <= self.head { self.head - taken } else { self.head + data - taken };
         true
@@ -461,13 +477,14 @@ impl<const N: usize> Sender<N> {
         Suppression::After(notify::suppression(&PeerWord(sections.peer, self.geometry.avail_event_offset())))
     }
 
-    /// Whether the last [`Sender::publish`] said no and was not repeated by [`Sender::recheck_ring`].
+    /// Whether the last [`Sender::publish`] said no and was not repeated by
+    /// [`Sender::recheck_ring`].
     pub const fn is_in_doubt(&self) -> bool {
         self.signals.is_in_doubt()
     }
 
-    /// Repeats the last decision of [`Sender::publish`]: whether the peer is to be rung late. To be asked once,
-    /// [`notify::RECHECK_NS`] after it said no.
+    /// Repeats the last decision of [`Sender::publish`]: whether the peer is to be rung late. To be
+    /// asked once, [`notify::RECHECK_NS`] after it said no.
     pub fn recheck_ring(&mut self, sections: &Sections<'_>) -> bool {
         self.signals.is_in_doubt() && {
             let suppression = self.suppression(sections);
@@ -515,8 +532,8 @@ impl<const N: usize> Sender<N> {
         Ok(usize::from(count))
     }
 
-    /// Asks for a doorbell when the next frame returns, and looks again. True: some frames have returned meanwhile and
-    /// are reclaimed, so the caller continues instead of sleeping.
+    /// Asks for a doorbell when the next frame returns, and looks again. True: some frames have
+    /// returned meanwhile and are reclaimed, so the caller continues instead of sleeping.
     ///
     /// # Errors
     /// As for [`Sender::reclaim`].
@@ -589,8 +606,8 @@ impl Receiver {
         PeerWord(sections.peer, self.geometry.available_offset() + RING_INDEX)
     }
 
-    /// Hands up to `max` frames to `sink`, which is the place to prefetch; returns how many. A view may be empty, since a
-    /// length of 0 breaks no rule. They are held until [`Receiver::release`].
+    /// Hands up to `max` frames to `sink`, which is the place to prefetch; returns how many. A view
+    /// may be empty, since a length of 0 breaks no rule. They are held until [`Receiver::release`].
     ///
     /// # Errors
     /// [`NetError`]: an index that jumped, an entry or a descriptor that is none. What the sink got before is not to be used.
@@ -624,7 +641,8 @@ impl Receiver {
     fn frame<'m>(&self, sections: &Sections<'m>, index: u16) -> Result<(u16, Foreign<'m>), NetError> {
         let Geometry { num, section_bytes: to, header_bytes: from, .. } = self.geometry;
         let entry = self.geometry.available_offset() + RING_ENTRIES + AVAIL_ENTRY_BYTES * u32::from(index & (num - 1));
-        // Relaxed, all three: ordered by A0, the acquire of the index that covers the entry and its descriptor.
+        // Relaxed, all three: ordered by A0, the acquire of the index that covers the entry and its
+        // descriptor.
         let id = sections.peer.load_u16(entry as usize, Ordering::Relaxed).unwrap_or(u16::MAX);
         if id >= num {
             return Err(NetError::AvailableEntry { index, got: id, num });
@@ -646,15 +664,16 @@ impl Receiver {
         Ok((id, frame))
     }
 
-    /// Gives the frames received last back, as if they had not been received; at most as many as are held.
+    /// Gives the frames received last back, as if they had not been received; at most as many as
+    /// are held.
     #[inline]
     pub fn unreceive(&mut self, count: usize) {
         // In range: held() is at most MAX_HELD.
         self.next_avail -= count.min(self.held()) as u16;
     }
 
-    /// Returns the oldest `count` held frames to the peer, at most as many as are held. Says whether the peer wants to be rung
-    /// for that.
+    /// Returns the oldest `count` held frames to the peer, at most as many as are held. Says
+    /// whether the peer wants to be rung for that.
     #[inline]
     pub fn release(&mut self, sections: &Sections<'_>, count: usize) -> bool {
         let count = count.min(self.held());
@@ -682,13 +701,14 @@ impl Receiver {
         Suppression::After(notify::suppression(&PeerWord(sections.peer, self.geometry.used_event_offset())))
     }
 
-    /// Whether the last [`Receiver::release`] said no and was not repeated by [`Receiver::recheck_ring`].
+    /// Whether the last [`Receiver::release`] said no and was not repeated by
+    /// [`Receiver::recheck_ring`].
     pub const fn is_in_doubt(&self) -> bool {
         self.signals.is_in_doubt()
     }
 
-    /// Repeats the last decision of [`Receiver::release`]: whether the peer is to be rung late. To be asked once,
-    /// [`notify::RECHECK_NS`] after it said no.
+    /// Repeats the last decision of [`Receiver::release`]: whether the peer is to be rung late. To
+    /// be asked once, [`notify::RECHECK_NS`] after it said no.
     pub fn recheck_ring(&mut self, sections: &Sections<'_>) -> bool {
         self.signals.is_in_doubt() && {
             let suppression = self.suppression(sections);
@@ -696,8 +716,8 @@ impl Receiver {
         }
     }
 
-    /// Asks to be rung for the next frame, and looks again. True: there is one already, so the caller goes on instead of
-    /// sleeping.
+    /// Asks to be rung for the next frame, and looks again. True: there is one already, so the
+    /// caller goes on instead of sleeping.
     ///
     /// # Errors
     /// [`NetError::AvailableJump`].

@@ -1,9 +1,9 @@
 //! Where the sections of a region are, and the header page with which a v1 region begins.
 //!
-//! IVSHMEM v2 tells a driver the layout by registers. The devices of stock QEMU (v1) have no such registers. So a v1
-//! region of this project begins with a page that says the same. The region's maker writes this page before the first
-//! peer joins and never after. A v1 guest can write it all the same, so the host uses its own copy and never reads the
-//! page back.
+//! IVSHMEM v2 tells a driver the layout by registers. The devices of stock QEMU (v1) have no such
+//! registers. So a v1 region of this project begins with a page that says the same. The region's
+//! maker writes this page before the first peer joins and never after. A v1 guest can write it all
+//! the same, so the host uses its own copy and never reads the page back.
 //!
 //! ```text
 //!   bytes     field                        little-endian
@@ -73,7 +73,8 @@ pub enum RegionError {
     /// A number of peers that no region has.
     #[error("{got} peers, expected 2 to {MAX_PEERS}")]
     Peers { got: u32 },
-    /// A section does not begin or end at a page, is empty though it may not be, or overlaps the one before.
+    /// A section does not begin or end at a page, is empty though it may not be, or overlaps the
+    /// one before.
     #[error(
         "the {part} ({bytes} bytes at {offset:#x}) must be pages from {free_from:#x} on, and not be empty \
          where needed"
@@ -150,8 +151,8 @@ impl Layout {
         }
     }
 
-    /// The layout of a v1 region of this project: header page, state table of one page, R/W section, and output
-    /// sections as large as whole pages allow.
+    /// The layout of a v1 region of this project: header page, state table of one page, R/W
+    /// section, and output sections as large as whole pages allow.
     ///
     /// # Errors
     /// [`RegionError`] where not a page is left for each output section.
@@ -184,8 +185,9 @@ impl Layout {
         }
     }
 
-    /// Checks that the sections are whole pages, in order, do not overlap, and fit a region of `region_bytes`. A caller
-    /// that takes a layout from elsewhere calls this before anything else; the other methods rely on it.
+    /// Checks that the sections are whole pages, in order, do not overlap, and fit a region of
+    /// `region_bytes`. A caller that takes a layout from elsewhere calls this before anything else;
+    /// the other methods rely on it.
     ///
     /// # Errors
     /// [`RegionError`] with what was found.
@@ -223,7 +225,8 @@ impl Layout {
         self.output_offset.saturating_add(self.output_bytes.saturating_mul(self.max_peers as u64))
     }
 
-    /// The bytes of `peer`'s output section; `None` where there is no such peer, or the layout was not checked and is absurd.
+    /// The bytes of `peer`'s output section; `None` where there is no such peer, or the layout was
+    /// not checked and is absurd.
     pub const fn output(&self, peer: u32) -> Option<Range<usize>> {
         if peer >= self.max_peers || self.bytes() > MAX_REGION_BYTES {
             return None;
@@ -233,7 +236,8 @@ impl Layout {
         Some(start..start + self.output_bytes as usize)
     }
 
-    /// The offset of `peer`'s state word; `None` where there is no such peer, or the layout was not checked and is absurd.
+    /// The offset of `peer`'s state word; `None` where there is no such peer, or the layout was not
+    /// checked and is absurd.
     pub const fn state(&self, peer: u32) -> Option<usize> {
         if peer >= self.max_peers || self.bytes() > MAX_REGION_BYTES {
             return None;
@@ -284,8 +288,8 @@ pub struct Header {
     pub mtu: u16,
     /// As the fabric file names the link.
     pub name: Name,
-    /// Whether peer 0 of a network link takes and gives frames with their offload state, if the guest wants that too
-    /// ([`Offloads`](super::state::Offloads)).
+    /// Whether peer 0 of a network link takes and gives frames with their offload state, if the
+    /// guest wants that too ([`Offloads`](super::state::Offloads)).
     pub offloads: bool,
 }
 
@@ -329,7 +333,8 @@ impl Header {
     /// Reads the header at the start of `page`, which belongs to a region of `region_bytes`.
     ///
     /// # Errors
-    /// [`RegionError`] with what was expected and found: too short, not a header, another version, sections that do not fit.
+    /// [`RegionError`] with what was expected and found: too short, not a header, another version,
+    /// sections that do not fit.
     pub fn decode(page: &[u8], region_bytes: u64) -> Result<Header, RegionError> {
         let truncated = RegionError::Truncated { got: page.len() };
         let fields: &[u8; HEADER_BYTES] = page.first_chunk().ok_or(truncated)?;
@@ -366,7 +371,8 @@ impl Header {
         Ok(Header { protocol: word(12), vectors: word(20), layout, mac, mtu, name: Name(name), offloads })
     }
 
-    /// As [`Header::decode`], from a mapped region: the fields are copied once and judged by the copy.
+    /// As [`Header::decode`], from a mapped region: the fields are copied once and judged by the
+    /// copy.
     ///
     /// # Errors
     /// As for [`Header::decode`].

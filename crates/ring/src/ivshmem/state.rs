@@ -1,8 +1,9 @@
 //! When two peers of a network link may use their rings: the states RESET, INIT, READY and RUN.
 //!
-//! Each peer has a state word and is its only writer. [`VECTOR_STATE`](super::VECTOR_STATE) tells it that the other
-//! peer's word changed. The purpose: a peer clears its section only while the other peer does not look at it. It looks
-//! at the other peer's section only after that section was cleared.
+//! Each peer has a state word and is its only writer. [`VECTOR_STATE`](super::VECTOR_STATE) tells
+//! it that the other peer's word changed. The purpose: a peer clears its section only while the
+//! other peer does not look at it. It looks at the other peer's section only after that section was
+//! cleared.
 //!
 //! # The table
 //!
@@ -15,8 +16,8 @@
 //! | READY | fall | wait | RUN | RUN | fall |
 //! | RUN | fall | fall | – | – | fall |
 //!
-//! "Clear" means: zero the rings in the own section and restart both queues. "Fall" means: stop at once and go to
-//! RESET.
+//! "Clear" means: zero the rings in the own section and restart both queues. "Fall" means: stop at
+//! once and go to RESET.
 //!
 //! # Transitions of a peer's word
 //!
@@ -33,19 +34,21 @@
 //! | RESET → READY or RUN | the section was not cleared after we stopped looking; we wait in RESET, or clear ours and find rings that contradict ours, which is a fault |
 //! | to a value above 3 | no state; we fall |
 //!
-//! These are the rules of the drivers of Linux and Zephyr. This module adds three answers where the two drivers say
-//! nothing: for a peer that skips RESET, and for words that are no state, which Linux takes for READY.
+//! These are the rules of the drivers of Linux and Zephyr. This module adds three answers where the
+//! two drivers say nothing: for a peer that skips RESET, and for words that are no state, which
+//! Linux takes for READY.
 //!
 //! # Who takes offloads
 //!
-//! The region's header may offer offloads. A guest that wants them sets [`TAKES_OFFLOADS`] in its words of INIT, READY
-//! and RUN. So the request of its earlier driver is never mistaken for its own. Peer 0, which makes the offer, writes
-//! plain words. The drivers of Linux and Zephyr read no header and never set the flag. A peer must not set it where
-//! offloads were not offered.
+//! The region's header may offer offloads. A guest that wants them sets [`TAKES_OFFLOADS`] in its
+//! words of INIT, READY and RUN. So the request of its earlier driver is never mistaken for its
+//! own. Peer 0, which makes the offer, writes plain words. The drivers of Linux and Zephyr read no
+//! header and never set the flag. A peer must not set it where offloads were not offered.
 //!
-//! [`Machine`] is pure: it is told the peer's word and says what to do. It steps on any look, not only on changes, so a
-//! missed change costs nothing. [`Machine::follow`] is the loop around it that every end of a link has, on Linux and in a
-//! cell: it looks, has the section cleared, and writes the own word, in the order that the table needs.
+//! [`Machine`] is pure: it is told the peer's word and says what to do. It steps on any look, not
+//! only on changes, so a missed change costs nothing. [`Machine::follow`] is the loop around it
+//! that every end of a link has, on Linux and in a cell: it looks, has the section cleared, and
+//! writes the own word, in the order that the table needs.
 
 use core::fmt;
 
@@ -101,7 +104,8 @@ impl fmt::Display for State {
 /// What a guest that takes offloads adds to its words of INIT, READY and RUN.
 pub const TAKES_OFFLOADS: u32 = 1 << 8;
 
-/// One end's part in the agreement on offloads: whether frames follow the header of [`net`](super::net).
+/// One end's part in the agreement on offloads: whether frames follow the header of
+/// [`net`](super::net).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Offloads {
     /// They are not offered, or not known: frames are as on a wire.
@@ -114,7 +118,8 @@ pub enum Offloads {
 }
 
 impl Offloads {
-    /// The state that a peer's word encodes, and whether it takes offloads; `None` for a word that is no state.
+    /// The state that a peer's word encodes, and whether it takes offloads; `None` for a word that
+    /// is no state.
     pub const fn of_peer(self, word: u32) -> (Option<State>, bool) {
         match (self, State::from_word(word & !TAKES_OFFLOADS)) {
             (Offloads::Offered, Some(State::Init | State::Ready | State::Run)) if word & TAKES_OFFLOADS != 0 => {
@@ -151,10 +156,11 @@ impl fmt::Display for Cause {
 pub enum Action {
     /// Nothing.
     None,
-    /// Write the state into the own word ([`Machine::own_word`]), and ring the peer on the state vector.
+    /// Write the state into the own word ([`Machine::own_word`]), and ring the peer on the state
+    /// vector.
     Write(State),
-    /// Zero the rings in the own section and restart both queues ([`net::initialise`](super::net::initialise)). Then
-    /// write [`State::Ready`] and ring.
+    /// Zero the rings in the own section and restart both queues
+    /// ([`net::initialise`](super::net::initialise)). Then write [`State::Ready`] and ring.
     Initialise,
     /// Stop looking at rings; then write [`State::Reset`] and ring.
     Fall(Cause),
@@ -163,7 +169,8 @@ pub enum Action {
 /// What [`Machine::follow`] asks of a link before it writes the own word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Duty {
-    /// Zero the own section and restart what reads and writes the sections. The peer does not look at it meanwhile.
+    /// Zero the own section and restart what reads and writes the sections. The peer does not look
+    /// at it meanwhile.
     Clear,
     /// The peer has cleared its section: check that it is what it should be.
     Check,
@@ -171,8 +178,9 @@ pub enum Duty {
     Forget(Cause),
 }
 
-/// Looks at the peer's word that one [`Machine::follow`] makes at most. Three lead from anywhere to where there is
-/// nothing to do. A peer that changes its word with each look is followed no further.
+/// Looks at the peer's word that one [`Machine::follow`] makes at most. Three lead from anywhere to
+/// where there is nothing to do. A peer that changes its word with each look is followed no
+/// further.
 const MAX_LOOKS: usize = 4;
 
 /// One peer's state. See the module's head for the table.
@@ -185,7 +193,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// In RESET. The caller writes that into its word and rings, since an earlier owner may have left another one there.
+    /// In RESET. The caller writes that into its word and rings, since an earlier owner may have
+    /// left another one there.
     pub const fn new() -> Machine {
         Machine::with_offloads(Offloads::None)
     }
@@ -213,8 +222,8 @@ impl Machine {
         self.offloads.of_peer(peer_word).0
     }
 
-    /// Whether frames follow the header of [`net`](super::net), both ways. It does not change while the rings may be
-    /// used: a peer whose word suddenly says otherwise has restarted.
+    /// Whether frames follow the header of [`net`](super::net), both ways. It does not change while
+    /// the rings may be used: a peer whose word suddenly says otherwise has restarted.
     pub const fn uses_offloads(&self) -> bool {
         match self.offloads {
             Offloads::None => false,
@@ -238,7 +247,8 @@ impl Machine {
         matches!((self.own, self.peer), (State::Run, State::Run))
     }
 
-    /// Takes the peer's word and says what to do. To be called until it says [`Action::None`]; three times are enough.
+    /// Takes the peer's word and says what to do. To be called until it says [`Action::None`];
+    /// three times are enough.
     #[must_use = "the caller writes the new state into its word"]
     pub fn step(&mut self, peer_word: u32) -> Action {
         let (known, takes) = self.offloads.of_peer(peer_word);
@@ -267,9 +277,10 @@ impl Machine {
         action
     }
 
-    /// Follows the peer until there is nothing to do. `look` reads the peer's word (acquire). `tell` writes the own word,
-    /// after all that was done before (release), and rings the peer on the state vector. `act` does what the link has to
-    /// do before that. Returns whether the own state or the peer's changed.
+    /// Follows the peer until there is nothing to do. `look` reads the peer's word (acquire).
+    /// `tell` writes the own word, after all that was done before (release), and rings the peer on
+    /// the state vector. `act` does what the link has to do before that. Returns whether the own
+    /// state or the peer's changed.
     ///
     /// ```
     /// use core::cell::Cell;
@@ -312,7 +323,8 @@ impl Machine {
         Ok(before != (self.own, self.peer))
     }
 
-    /// Goes to RESET on the own account, such as after a broken ring. The caller writes the word and rings.
+    /// Goes to RESET on the own account, such as after a broken ring. The caller writes the word
+    /// and rings.
     pub fn reset(&mut self) {
         self.own = State::Reset;
     }

@@ -1,8 +1,10 @@
-//! Which part of an arena is in use: a buddy allocator whose books are private to the arena's writer.
+//! Which part of an arena is in use: a buddy allocator whose books are private to the arena's
+//! writer.
 //!
-//! A block is a power of two of [`GRAIN_BYTES`] units. What was given back last is handed out first (its lines are warm), and
-//! free neighbours grow together again, so that many small payloads never keep a large one out for good. The books are
-//! a slice that the caller provides, one [`Unit`] for each [`GRAIN_BYTES`] of arena: nothing is allocated here.
+//! A block is a power of two of [`GRAIN_BYTES`] units. What was given back last is handed out first
+//! (its lines are warm), and free neighbours grow together again, so that many small payloads never
+//! keep a large one out for good. The books are a slice that the caller provides, one [`Unit`] for
+//! each [`GRAIN_BYTES`] of arena: nothing is allocated here.
 
 /// Smallest block.
 pub const GRAIN_BYTES: u64 = 512;
@@ -116,7 +118,8 @@ impl<B: AsRef<[Unit]> + AsMut<[Unit]>> Arena<B> {
         Some(u64::from(index) * GRAIN_BYTES)
     }
 
-    /// Gives back the block at `offset`. False, and nothing done, where no block in use begins there.
+    /// Gives back the block at `offset`. False, and nothing done, where no block in use begins
+    /// there.
     pub fn give(&mut self, offset: u64) -> bool {
         let index = offset / GRAIN_BYTES;
         let book = usize::try_from(index).ok().and_then(|i| self.units.as_ref().get(i));

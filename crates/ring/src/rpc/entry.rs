@@ -1,4 +1,5 @@
-//! Entries of the two rings: a request and an answer, 56 bytes that say what it is, a stamp, and the inline payload.
+//! Entries of the two rings: a request and an answer, 56 bytes that say what it is, a stamp, and
+//! the inline payload.
 //!
 //! ```text
 //!            request                          answer
@@ -18,13 +19,15 @@
 //!   64..256  inline payload                   inline payload
 //! ```
 //!
-//! All numbers are little-endian. A token's low 32 bits are the slot, its high 32 bits the slot's turn.
+//! All numbers are little-endian. A token's low 32 bits are the slot, its high 32 bits the slot's
+//! turn.
 
 use super::{Broken, ENTRY_HEAD_BYTES, Geometry, INLINE_BYTES};
 
 /// A deadline of best effort: after all others.
 pub const BEST_EFFORT: u64 = u64::MAX;
-/// The deadline of this request is the time that is left, not an instant of a clock that both sides share.
+/// The deadline of this request is the time that is left, not an instant of a clock that both sides
+/// share.
 pub const FLAG_TIME_LEFT: u16 = 1;
 
 const KIND_CALL: u8 = 1;
@@ -83,7 +86,8 @@ pub enum Payload {
         /// In an answer: the block's generation. 0 in a request.
         generation: u32,
     },
-    /// In memory that was handed over by descriptor. Whether it has these bytes is for its mapping to say.
+    /// In memory that was handed over by descriptor. Whether it has these bytes is for its mapping
+    /// to say.
     Shared {
         /// The memory's number in this connection.
         memory: u32,
@@ -149,7 +153,8 @@ impl Payload {
 pub enum Ask {
     /// A request to serve.
     Call(Call),
-    /// Answer the call with this token as cancelled, if it is not being served yet. Not answered itself.
+    /// Answer the call with this token as cancelled, if it is not being served yet. Not answered
+    /// itself.
     Cancel(Token),
 }
 
@@ -158,7 +163,8 @@ pub enum Ask {
 pub struct Call {
     /// Names it until its answer.
     pub token: Token,
-    /// Absolute, in ns of CLOCK_MONOTONIC; [`BEST_EFFORT`] for none. Time left where `time_left` is set.
+    /// Absolute, in ns of CLOCK_MONOTONIC; [`BEST_EFFORT`] for none. Time left where `time_left` is
+    /// set.
     pub deadline_ns: u64,
     /// Whether the deadline is the time that is left.
     pub time_left: bool,
@@ -206,9 +212,11 @@ impl Status {
 pub enum Refusal {
     /// The service's queue is full.
     QueueFull,
-    /// The budgets of what is queued ahead do not leave time before the deadline, or it would make another one late.
+    /// The budgets of what is queued ahead do not leave time before the deadline, or it would make
+    /// another one late.
     Admission,
-    /// The payload's memory is unknown, not sealed, shorter than the request says, or beyond the service's bounds.
+    /// The payload's memory is unknown, not sealed, shorter than the request says, or beyond the
+    /// service's bounds.
     Memory,
     /// The reply does not fit into what is left of the connection's reply memory.
     ReplyMemory,

@@ -1,24 +1,27 @@
-//! The wake-up and the hand-over of ring entries of calls, under every interleaving that `loom` knows.
+//! The wake-up and the hand-over of ring entries of calls, under every interleaving that `loom`
+//! knows.
 //!
 //! Run by `./x loom`.
 //!
-//! **What runs**: the functions of [`wake`](super::wake) that the rings run, over `loom`'s atomics, with the decisions that
-//! `Producer` and `Consumer` take on their results.
+//! **What runs**: the functions of [`wake`](super::wake) that the rings run, over `loom`'s atomics,
+//! with the decisions that `Producer` and `Consumer` take on their results.
 //!
 //! **What is shown**:
-//! - A consumer that follows drain, arm, look again, sleep never sleeps while an entry waits for which it will not be
-//!   woken. This also holds where it gives up waiting (a time-out) and sleeps again.
+//! - A consumer that follows drain, arm, look again, sleep never sleeps while an entry waits for
+//!   which it will not be woken. This also holds where it gives up waiting (a time-out) and sleeps
+//!   again.
 //! - An entry read behind an acquired index or stamp is the one written for it.
 //! - The index is never behind the stamps that were seen.
-//! - In a ring smaller than what goes through it, an entry is not written again before it has been read.
+//! - In a ring smaller than what goes through it, an entry is not written again before it has been
+//!   read.
 //!
-//! The producer's fence may do nothing (a cell with one CPU in QEMU before 8.1). A consumer that looks once more after
-//! it went to sleep ([`crate::virtio::notify::RECHECK_NS`]) then misses nothing either. As both sides are this
-//! project's code, the consumer's look is enough.
+//! The producer's fence may do nothing (a cell with one CPU in QEMU before 8.1). A consumer that
+//! looks once more after it went to sleep ([`crate::virtio::notify::RECHECK_NS`]) then misses
+//! nothing either. As both sides are this project's code, the consumer's look is enough.
 //!
-//! **What bounds it**: one producer, one consumer, three entries (four in a ring of two), at most [`PREEMPTIONS`]
-//! forced switches of threads. **What it does not show**: that a signal, once sent, arrives; anything about a hostile
-//! peer; that `mem` compiles to the orderings that it names.
+//! **What bounds it**: one producer, one consumer, three entries (four in a ring of two), at most
+//! [`PREEMPTIONS`] forced switches of threads. **What it does not show**: that a signal, once sent,
+//! arrives; anything about a hostile peer; that `mem` compiles to the orderings that it names.
 
 use std::sync::Arc;
 
@@ -29,7 +32,8 @@ use loom::thread;
 
 use super::wake::{self, Told, Waker, Word};
 
-/// Enough for each of the protocol's windows (one switch inside the producer, one inside the consumer), plus one.
+/// Enough for each of the protocol's windows (one switch inside the producer, one inside the
+/// consumer), plus one.
 const PREEMPTIONS: usize = 3;
 /// The index runs over the wrap-around of the word's 31 bits.
 const FIRST: u32 = (u32::MAX >> 1) - 1;
@@ -147,7 +151,8 @@ enum Says {
     Late(u32),
 }
 
-/// Drain, arm, look again, sleep. `give_ups` times it does not sleep but leaves as after a time-out, and comes back.
+/// Drain, arm, look again, sleep. `give_ups` times it does not sleep but leaves as after a
+/// time-out, and comes back.
 fn consume(ring: &Ring, count: u32, give_ups: u32, says: Says) {
     consume_and_recheck(ring, count, give_ups, says, false);
 }
@@ -235,8 +240,8 @@ fn loom_rpc_entries_are_not_written_before_they_are_read() {
     }
 }
 
-/// A consumer that stays awake says late what it took: it is woken all the same, and a producer that waits for room gets it when
-/// the consumer sleeps.
+/// A consumer that stays awake says late what it took: it is woken all the same, and a producer
+/// that waits for room gets it when the consumer sleeps.
 #[test]
 fn loom_rpc_a_consumer_may_say_late_what_it_took() {
     for (batches, size) in [(&[1, 1, 1][..], 3), (&[2, 1], 3), (&[1, 2], 2), (&[1, 1, 1], 2)] {
@@ -311,7 +316,8 @@ fn loom_rpc_finds_a_stamp_before_its_entry() {
     });
 }
 
-/// Nor may it be written before the index: a consumer that has taken the entry would find an index that does not count it.
+/// Nor may it be written before the index: a consumer that has taken the entry would find an index
+/// that does not count it.
 #[test]
 #[should_panic(expected = "an index behind what its stamps say")]
 fn loom_rpc_finds_a_stamp_before_the_index() {
@@ -335,7 +341,8 @@ fn loom_rpc_finds_a_stamp_before_the_index() {
     });
 }
 
-/// Nor is the fence for show: with the producer's look at the word not fenced, `loom` finds the window too.
+/// Nor is the fence for show: with the producer's look at the word not fenced, `loom` finds the
+/// window too.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_rpc_finds_the_missed_wake_up_without_the_fence() {
@@ -357,7 +364,8 @@ fn loom_rpc_finds_the_missed_wake_up_without_the_fence() {
     });
 }
 
-/// A waker that remembers nothing but "I woke it" would lose the second sleep: the sequence in the word is needed.
+/// A waker that remembers nothing but "I woke it" would lose the second sleep: the sequence in the
+/// word is needed.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_rpc_finds_the_lost_second_sleep_without_the_sequence() {
@@ -382,8 +390,8 @@ fn loom_rpc_finds_the_lost_second_sleep_without_the_sequence() {
     });
 }
 
-/// Nor may a waker remember a wake-up for which the consumer had no reason: between publishing and looking at the word, the
-/// consumer may have taken all that there is and sleep at the very index.
+/// Nor may a waker remember a wake-up for which the consumer had no reason: between publishing and
+/// looking at the word, the consumer may have taken all that there is and sleep at the very index.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_rpc_finds_the_lost_sleep_after_a_needless_wake_up() {

@@ -1,7 +1,9 @@
-//! Calls with deadlines over shared memory: the layout of a connection and the protocol of its rings, both ends.
+//! Calls with deadlines over shared memory: the layout of a connection and the protocol of its
+//! rings, both ends.
 //!
-//! A connection has two **sections**. The client makes and writes one, the provider makes and writes the other. Each
-//! side maps the other's section for reading only. Both have the same layout, so that there is only one to check:
+//! A connection has two **sections**. The client makes and writes one, the provider makes and
+//! writes the other. Each side maps the other's section for reading only. Both have the same
+//! layout, so that there is only one to check:
 //!
 //! ```text
 //!   0     header     magic, version, role, geometry; written once
@@ -13,18 +15,22 @@
 //!         arena      payloads that are too long for an entry; which part is in use only its writer knows
 //! ```
 //!
-//! Words of different writers, and words that change at different times, are on separate lines of 128 bytes.
+//! Words of different writers, and words that change at different times, are on separate lines of
+//! 128 bytes.
 //!
-//! **One answer per request.** A request carries a token whose low half is a *slot* below `entries`. The slot is in use
-//! until the reply with that token has been taken. So there are at most `entries` requests and replies in progress, and
-//! the reply ring always has room for the answer. The provider may read a request's payload in the client's arena until
-//! its answer. The client may read a reply's block in the provider's arena until it writes the block's generation into
-//! its own mark of that block. The provider keeps the generation in *its* mark of the block. When it reclaims a block
-//! that was held too long, it moves the generation on. So the client can tell that what it copied may be torn.
+//! **One answer per request.** A request carries a token whose low half is a *slot* below
+//! `entries`. The slot is in use until the reply with that token has been taken. So there are at
+//! most `entries` requests and replies in progress, and the reply ring always has room for the
+//! answer. The provider may read a request's payload in the client's arena until its answer. The
+//! client may read a reply's block in the provider's arena until it writes the block's generation
+//! into its own mark of that block. The provider keeps the generation in *its* mark of the block.
+//! When it reclaims a block that was held too long, it moves the generation on. So the client can
+//! tell that what it copied may be torn.
 //!
-//! **The peer is hostile.** An entry is read once into a local and checked against the geometry that the handshake
-//! agreed on, never against the peer's header. An index that moves by more than the ring holds ends the connection. A
-//! peer can still write nonsense *into its own payloads*, and it can fail to wake us.
+//! **The peer is hostile.** An entry is read once into a local and checked against the geometry
+//! that the handshake agreed on, never against the peer's header. An index that moves by more than
+//! the ring holds ends the connection. A peer can still write nonsense *into its own payloads*, and
+//! it can fail to wake us.
 //!
 //! Limits: 1 to [`MAX_ENTRIES`] entries, an arena of 0 or a power of two from 4 KiB to 2^40 bytes.
 
@@ -40,7 +46,8 @@ pub mod wake;
 use crate::mem::{Foreign, ForeignMut};
 use core::sync::atomic::Ordering;
 
-/// The two ends' distance of words that must not share a line: two cache lines, since processors fetch them in pairs.
+/// The two ends' distance of words that must not share a line: two cache lines, since processors
+/// fetch them in pairs.
 pub const LINE_BYTES: usize = 128;
 /// "TMBLRPC" and the layout's version, first in every section.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TMBLRPC\x02");
@@ -50,7 +57,8 @@ pub const VERSION: u32 = 2;
 pub const ENTRY_BYTES: usize = 256;
 /// Bytes of an entry that say what it is.
 pub const ENTRY_HEAD_BYTES: usize = 56;
-/// Where an entry's stamp is ([`wake::stamp`]): in the line of its head, so that who looks for the one has the other.
+/// Where an entry's stamp is ([`wake::stamp`]): in the line of its head, so that who looks for the
+/// one has the other.
 pub const ENTRY_STAMP: usize = ENTRY_HEAD_BYTES;
 /// Where an entry's inline payload begins.
 pub const ENTRY_PAYLOAD: usize = 64;
@@ -185,7 +193,8 @@ impl core::fmt::Display for Broken {
     }
 }
 
-/// The sizes of one section. Both sides agree on them in the handshake; offsets follow from them alone.
+/// The sizes of one section. Both sides agree on them in the handshake; offsets follow from them
+/// alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     entries: u32,
@@ -257,7 +266,8 @@ impl Geometry {
     }
 }
 
-/// Our section and the peer's, for one operation. Each was checked against its geometry by [`Ends::new`].
+/// Our section and the peer's, for one operation. Each was checked against its geometry by
+/// [`Ends::new`].
 #[derive(Clone, Copy, Debug)]
 pub struct Ends<'m> {
     own: ForeignMut<'m>,
@@ -334,7 +344,8 @@ impl<'m> Ends<'m> {
     #[inline]
     pub fn set_mark(&self, block: u32, generation: u32) {
         if block < self.entries() {
-            // R1, partner A1 in `peer_mark`: what we did with the block before is done when the peer sees the mark.
+            // R1, partner A1 in `peer_mark`: what we did with the block before is done when the
+            // peer sees the mark.
             self.own.store_u32(self.own_geometry.mark(block), generation, Ordering::Release);
         }
     }
@@ -349,10 +360,12 @@ impl<'m> Ends<'m> {
         self.peer.load_u32(self.peer_geometry.mark(block), Ordering::Acquire).unwrap_or(0)
     }
 
-    /// Whether a reply that was copied out of `block` was still the client's to read when the copy was done.
+    /// Whether a reply that was copied out of `block` was still the client's to read when the copy
+    /// was done.
     #[inline]
     pub fn still_ours(&self, block: u32, generation: u32) -> bool {
-        // The copy above is done before the mark is read: a provider that takes the block back first moves its mark.
+        // The copy above is done before the mark is read: a provider that takes the block back
+        // first moves its mark.
         core::sync::atomic::fence(Ordering::Acquire);
         self.peer_mark(block) == generation
     }

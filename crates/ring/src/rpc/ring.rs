@@ -1,14 +1,15 @@
 //! The two ends of a ring: who puts entries in, and who takes them out.
 //!
-//! A [`Producer`] writes entries, its published index and the entries' stamps in its own section, and reads the
-//! consumer's wake word in the peer's section. A [`Consumer`] does the reverse. Both hold only indices; the memory is
-//! given with every call.
+//! A [`Producer`] writes entries, its published index and the entries' stamps in its own section,
+//! and reads the consumer's wake word in the peer's section. A [`Consumer`] does the reverse. Both
+//! hold only indices; the memory is given with every call.
 //!
-//! A consumer that is awake finds the next entry by its stamp. So only one line comes from the other processor, and not
-//! first the line of the index. The consumer looks at the index before it sleeps.
+//! A consumer that is awake finds the next entry by its stamp. So only one line comes from the
+//! other processor, and not first the line of the index. The consumer looks at the index before it
+//! sleeps.
 //!
-//! A peer's index is checked on every read: at most as many entries are in progress as the ring has. A check that fails
-//! ends the connection ([`Broken`]).
+//! A peer's index is checked on every read: at most as many entries are in progress as the ring
+//! has. A check that fails ends the connection ([`Broken`]).
 
 use core::marker::PhantomData;
 use core::sync::atomic::Ordering;
@@ -24,7 +25,8 @@ struct Own<'m>(ForeignMut<'m>, usize);
 impl Word for Own<'_> {
     #[inline]
     fn load(&self, order: Ordering) -> u32 {
-        // The sections were checked to be as large as their geometry, and the words' offsets are aligned.
+        // The sections were checked to be as large as their geometry, and the words' offsets are
+        // aligned.
         self.0.as_foreign().load_u32(self.1, order).unwrap_or(0)
     }
     #[inline]
@@ -52,7 +54,8 @@ pub struct Producer<E> {
     next: u32,
     /// Entries published.
     published: u32,
-    /// Entries that the consumer is known to have taken: a look at its word is saved while there is room by that.
+    /// Entries that the consumer is known to have taken: a look at its word is saved while there is
+    /// room by that.
     taken: u32,
     waker: Waker,
     entry: PhantomData<E>,
@@ -74,8 +77,9 @@ impl<E: Entry> Producer<E> {
         self.has_room_for(ends, ends.entries())
     }
 
-    /// Whether one more answer fits. The consumer says late what it took ([`wake::lag`]), but who uses a slot again has taken its answer:
-    /// there are more answers in a full ring and the next one than there are slots, so one of them was taken, and then the oldest was.
+    /// Whether one more answer fits. The consumer says late what it took ([`wake::lag`]), but who
+    /// uses a slot again has taken its answer: there are more answers in a full ring and the next
+    /// one than there are slots, so one of them was taken, and then the oldest was.
     ///
     /// # Errors
     /// As for [`Producer::has_room`].
@@ -103,7 +107,8 @@ impl<E: Entry> Producer<E> {
         self.next
     }
 
-    /// The consumer has taken all entries before that index, which was written once: it has answered the last of them.
+    /// The consumer has taken all entries before that index, which was written once: it has
+    /// answered the last of them.
     #[inline]
     pub fn taken_to(&mut self, index: u32) {
         if self.next.wrapping_sub(index) < self.next.wrapping_sub(self.taken) {
@@ -111,8 +116,9 @@ impl<E: Entry> Producer<E> {
         }
     }
 
-    /// Writes an entry with the bytes that belong to it. The peer does not see it before [`Producer::publish`]. The
-    /// caller has asked [`Producer::has_room`], and `inline` is as long as the entry says.
+    /// Writes an entry with the bytes that belong to it. The peer does not see it before
+    /// [`Producer::publish`]. The caller has asked [`Producer::has_room`], and `inline` is as long
+    /// as the entry says.
     #[inline]
     pub fn push(&mut self, ends: Ends<'_>, entry: &E, inline: &[u8]) {
         let at = ends.own_geometry.entry(self.next);
@@ -142,7 +148,8 @@ impl<E: Entry> Producer<E> {
 pub struct Consumer<E> {
     /// Entries taken.
     next: u32,
-    /// The published index, as far as it is known: as it was read before we were to sleep, or by the stamps of entries since.
+    /// The published index, as far as it is known: as it was read before we were to sleep, or by
+    /// the stamps of entries since.
     seen: u32,
     told: Told,
     entry: PhantomData<E>,
@@ -155,7 +162,8 @@ impl<E> Default for Consumer<E> {
 }
 
 impl<E: Entry> Consumer<E> {
-    /// Whether an entry waits. Looks at the stamp of the next entry only: [`Consumer::arm`] looks at the index.
+    /// Whether an entry waits. Looks at the stamp of the next entry only: [`Consumer::arm`] looks
+    /// at the index.
     ///
     /// # Errors
     /// [`Broken::Index`].
@@ -170,8 +178,8 @@ impl<E: Entry> Consumer<E> {
         if self.seen.wrapping_sub(self.next) > ends.entries() { Err(Broken::Index) } else { Ok(true) }
     }
 
-    /// Takes the next entry; its inline payload is copied to the beginning of `inline`, as long as the entry says. The
-    /// entry stays the consumer's until [`Consumer::took`].
+    /// Takes the next entry; its inline payload is copied to the beginning of `inline`, as long as
+    /// the entry says. The entry stays the consumer's until [`Consumer::took`].
     ///
     /// # Errors
     /// What no correct peer writes.
@@ -208,15 +216,16 @@ impl<E: Entry> Consumer<E> {
         self.told.took(&Own(ends.own, WAKE), self.next);
     }
 
-    /// As [`Consumer::took`], once it is due ([`wake::lag`]): for a consumer that answers what it takes, or uses slots again whose
-    /// answers it took, by which the producer knows as much.
+    /// As [`Consumer::took`], once it is due ([`wake::lag`]): for a consumer that answers what it
+    /// takes, or uses slots again whose answers it took, by which the producer knows as much.
     #[inline]
     pub fn took_some(&mut self, ends: Ends<'_>) {
         self.told.took_some(&Own(ends.own, WAKE), self.next, ends.entries());
     }
 
-    /// Says that we are about to sleep. False where an entry waits, and we must not sleep. True means that we may sleep
-    /// until the producer wakes us or its published index is no longer [`Consumer::index`].
+    /// Says that we are about to sleep. False where an entry waits, and we must not sleep. True
+    /// means that we may sleep until the producer wakes us or its published index is no longer
+    /// [`Consumer::index`].
     ///
     /// # Errors
     /// [`Broken::Index`].
@@ -233,7 +242,8 @@ impl<E: Entry> Consumer<E> {
     }
 }
 
-/// Whether the entry of that index has come, for a consumer that polls for its own [`Consumer::index`].
+/// Whether the entry of that index has come, for a consumer that polls for its own
+/// [`Consumer::index`].
 #[inline]
 pub fn is_there(ends: Ends<'_>, index: u32) -> bool {
     let entry = ends.peer_geometry.entry(index);

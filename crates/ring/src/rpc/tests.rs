@@ -1,4 +1,5 @@
-//! Golden bytes, impossible values field by field, the rings beside a simple model, and peers that write what they like.
+//! Golden bytes, impossible values field by field, the rings beside a simple model, and peers that
+//! write what they like.
 
 use super::entry::{Answer, Ask, BEST_EFFORT, Call, Entry, Head, Payload, Refusal, Status, Token};
 use super::ring::{Consumer, Producer, is_there};
@@ -230,7 +231,8 @@ fn lying_indices_end_the_connection() {
     for slot in 0..4 {
         asks.push(client, &Ask::Cancel(Token::new(slot, 0)), b"");
     }
-    // Took five of four; took a number that was never reached; went back by more than it may be late.
+    // Took five of four; took a number that was never reached; went back by more than it may be
+    // late.
     for lie in [5 << 1, 0x1000 << 1, u32::MAX - 2] {
         provider.own.store_u32(WAKE, lie, Ordering::Relaxed);
         assert_eq!(asks.has_room(client), Err(Broken::Wake), "{lie}");
@@ -249,7 +251,8 @@ fn a_consumer_says_late_what_it_took_and_the_producer_knows_by_answers() {
         asks.push(client, &Ask::Cancel(Token::new(n, 0)), b"");
     }
     assert!(asks.publish(client));
-    // A sleeper says at once that it is awake; after that a quarter of the ring may be taken and not said.
+    // A sleeper says at once that it is awake; after that a quarter of the ring may be taken and
+    // not said.
     for said in [1, 1, 3, 3] {
         assert!(taken.take(provider, &mut [0; INLINE_BYTES]).unwrap().is_some());
         taken.took_some(provider);
@@ -400,8 +403,8 @@ proptest! {
         }
     }
 
-    /// A client that writes anything, anywhere, at any time: the provider's end answers or ends the connection, and
-    /// everything that it hands out is inside the arena.
+    /// A client that writes anything, anywhere, at any time: the provider's end answers or ends the
+    /// connection, and everything that it hands out is inside the arena.
     #[test]
     fn a_hostile_section_is_survived(
         junk in prop::collection::vec((0usize..4096, any::<u64>()), 1..200),

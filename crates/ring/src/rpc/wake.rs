@@ -1,8 +1,10 @@
-//! The wake-up protocol of a call's rings: one word that holds how far the consumer has come and whether it sleeps.
+//! The wake-up protocol of a call's rings: one word that holds how far the consumer has come and
+//! whether it sleeps.
 //!
-//! Each consumer has one word, in its own section: `taken << 1 | waiting`. The producer publishes an index and then
-//! reads that word; it wakes only a consumer that waits. With a sequence and a flag in two words, one of them written by
-//! the producer, wake-ups are lost; here each word has one writer and the same window as in `virtio::notify`:
+//! Each consumer has one word, in its own section: `taken << 1 | waiting`. The producer publishes
+//! an index and then reads that word; it wakes only a consumer that waits. With a sequence and a
+//! flag in two words, one of them written by the producer, wake-ups are lost; here each word has
+//! one writer and the same window as in `virtio::notify`:
 //!
 //! ```text
 //!   producer                                consumer
@@ -14,18 +16,22 @@
 //!                                           sleeps for ever
 //! ```
 //!
-//! It is closed by a fence on both sides and a second look of the consumer. While one sleep lasts the producer may publish
-//! often: it remembers for which `taken` it woke last, and does not do it again. That is safe since a consumer never sleeps
-//! twice at one `taken` once something beyond it was published (its second look finds that), and only if the producer wakes
-//! for nothing else: a consumer that has taken all there is, between the producer's publishing and its look at the word,
-//! is left asleep. A wake-up at that `taken` would be remembered, and the next one, which is needed, left out.
+//! It is closed by a fence on both sides and a second look of the consumer. While one sleep lasts
+//! the producer may publish often: it remembers for which `taken` it woke last, and does not do it
+//! again. That is safe since a consumer never sleeps twice at one `taken` once something beyond it
+//! was published (its second look finds that), and only if the producer wakes for nothing else: a
+//! consumer that has taken all there is, between the producer's publishing and its look at the
+//! word, is left asleep. A wake-up at that `taken` would be remembered, and the next one, which is
+//! needed, left out.
 //!
-//! Each write of the word takes its line from the producer, which reads it after each entry. A consumer that stays awake therefore
-//! says late what it took ([`Told`]): at most a quarter of the ring is taken and not said. Where each entry is answered, the producer
-//! does not depend on it: who has the answer knows that the entry was taken, and all before it.
+//! Each write of the word takes its line from the producer, which reads it after each entry. A
+//! consumer that stays awake therefore says late what it took ([`Told`]): at most a quarter of the
+//! ring is taken and not said. Where each entry is answered, the producer does not depend on it:
+//! who has the answer knows that the entry was taken, and all before it.
 //!
-//! Indices run free; the word holds 31 bits of them, which is enough to tell up to 2^31 - 1 entries apart.
-//! `crates/ring/src/rpc/loom.rs` runs these functions under every interleaving that the memory model allows.
+//! Indices run free; the word holds 31 bits of them, which is enough to tell up to 2^31 - 1 entries
+//! apart. `crates/ring/src/rpc/loom.rs` runs these functions under every interleaving that the
+//! memory model allows.
 
 use core::sync::atomic::Ordering;
 
@@ -59,27 +65,30 @@ pub fn available(index: &impl Word) -> u32 {
     index.load(Ordering::Acquire)
 }
 
-/// Producer, after [`publish`]: marks the entry of that index as written. For consumers that are awake: they look for the stamp of the entry
-/// that comes next, and need not fetch the index besides.
+/// Producer, after [`publish`]: marks the entry of that index as written. For consumers that are
+/// awake: they look for the stamp of the entry that comes next, and need not fetch the index
+/// besides.
 #[inline]
 pub fn stamp(word: &impl Word, index: u32) {
-    // R3, partner A3 in `is_stamped`: who sees the stamp sees the entry, and the index that counts it.
+    // R3, partner A3 in `is_stamped`: who sees the stamp sees the entry, and the index that counts
+    // it.
     word.store(index.wrapping_add(1), Ordering::Release);
 }
 
-/// Consumer: whether the entry of that index, by its own stamp, has been written. Before that the stamp is the one of the entry that was in its
-/// place a ringful ago, or 0.
+/// Consumer: whether the entry of that index, by its own stamp, has been written. Before that the
+/// stamp is the one of the entry that was in its place a ringful ago, or 0.
 #[inline]
 pub fn is_stamped(word: &impl Word, index: u32) -> bool {
     // A3, partner R3 in `stamp`: the entry may be read after this.
     word.load(Ordering::Acquire) == index.wrapping_add(1)
 }
 
-/// How many entries the producer has published that the consumer's `word` does not count as taken, for a producer that
-/// wants to know its room.
+/// How many entries the producer has published that the consumer's `word` does not count as taken,
+/// for a producer that wants to know its room.
 #[inline]
 pub fn under_way(word: &impl Word, published: u32) -> u32 {
-    // A2, partner R2 in `took`: the consumer has read the entries it took before they are written again.
+    // A2, partner R2 in `took`: the consumer has read the entries it took before they are written
+    // again.
     let word = word.load(Ordering::Acquire);
     published.wrapping_sub(word >> 1) & INDEX_MASK
 }
@@ -91,8 +100,8 @@ pub fn took(word: &impl Word, taken: u32) {
     word.store(taken << 1, Ordering::Release);
 }
 
-/// Consumer: says that it is about to sleep, having taken up to `taken`, and looks at the index again. Where that is not
-/// `taken`, it must not sleep.
+/// Consumer: says that it is about to sleep, having taken up to `taken`, and looks at the index
+/// again. Where that is not `taken`, it must not sleep.
 #[inline]
 pub fn arm(word: &impl Word, taken: u32, index: &impl Word) -> u32 {
     // R2 as in `took`.
@@ -123,7 +132,8 @@ impl Told {
         took(word, taken);
     }
 
-    /// As [`took`], once it is due: where the word says that we sleep, or lags behind by more than [`lag`].
+    /// As [`took`], once it is due: where the word says that we sleep, or lags behind by more than
+    /// [`lag`].
     #[inline]
     pub fn took_some(&mut self, word: &impl Word, taken: u32, entries: u32) {
         if self.waiting || taken.wrapping_sub(self.taken) > lag(entries) {

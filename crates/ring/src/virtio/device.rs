@@ -12,12 +12,14 @@
 //!   recheck   `has_available` and `recheck_signal`, for drivers whose fences do nothing
 //! ```
 //!
-//! A device that writes (the receive queue of the guest) does [`DeviceQueue::take_writable`] and fills the views. It
-//! returns what it did not need with [`DeviceQueue::put_back`], then calls [`DeviceQueue::complete`] with the lengths and
-//! [`DeviceQueue::publish`]. The driver sees nothing of a frame that spans several buffers before the last step. So the
-//! frame's header may be written late.
+//! A device that writes (the receive queue of the guest) does [`DeviceQueue::take_writable`] and
+//! fills the views. It returns what it did not need with [`DeviceQueue::put_back`], then calls
+//! [`DeviceQueue::complete`] with the lengths and [`DeviceQueue::publish`]. The driver sees nothing
+//! of a frame that spans several buffers before the last step. So the frame's header may be written
+//! late.
 //!
-//! A chain is wholly readable or wholly writable here, as network devices demand; a mixed one is refused.
+//! A chain is wholly readable or wholly writable here, as network devices demand; a mixed one is
+//! refused.
 
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
@@ -31,8 +33,9 @@ use crate::mem::{Foreign, ForeignMut};
 
 // --- tuning ---
 
-/// Most chains that a device holds at a time. Their heads are kept here and not read from the ring again, where
-/// the driver could have changed them, and where it dirties the lines while it adds more.
+/// Most chains that a device holds at a time. Their heads are kept here and not read from the ring
+/// again, where the driver could have changed them, and where it dirties the lines while it adds
+/// more.
 pub const MAX_HELD: usize = 256;
 const _: () = assert!(MAX_HELD.is_power_of_two());
 
@@ -51,7 +54,8 @@ pub struct QueueConfig {
     pub features: u64,
     /// Longest chain that is taken, in bytes.
     pub max_chain_bytes: u32,
-    /// Longest chain that is taken, in segments. It bounds the work that one available entry causes.
+    /// Longest chain that is taken, in segments. It bounds the work that one available entry
+    /// causes.
     pub max_chain_segments: u16,
 }
 
@@ -69,11 +73,13 @@ pub struct DeviceQueue {
     next_avail: Wrapping<u16>,
     /// The available index as last read: entries before it may be read without another acquire.
     seen_avail: Wrapping<u16>,
-    /// Index of the next used entry to write. `next_avail - next_used` chains are held, up to [`MAX_HELD`].
+    /// Index of the next used entry to write. `next_avail - next_used` chains are held, up to
+    /// [`MAX_HELD`].
     next_used: Wrapping<u16>,
     /// The used index as last published.
     published: Wrapping<u16>,
-    /// The used index when it was last decided whether to signal; unknown at first, when one signal too many is right.
+    /// The used index when it was last decided whether to signal; unknown at first, when one signal
+    /// too many is right.
     decided: Option<Wrapping<u16>>,
     signals: Signals,
     /// Heads of the held chains, by their available index.
@@ -81,7 +87,8 @@ pub struct DeviceQueue {
 }
 
 impl DeviceQueue {
-    /// A queue that starts at index 0. Addresses are checked for alignment here, and for being mapped at each use.
+    /// A queue that starts at index 0. Addresses are checked for alignment here, and for being
+    /// mapped at each use.
     pub fn new(config: &QueueConfig) -> Result<DeviceQueue, RingError> {
         let size = split::check_size(config.size)?;
         let at = [config.descriptors, config.available, config.used];
@@ -113,13 +120,14 @@ impl DeviceQueue {
         })
     }
 
-    /// Goes on where another device stopped: at the used index in the ring, since chains are returned in order and
-    /// those behind that index may not have been seen to the end. Returns the index.
+    /// Goes on where another device stopped: at the used index in the ring, since chains are
+    /// returned in order and those behind that index may not have been seen to the end. Returns the
+    /// index.
     ///
-    /// It is the ring that counts and not the `base` that a frontend remembers, which can be ahead of it where the
-    /// device before this one died: a frame that was taken but not returned would be lost to the guest for ever.
-    /// Only where the used index cannot belong to the available one (a driver that started afresh did not clear
-    /// it) the base is taken.
+    /// It is the ring that counts and not the `base` that a frontend remembers, which can be ahead
+    /// of it where the device before this one died: a frame that was taken but not returned would
+    /// be lost to the guest for ever. Only where the used index cannot belong to the available one
+    /// (a driver that started afresh did not clear it) the base is taken.
     pub fn resume<M: GuestMemory>(&mut self, memory: &M, base: u16) -> Result<u16, RingError> {
         let areas = self.areas(memory)?;
         // Relaxed: no other device runs, so nothing else writes this word; it orders nothing.
@@ -145,8 +153,8 @@ impl DeviceQueue {
         self.size
     }
 
-    /// Index of the next available entry that will be taken; what a frontend is told when it stops the queue and
-    /// nothing is held.
+    /// Index of the next available entry that will be taken; what a frontend is told when it stops
+    /// the queue and nothing is held.
     pub const fn next_avail(&self) -> u16 {
         self.next_avail.0
     }
@@ -158,7 +166,8 @@ impl DeviceQueue {
         self.next_avail.0.wrapping_sub(self.next_used.0) as usize
     }
 
-    /// Gives up all held chains and goes back to the published index, for a queue that stops in between.
+    /// Gives up all held chains and goes back to the published index, for a queue that stops in
+    /// between.
     pub fn forget_held(&mut self) {
         self.next_avail = self.published;
         self.next_used = self.published;
@@ -169,7 +178,8 @@ impl DeviceQueue {
         Areas::find(memory, self.size, self.at)
     }
 
-    /// Reads the available index, if what was seen of it is less than `want`; returns how many chains may be taken.
+    /// Reads the available index, if what was seen of it is less than `want`; returns how many
+    /// chains may be taken.
     #[inline]
     fn look(&mut self, areas: &Areas<'_>, want: usize) -> Result<usize, RingError> {
         let want = want.min(MAX_HELD - self.held());
@@ -200,8 +210,9 @@ impl DeviceQueue {
         Ok(())
     }
 
-    /// Takes up to `max` chains that the device reads. For each segment the sink gets its view and whether it is the
-    /// chain's last one; the sink is the place to prefetch. Returns how many chains were taken.
+    /// Takes up to `max` chains that the device reads. For each segment the sink gets its view and
+    /// whether it is the chain's last one; the sink is the place to prefetch. Returns how many
+    /// chains were taken.
     ///
     /// On an error the queue is broken and what the sink got is not to be used.
     #[inline]
@@ -235,7 +246,8 @@ impl DeviceQueue {
     ) -> Result<usize, RingError> {
         let areas = self.areas(memory)?;
         let count = self.look(&areas, max)?;
-        // Kept in a register: through `self` each turn would load what the one before has just stored.
+        // Kept in a register: through `self` each turn would load what the one before has just
+        // stored.
         let mut next = self.next_avail.0;
         for _ in 0..count {
             let head = areas.avail_entry(next & (self.size - 1));
@@ -262,8 +274,8 @@ impl DeviceQueue {
         Descriptor::read(table, got).ok_or(refused)
     }
 
-    /// The general case: chains of several descriptors, indirect tables, and anything invalid. Work is bounded by the
-    /// queue's size plus [`MAX_INDIRECT_ENTRIES`].
+    /// The general case: chains of several descriptors, indirect tables, and anything invalid. Work
+    /// is bounded by the queue's size plus [`MAX_INDIRECT_ENTRIES`].
     #[inline(never)]
     fn walk<'m, M: GuestMemory, const WRITE: u16>(
         &self,
@@ -289,11 +301,13 @@ impl DeviceQueue {
                 entries = indirect_entries(head, descriptor.len)?;
                 table = buffer(memory, head, &descriptor)?;
                 if !(table.as_mut_ptr() as usize).is_multiple_of(align_of::<u64>()) {
-                    // No alignment is demanded of a table; drivers align it all the same, and words need it.
+                    // No alignment is demanded of a table; drivers align it all the same, and words
+                    // need it.
                     return self.walk_unaligned::<M, WRITE>(memory, table, head, entries, bytes, sink);
                 }
                 in_table = true;
-                // Descriptors before the table have a limit of their own: at most twice as many in all.
+                // Descriptors before the table have a limit of their own: at most twice as many in
+                // all.
                 budget = entries.min(self.max_chain_segments);
                 index = 0;
                 descriptor = self.descriptor(table, head, 0, entries)?;
@@ -377,15 +391,17 @@ impl DeviceQueue {
         buffer(memory, head, descriptor)
     }
 
-    /// Gives back the chains taken last, as if they had not been taken; at most as many as are held.
+    /// Gives back the chains taken last, as if they had not been taken; at most as many as are
+    /// held.
     #[inline]
     pub fn put_back(&mut self, count: usize) {
         // In range: held() is at most MAX_HELD.
         self.next_avail -= count.min(self.held()) as u16;
     }
 
-    /// Writes used entries for the oldest held chains, one per length of bytes written; [`DeviceQueue::publish`]
-    /// shows them to the driver. Lengths beyond the held chains are ignored. Returns how many were written.
+    /// Writes used entries for the oldest held chains, one per length of bytes written;
+    /// [`DeviceQueue::publish`] shows them to the driver. Lengths beyond the held chains are
+    /// ignored. Returns how many were written.
     #[inline]
     pub fn complete<M: GuestMemory>(
         &mut self,
@@ -416,8 +432,8 @@ impl DeviceQueue {
         Ok(true)
     }
 
-    /// Returns the oldest `count` held chains, which the device has read, and shows that to the driver. At most as
-    /// many as are held.
+    /// Returns the oldest `count` held chains, which the device has read, and shows that to the
+    /// driver. At most as many as are held.
     #[inline]
     pub fn release<M: GuestMemory>(&mut self, memory: &M, count: usize) -> Result<(), RingError> {
         let count = count.min(self.held());
@@ -426,7 +442,8 @@ impl DeviceQueue {
         }
         let areas = self.areas(memory)?;
         if self.in_order {
-            // One entry represents the batch: it is at the first one's place and names the last (VirtIO 1.3 §2.7.9).
+            // One entry represents the batch: it is at the first one's place and names the last
+            // (VirtIO 1.3 §2.7.9).
             let last = self.next_used + Wrapping(count as u16 - 1);
             let head = self.held[usize::from(last.0) % MAX_HELD];
             areas.set_used_entry(self.next_used.0 & (self.size - 1), head, 0);
@@ -445,8 +462,8 @@ impl DeviceQueue {
         Ok(())
     }
 
-    /// Whether the driver wants to be interrupted for what was published since the last call. To be asked once after
-    /// a batch; it costs a fence.
+    /// Whether the driver wants to be interrupted for what was published since the last call. To be
+    /// asked once after a batch; it costs a fence.
     #[inline]
     pub fn needs_signal<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         let new = self.published;
@@ -455,7 +472,8 @@ impl DeviceQueue {
         }
         let suppression = self.suppression(&self.areas(memory)?);
         if self.decided.replace(new).is_none() && self.event_idx {
-            // A driver that has not been told anything yet is told: its first request may be the 0 of a fresh ring.
+            // A driver that has not been told anything yet is told: its first request may be the 0
+            // of a fresh ring.
             self.signals.signalled(new.0);
             return Ok(true);
         }
@@ -471,28 +489,29 @@ impl DeviceQueue {
         }
     }
 
-    /// Whether the last [`DeviceQueue::needs_signal`] said no and was not repeated by [`DeviceQueue::recheck_signal`].
+    /// Whether the last [`DeviceQueue::needs_signal`] said no and was not repeated by
+    /// [`DeviceQueue::recheck_signal`].
     #[inline]
     pub const fn is_in_doubt(&self) -> bool {
         self.signals.is_in_doubt()
     }
 
-    /// Repeats the last decision of [`DeviceQueue::needs_signal`]: whether the driver is to be interrupted late. To be asked
-    /// once, [`notify::RECHECK_NS`] after it said no.
+    /// Repeats the last decision of [`DeviceQueue::needs_signal`]: whether the driver is to be
+    /// interrupted late. To be asked once, [`notify::RECHECK_NS`] after it said no.
     pub fn recheck_signal<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         let Some(decided) = self.decided.filter(|_| self.signals.is_in_doubt()) else { return Ok(false) };
         let suppression = self.suppression(&self.areas(memory)?);
         Ok(self.signals.recheck(suppression, decided.0))
     }
 
-    /// Has the next [`DeviceQueue::needs_signal`] after something was published say yes: for a new way of signalling,
-    /// when what was sent the old way may not have arrived.
+    /// Has the next [`DeviceQueue::needs_signal`] after something was published say yes: for a new
+    /// way of signalling, when what was sent the old way may not have arrived.
     pub const fn forget_signals(&mut self) {
         self.decided = None;
     }
 
-    /// Asks the driver to notify of the next chain, and looks again. If this returns true there are chains to take
-    /// already: the caller goes on (and disarms) instead of sleeping.
+    /// Asks the driver to notify of the next chain, and looks again. If this returns true there are
+    /// chains to take already: the caller goes on (and disarms) instead of sleeping.
     #[inline]
     pub fn arm<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         let areas = self.areas(memory)?;
@@ -508,8 +527,8 @@ impl DeviceQueue {
     /// Asks the driver not to notify. A hint: one may come all the same.
     #[inline]
     pub fn disarm<M: GuestMemory>(&mut self, memory: &M) -> Result<(), RingError> {
-        // With event indices there is nothing to do: the one armed for lies behind, and is passed again only after
-        // 2^16 chains.
+        // With event indices there is nothing to do: the one armed for lies behind, and is passed
+        // again only after 2^16 chains.
         if !self.event_idx {
             // Relaxed: a hint that orders nothing.
             self.areas(memory)?.used_flags().store(split::USED_NO_NOTIFY, Ordering::Relaxed);
@@ -517,7 +536,8 @@ impl DeviceQueue {
         Ok(())
     }
 
-    /// Whether there are chains that have not been taken; looks at the ring only if none is known of.
+    /// Whether there are chains that have not been taken; looks at the ring only if none is known
+    /// of.
     #[inline]
     pub fn has_available<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         if self.seen_avail == self.next_avail {

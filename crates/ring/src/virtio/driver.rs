@@ -1,11 +1,12 @@
 //! The driver side of a split virtqueue, for the unikernel, and as the mock peer of tests.
 //!
-//! The caller owns the memory: one piece for the ring, laid out by [`Layout`](super::Layout), and the buffers. It names
-//! each buffer by the address that the *device* uses for it. Nothing is allocated: the queue's own state is in an array
-//! of `N`, the largest size of the queue.
+//! The caller owns the memory: one piece for the ring, laid out by [`Layout`](super::Layout), and
+//! the buffers. It names each buffer by the address that the *device* uses for it. Nothing is
+//! allocated: the queue's own state is in an array of `N`, the largest size of the queue.
 //!
-//! The device is hostile too: it can write all over the ring. So free descriptors and outstanding chains are remembered
-//! here and not read back from the ring. What a device returns is checked against that.
+//! The device is hostile too: it can write all over the ring. So free descriptors and outstanding
+//! chains are remembered here and not read back from the ring. What a device returns is checked
+//! against that.
 
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
@@ -75,8 +76,9 @@ pub struct DriverQueue<'m, const N: usize> {
 }
 
 impl<'m, const N: usize> DriverQueue<'m, N> {
-    /// A queue of `size` descriptors in `ring`, which is zeroed. `agreed` are the features agreed on. `ring` is aligned to
-    /// 16 bytes and at least [`Layout::bytes`](super::Layout) long; `size` is at most `N`.
+    /// A queue of `size` descriptors in `ring`, which is zeroed. `agreed` are the features agreed
+    /// on. `ring` is aligned to 16 bytes and at least [`Layout::bytes`](super::Layout) long; `size`
+    /// is at most `N`.
     pub fn new(ring: ForeignMut<'m>, size: u16, agreed: u64) -> Result<Self, RingError> {
         let size = split::check_size(u32::from(size))?;
         if usize::from(size) > N {
@@ -86,8 +88,8 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         for at in (0..ring.len()).step_by(64) {
             ring.skip(at).write_from(&[0; 64]);
         }
-        // A circle, for devices that answer in order: descriptors are then taken one after the other, as
-        // VirtIO 1.3 §2.7.5.1 demands. Only the first `size` <= 2^15 slots matter.
+        // A circle, for devices that answer in order: descriptors are then taken one after the
+        // other, as VirtIO 1.3 §2.7.5.1 demands. Only the first `size` <= 2^15 slots matter.
         let slots = core::array::from_fn(|i| Slot {
             next: (i as u16).wrapping_add(1) & (size - 1),
             count: 0,
@@ -128,8 +130,9 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         usize::from((self.next_avail - self.next_used).0)
     }
 
-    /// Adds a chain of `segments`, readable ones first; `token` comes back with it. False, and nothing done, where there
-    /// are not as many free descriptors, or no segment. [`DriverQueue::publish`] shows it to the device.
+    /// Adds a chain of `segments`, readable ones first; `token` comes back with it. False, and
+    /// nothing done, where there are not as many free descriptors, or no segment.
+    /// [`DriverQueue::publish`] shows it to the device.
     pub fn add(&mut self, segments: &[Segment], token: u32) -> bool {
         if segments.is_empty() || segments.len() > usize::from(self.free) {
             return false;
@@ -151,9 +154,9 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         true
     }
 
-    /// Adds a chain whose descriptors are in a table of the caller's at the device's address `table`, `entries` long
-    /// (see [`Descriptor::write`]). The device may write `room` bytes into the chain. False where no descriptor is free
-    /// or the feature was not agreed on.
+    /// Adds a chain whose descriptors are in a table of the caller's at the device's address
+    /// `table`, `entries` long (see [`Descriptor::write`]). The device may write `room` bytes into
+    /// the chain. False where no descriptor is free or the feature was not agreed on.
     pub fn add_indirect(&mut self, table: u64, entries: u16, room: u32, token: u32) -> bool {
         if self.free == 0 || !self.indirect || entries == 0 {
             return false;
@@ -198,13 +201,15 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         }
     }
 
-    /// Whether the last [`DriverQueue::publish`] said no and was not repeated by [`DriverQueue::recheck_notify`].
+    /// Whether the last [`DriverQueue::publish`] said no and was not repeated by
+    /// [`DriverQueue::recheck_notify`].
     pub const fn is_in_doubt(&self) -> bool {
         self.signals.is_in_doubt()
     }
 
-    /// Repeats the last decision of [`DriverQueue::publish`]: whether the device is to be notified late. To be asked once,
-    /// [`notify::RECHECK_NS`] after it said no: the fences of one of the two sides may do nothing.
+    /// Repeats the last decision of [`DriverQueue::publish`]: whether the device is to be notified
+    /// late. To be asked once, [`notify::RECHECK_NS`] after it said no: the fences of one of the
+    /// two sides may do nothing.
     pub fn recheck_notify(&mut self) -> bool {
         if !self.signals.is_in_doubt() {
             return false;
@@ -213,8 +218,8 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         self.signals.recheck(suppression, self.published.0)
     }
 
-    /// Whether the device has returned chains without a notification: the second look some time after
-    /// [`DriverQueue::arm`].
+    /// Whether the device has returned chains without a notification: the second look some time
+    /// after [`DriverQueue::arm`].
     pub fn has_used(&mut self) -> Result<bool, RingError> {
         if self.seen_used == self.next_used {
             self.accept_used(notify::available(&self.areas.used_index()))?;
@@ -238,7 +243,8 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         self.finish(head, len).map(Some)
     }
 
-    /// The device may have written one entry for a batch; those before the one that it names returned with length 0.
+    /// The device may have written one entry for a batch; those before the one that it names
+    /// returned with length 0.
     fn take_in_order(&mut self) -> Result<Used, RingError> {
         let at = self.next_used.0 & (self.size - 1);
         let head = self.order[usize::from(at)];
@@ -251,7 +257,8 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
             self.batch_end = self.next_used + Wrapping(1);
             return self.finish(head, len);
         }
-        // A batch: the entry names its last chain, which must be among those that the used index covers.
+        // A batch: the entry names its last chain, which must be among those that the used index
+        // covers.
         let mut end = self.next_used + Wrapping(1);
         while end != self.seen_used {
             let candidate = self.order[usize::from(end.0 & (self.size - 1))];
@@ -300,8 +307,8 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         Ok(())
     }
 
-    /// Asks the device to interrupt for the next returned chain, and looks again. If this returns true there is one
-    /// already: the caller goes on instead of sleeping.
+    /// Asks the device to interrupt for the next returned chain, and looks again. If this returns
+    /// true there is one already: the caller goes on instead of sleeping.
     pub fn arm(&mut self) -> Result<bool, RingError> {
         let index = if self.event_idx {
             notify::arm(&self.areas.used_event(self.size), self.next_used.0, &self.areas.used_index())

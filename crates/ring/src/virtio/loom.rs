@@ -2,24 +2,28 @@
 //!
 //! Run by `RUSTFLAGS="--cfg loom" cargo test -p tombolo-ring --release loom`.
 //!
-//! **What runs**: the functions of [`notify`](super::notify) that the rings run, over `loom`'s atomics, with the
-//! decisions that `DeviceQueue` and `DriverQueue` take on their results (`passes`, "look again before sleep").
+//! **What runs**: the functions of [`notify`](super::notify) that the rings run, over `loom`'s
+//! atomics, with the decisions that `DeviceQueue` and `DriverQueue` take on their results
+//! (`passes`, "look again before sleep").
 //!
-//! **What is shown**: a consumer that follows drain, arm, re-check, sleep never sleeps while there is an entry that the
-//! producer published without signalling. An entry read behind an acquired index is the one written before it. Both
-//! hold for the flag and for the event index, with wrap-around of the index in between. Where the peer's fence does
-//! nothing, both hold with one more look ([`notify::RECHECK_NS`]).
+//! **What is shown**: a consumer that follows drain, arm, re-check, sleep never sleeps while there
+//! is an entry that the producer published without signalling. An entry read behind an acquired
+//! index is the one written before it. Both hold for the flag and for the event index, with
+//! wrap-around of the index in between. Where the peer's fence does nothing, both hold with one
+//! more look ([`notify::RECHECK_NS`]).
 //!
-//! **A peer whose fence does nothing** runs its load before its store, as a CPU's store buffer makes it seem. A lock
-//! models that a store leaves the buffer within bounded time: the peer holds it from its load to its store, and this
-//! side takes it before its second look. So the look comes after each store whose load came before the decision that it
-//! repeats. The delay has to ensure nothing else.
+//! **A peer whose fence does nothing** runs its load before its store, as a CPU's store buffer
+//! makes it seem. A lock models that a store leaves the buffer within bounded time: the peer holds
+//! it from its load to its store, and this side takes it before its second look. So the look comes
+//! after each store whose load came before the decision that it repeats. The delay has to ensure
+//! nothing else.
 //!
-//! **What bounds it**: one producer, one consumer, three entries, at most [`PREEMPTIONS`] forced switches of threads.
-//! **What it does not show**: that a signal, once sent, arrives (that is the eventfd's or the hypervisor's part);
-//! anything about a peer that does not follow the protocol (such a peer can only fail to be woken); that `mem` compiles
-//! to the orderings that it names. `loom` models sequentially consistent *fences* correctly, and nothing else is used
-//! here. It knows no torn reads, which word-sized atomics rule out.
+//! **What bounds it**: one producer, one consumer, three entries, at most [`PREEMPTIONS`] forced
+//! switches of threads. **What it does not show**: that a signal, once sent, arrives (that is the
+//! eventfd's or the hypervisor's part); anything about a peer that does not follow the protocol
+//! (such a peer can only fail to be woken); that `mem` compiles to the orderings that it names.
+//! `loom` models sequentially consistent *fences* correctly, and nothing else is used here. It
+//! knows no torn reads, which word-sized atomics rule out.
 
 use std::sync::Arc;
 use std::vec::Vec;
@@ -31,7 +35,8 @@ use loom::thread;
 
 use super::notify::{self, Signals, Suppression, Word};
 
-/// Enough for each of the protocol's windows (one switch inside the producer, one inside the consumer), plus one.
+/// Enough for each of the protocol's windows (one switch inside the producer, one inside the
+/// consumer), plus one.
 const PREEMPTIONS: usize = 3;
 const ENTRIES: u16 = 3;
 /// The index runs over the wrap-around.
@@ -93,7 +98,8 @@ fn produce(ring: &Ring, batches: &[u16], wants: impl Fn(u16, u16, u16) -> bool) 
     }
 }
 
-/// Drain, arm, re-check, sleep, until all entries came. A missed wake-up shows as a deadlock, which `loom` reports.
+/// Drain, arm, re-check, sleep, until all entries came. A missed wake-up shows as a deadlock, which
+/// `loom` reports.
 fn consume(ring: &Ring, arm_with: impl Fn(u16) -> u16, disarm: impl Fn(&Ring)) {
     let mut next = FIRST;
     let end = FIRST.wrapping_add(ENTRIES);
@@ -175,7 +181,8 @@ fn loom_finds_the_missed_wake_up_without_the_second_look() {
     });
 }
 
-/// Nor is a fence for show: with the producer's look at the request not fenced, `loom` finds the window too.
+/// Nor is a fence for show: with the producer's look at the request not fenced, `loom` finds the
+/// window too.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_finds_the_missed_wake_up_without_the_fence() {
@@ -217,7 +224,8 @@ fn produce_without_fence(ring: &Ring, batches: &[u16], wants: impl Fn(u16, u16, 
     }
 }
 
-/// As [`consume`], with one more look before it sleeps for ever; without `recheck`, as [`consume`] is.
+/// As [`consume`], with one more look before it sleeps for ever; without `recheck`, as [`consume`]
+/// is.
 fn consume_with_recheck(ring: &Ring, recheck: bool, arm_with: impl Fn(u16) -> u16, disarm: impl Fn(&Ring)) {
     let mut next = FIRST;
     let end = FIRST.wrapping_add(ENTRIES);
@@ -282,8 +290,9 @@ fn loom_finds_the_stall_by_a_producer_without_fence_by_event_index() {
     producer_without_fence(&[3], false, false);
 }
 
-/// A consumer whose fence does nothing: it has looked at the index when its request becomes visible. The producer decides as
-/// the rings do, and with `recheck` once more when it has nothing left to publish.
+/// A consumer whose fence does nothing: it has looked at the index when its request becomes
+/// visible. The producer decides as the rings do, and with `recheck` once more when it has nothing
+/// left to publish.
 fn consumer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
     model(move || {
         let suppression =

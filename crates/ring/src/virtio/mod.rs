@@ -10,35 +10,39 @@
 //!   used ring          device writes   flags, idx, ring[size] of { id, len }, avail_event
 //! ```
 //!
-//! The driver puts the head of a descriptor chain into `avail.ring` and publishes `avail.idx`. The device takes
-//! it, uses the memory it describes, puts the head into `used.ring` and publishes `used.idx`. Both indices run
-//! free over 16 bits and are masked by the (power of two) size.
+//! The driver puts the head of a descriptor chain into `avail.ring` and publishes `avail.idx`. The
+//! device takes it, uses the memory it describes, puts the head into `used.ring` and publishes
+//! `used.idx`. Both indices run free over 16 bits and are masked by the (power of two) size.
 //!
 //! # What is here
 //!
-//! * [`DeviceQueue`]: the device side. It takes chains in batches, with one acquire of `avail.idx` and one release
-//!   of `used.idx` for each batch. It returns them **in the order in which it took them**. `VIRTIO_F_IN_ORDER`
-//!   promises this order. The order also lets a dead device be replaced: everything before `used.idx` is done and
-//!   nothing behind it is ([`DeviceQueue::resume`]).
+//! * [`DeviceQueue`]: the device side. It takes chains in batches, with one acquire of `avail.idx`
+//!   and one release of `used.idx` for each batch. It returns them **in the order in which it took
+//!   them**. `VIRTIO_F_IN_ORDER` promises this order. The order also lets a dead device be
+//!   replaced: everything before `used.idx` is done and nothing behind it is
+//!   ([`DeviceQueue::resume`]).
 //! * [`DriverQueue`]: the driver side, for the unikernel, and as the peer in tests.
 //! * [`net`]: the header in front of every frame of a network device.
-//! * [`notify`]: the four steps in which the two sides avoid a missed wake-up, apart from the rings so that
-//!   `loom` can run exactly that code.
-//! * [`GuestMemory`]: from an address of the peer's to a view; [`RegionTable`] and [`Identity`] implement it.
+//! * [`notify`]: the four steps in which the two sides avoid a missed wake-up, apart from the rings
+//!   so that `loom` can run exactly that code.
+//! * [`GuestMemory`]: from an address of the peer's to a view; [`RegionTable`] and [`Identity`]
+//!   implement it.
 //!
 //! # Invariants and failure
 //!
-//! The other side is hostile. Every index, address, length and flag that it wrote is read once and checked. A bad
-//! one is refused with a [`RingError`] that says where. Nothing here panics on what memory holds, loops longer
-//! than the queue's size, or allocates. After an error the queue is broken: its owner resets it and must not use
-//! what it has delivered. Descriptor tables are not checked in advance, since the peer could change them after the
-//! check. The local copy that is used is what gets checked.
+//! The other side is hostile. Every index, address, length and flag that it wrote is read once and
+//! checked. A bad one is refused with a [`RingError`] that says where. Nothing here panics on what
+//! memory holds, loops longer than the queue's size, or allocates. After an error the queue is
+//! broken: its owner resets it and must not use what it has delivered. Descriptor tables are not
+//! checked in advance, since the peer could change them after the check. The local copy that is
+//! used is what gets checked.
 //!
 //! Limits: sizes are powers of two up to 32768. A chain has up to `size` descriptors, or up to
-//! [`MAX_INDIRECT_ENTRIES`] in an indirect table. A device holds up to [`MAX_HELD`] chains at a time.
+//! [`MAX_INDIRECT_ENTRIES`] in an indirect table. A device holds up to [`MAX_HELD`] chains at a
+//! time.
 //!
-//! A queue belongs to one thread at a time and has no lock. Its state is plain numbers. Memory is passed to each
-//! call, and views handed out live as long as that borrow.
+//! A queue belongs to one thread at a time and has no lock. Its state is plain numbers. Memory is
+//! passed to each call, and views handed out live as long as that borrow.
 
 pub mod device;
 pub mod driver;
@@ -76,7 +80,8 @@ pub mod features {
 
 /// Memory of a guest, by the guest's addresses.
 pub trait GuestMemory {
-    /// A view of `len` bytes at the guest's `address`; `None` where that is not wholly inside one region.
+    /// A view of `len` bytes at the guest's `address`; `None` where that is not wholly inside one
+    /// region.
     fn view(&self, address: u64, len: u32) -> Option<ForeignMut<'_>>;
 }
 
@@ -125,27 +130,30 @@ impl<B: Backing> Region<B> {
 
     #[inline]
     fn view(&self, address: u64, len: u32) -> Option<ForeignMut<'_>> {
-        // Wrapping: an address below `start` becomes an offset beyond any region, which `slice` refuses.
+        // Wrapping: an address below `start` becomes an offset beyond any region, which `slice`
+        // refuses.
         let offset = usize::try_from(address.wrapping_sub(self.start)).ok()?;
         self.backing.bytes().slice(offset, len as usize)
     }
 }
 
-/// Guest memory as a table of regions sorted by address, with the last region that served tried first: guests
-/// have one or two regions that matter.
+/// Guest memory as a table of regions sorted by address, with the last region that served tried
+/// first: guests have one or two regions that matter.
 ///
 /// `S` holds the regions: a slice, an array, a vector.
 #[derive(Debug)]
 pub struct RegionTable<B, S> {
     regions: S,
     backing: PhantomData<fn() -> B>,
-    /// Index of the region that served last. Relaxed everywhere: any value is right, a good one is fast.
+    /// Index of the region that served last. Relaxed everywhere: any value is right, a good one is
+    /// fast.
     last: AtomicUsize,
 }
 
 impl<B: Backing, S: AsRef<[Region<B>]>> RegionTable<B, S> {
-    /// A table of `regions`, which must be sorted by address, not be empty, not overlap, and not run over the end
-    /// of the address space. Refused with the index of the first region that does not fit behind the one before.
+    /// A table of `regions`, which must be sorted by address, not be empty, not overlap, and not
+    /// run over the end of the address space. Refused with the index of the first region that does
+    /// not fit behind the one before.
     pub fn new(regions: S) -> Result<Self, RingError> {
         let mut free_from = 0u64;
         for (index, region) in regions.as_ref().iter().enumerate() {
@@ -183,8 +191,8 @@ impl<B: Backing, S: AsRef<[Region<B>]>> GuestMemory for RegionTable<B, S> {
     }
 }
 
-/// Memory of a peer that shares this address space: its addresses are ours. For cells and tests; it covers one
-/// window, since nothing outside what the caller vouches for may be reached.
+/// Memory of a peer that shares this address space: its addresses are ours. For cells and tests; it
+/// covers one window, since nothing outside what the caller vouches for may be reached.
 #[derive(Clone, Copy, Debug)]
 pub struct Identity<'m>(ForeignMut<'m>);
 

@@ -1,4 +1,5 @@
-//! The header in front of each frame of a network device (VirtIO 1.3 §5.1.6, `struct virtio_net_hdr`).
+//! The header in front of each frame of a network device (VirtIO 1.3 §5.1.6, `struct
+//! virtio_net_hdr`).
 //!
 //! ```text
 //!   0       1          2         4          6            8             10            12
@@ -7,8 +8,8 @@
 //!   +-------+----------+---------+----------+------------+-------------+-------------+
 //! ```
 //!
-//! Little-endian. `num_buffers` is there with `VIRTIO_F_VERSION_1` or `VIRTIO_NET_F_MRG_RXBUF` (12 bytes), and not
-//! on a tap with its default header size (10 bytes).
+//! Little-endian. `num_buffers` is there with `VIRTIO_F_VERSION_1` or `VIRTIO_NET_F_MRG_RXBUF` (12
+//! bytes), and not on a tap with its default header size (10 bytes).
 
 use core::fmt;
 
@@ -32,7 +33,8 @@ pub const SHORT_HEADER_BYTES: usize = field::CSUM_OFFSET.end;
 /// Where `num_buffers` begins.
 pub const NUM_BUFFERS_OFFSET: usize = field::NUM_BUFFERS.start;
 
-/// Flag: the checksum is to be computed from `csum_start` on and stored at `csum_start + csum_offset`.
+/// Flag: the checksum is to be computed from `csum_start` on and stored at `csum_start +
+/// csum_offset`.
 pub const NEEDS_CSUM: u8 = 1;
 /// Flag: the checksum was verified.
 pub const DATA_VALID: u8 = 2;
@@ -87,7 +89,8 @@ pub mod features {
 pub struct NetHeader<'a>(&'a [u8]);
 
 impl<'a> NetHeader<'a> {
-    /// A header at the start of `bytes`; `None` where they are too short for one ([`NetHeader::check_len`]).
+    /// A header at the start of `bytes`; `None` where they are too short for one
+    /// ([`NetHeader::check_len`]).
     pub fn new_checked(bytes: &'a [u8]) -> Option<Self> {
         let header = NetHeader(bytes);
         header.check_len().then_some(header)
@@ -147,8 +150,8 @@ pub struct NetHeaderRepr {
     pub csum_start: u16,
     /// Where the checksum goes, from `csum_start`.
     pub csum_offset: u16,
-    /// Over how many chains the frame is spread; 1 for frames that the driver sends (the specification says 0 there,
-    /// but no known device checks it).
+    /// Over how many chains the frame is spread; 1 for frames that the driver sends (the
+    /// specification says 0 there, but no known device checks it).
     pub num_buffers: u16,
 }
 
@@ -164,7 +167,8 @@ impl NetHeaderRepr {
         num_buffers: 1,
     };
 
-    /// The value of a header; `None` where it is truncated. Whether offsets lie inside the frame is not known here.
+    /// The value of a header; `None` where it is truncated. Whether offsets lie inside the frame is
+    /// not known here.
     #[inline]
     pub fn parse(bytes: &[u8]) -> Option<NetHeaderRepr> {
         let header = NetHeader::new_checked(bytes)?;

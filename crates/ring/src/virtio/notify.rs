@@ -1,10 +1,10 @@
-//! The wake-up protocol between a producer and a consumer of a virtqueue, in four steps. The rings of Xen use it too
-//! ([`xen::ring`](crate::xen::ring)).
+//! The wake-up protocol between a producer and a consumer of a virtqueue, in four steps. The rings
+//! of Xen use it too ([`xen::ring`](crate::xen::ring)).
 //!
-//! Both rings of a virtqueue use it: the driver produces `avail.idx` for the device, the device produces `used.idx` for
-//! the driver. The consumer says when it wants to be woken: by a flag, or by the index after which it wants a
-//! notification (`VIRTIO_F_EVENT_IDX`). Both words are in memory that the other side may see late. That opens this
-//! window:
+//! Both rings of a virtqueue use it: the driver produces `avail.idx` for the device, the device
+//! produces `used.idx` for the driver. The consumer says when it wants to be woken: by a flag, or
+//! by the index after which it wants a notification (`VIRTIO_F_EVENT_IDX`). Both words are in
+//! memory that the other side may see late. That opens this window:
 //!
 //! ```text
 //!   producer                                consumer
@@ -16,15 +16,17 @@
 //!                                           sleeps for ever
 //! ```
 //!
-//! It is closed from both sides. The consumer looks at the index again *after* its request is visible. The producer reads
-//! the request *after* its index is visible. Each of the two is a store followed by a load of another word, and only a
-//! sequentially consistent fence keeps these in order. With the fences, one of the two loads sees the other side's
-//! store: either the consumer finds the entry, or the producer finds the request.
+//! It is closed from both sides. The consumer looks at the index again *after* its request is
+//! visible. The producer reads the request *after* its index is visible. Each of the two is a store
+//! followed by a load of another word, and only a sequentially consistent fence keeps these in
+//! order. With the fences, one of the two loads sees the other side's store: either the consumer
+//! finds the entry, or the producer finds the request.
 //!
 //! # A peer whose fences do nothing
 //!
-//! The proof needs the fences of *both* sides. QEMU before 8.1 translates the fences of a guest with one CPU to
-//! nothing, so the guest's store can stay in the host CPU's store buffer while its load is already done:
+//! The proof needs the fences of *both* sides. QEMU before 8.1 translates the fences of a guest
+//! with one CPU to nothing, so the guest's store can stay in the host CPU's store buffer while its
+//! load is already done:
 //!
 //! ```text
 //!   peer (its fence does nothing)           this side
@@ -36,19 +38,21 @@
 //!   ... no side looks at it again
 //! ```
 //!
-//! The same happens the other way round: the peer reads the index, this side publishes and reads an old request, and the
-//! peer's request becomes visible after that. A store leaves the buffer within well under a microsecond of its execution,
-//! and at the latest when the thread is switched out. So each side repeats its last look once, [`RECHECK_NS`] later:
+//! The same happens the other way round: the peer reads the index, this side publishes and reads an
+//! old request, and the peer's request becomes visible after that. A store leaves the buffer within
+//! well under a microsecond of its execution, and at the latest when the thread is switched out. So
+//! each side repeats its last look once, [`RECHECK_NS`] later:
 //!
 //! * a consumer that went to sleep looks at the index once more, without touching its request;
 //! * a producer that did not signal reads the request once more ([`Signals`]) and signals late.
 //!
-//! One look per sleep or unsent signal is enough. When the peer makes a later store, this side's fence has taken
-//! effect, and the peer sees its result. There is no periodic tick. Where both sides are this project's code, the
-//! consumer's look alone is enough; the producer's look is for foreign consumers.
+//! One look per sleep or unsent signal is enough. When the peer makes a later store, this side's
+//! fence has taken effect, and the peer sees its result. There is no periodic tick. Where both
+//! sides are this project's code, the consumer's look alone is enough; the producer's look is for
+//! foreign consumers.
 //!
-//! `crates/ring/src/virtio/loom.rs` runs these functions under every interleaving that the memory model allows, also
-//! with such a peer.
+//! `crates/ring/src/virtio/loom.rs` runs these functions under every interleaving that the memory
+//! model allows, also with such a peer.
 
 use core::sync::atomic::Ordering;
 
@@ -57,8 +61,8 @@ use core::sync::atomic::fence;
 #[cfg(loom)]
 use loom::sync::atomic::fence;
 
-/// How long after a decision to sleep, or not to signal, the look that led to it is repeated, in nanoseconds. Far above what
-/// a store needs to become visible, far below what anybody notices.
+/// How long after a decision to sleep, or not to signal, the look that led to it is repeated, in
+/// nanoseconds. Far above what a store needs to become visible, far below what anybody notices.
 pub const RECHECK_NS: u64 = 100_000;
 
 /// A word that both sides can see; each has one writer.
@@ -94,8 +98,8 @@ pub fn suppression<W: Word>(word: &W) -> W::Value {
     word.load(Ordering::Relaxed)
 }
 
-/// Consumer: writes its request and looks at the index again. If that is not what the consumer has drained up to,
-/// it must drain again before it may sleep.
+/// Consumer: writes its request and looks at the index again. If that is not what the consumer has
+/// drained up to, it must drain again before it may sleep.
 #[inline]
 pub fn arm<W: Word, I: Word>(word: &W, value: W::Value, index: &I) -> I::Value {
     // Relaxed: the fence orders it, and it carries no data.
@@ -105,8 +109,9 @@ pub fn arm<W: Word, I: Word>(word: &W, value: W::Value, index: &I) -> I::Value {
     available(index)
 }
 
-/// Whether a producer that moves its index from `old` to `new` passes the index `event` after which the consumer
-/// wants to be woken (VirtIO 1.3 §2.7.10.1: `new - event - 1 < new - old`, modulo 2^16).
+/// Whether a producer that moves its index from `old` to `new` passes the index `event` after which
+/// the consumer wants to be woken (VirtIO 1.3 §2.7.10.1: `new - event - 1 < new - old`, modulo
+/// 2^16).
 #[inline]
 pub const fn passes(event: u16, old: u16, new: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -123,9 +128,10 @@ pub enum Suppression {
 
 /// A producer's memory of its signals.
 ///
-/// A decision covers what was published since the last decision, as VirtIO 1.3 §2.7.10.1 has it. The re-check covers what was
-/// published since the last *signal*, so it finds every request that became visible late. A request costs one signal too many at
-/// most: the consumer may have found what it asked for by itself.
+/// A decision covers what was published since the last decision, as VirtIO 1.3 §2.7.10.1 has it.
+/// The re-check covers what was published since the last *signal*, so it finds every request that
+/// became visible late. A request costs one signal too many at most: the consumer may have found
+/// what it asked for by itself.
 #[derive(Clone, Copy, Debug)]
 pub struct Signals {
     /// The index at the last decision.
@@ -142,15 +148,16 @@ impl Signals {
         Signals { decided: index, signalled: index, in_doubt: false }
     }
 
-    /// Whether the consumer has to be signalled for `published`, by the `suppression` that was read after publishing it.
+    /// Whether the consumer has to be signalled for `published`, by the `suppression` that was read
+    /// after publishing it.
     #[inline]
     pub const fn decide(&mut self, suppression: Suppression, published: u16) -> bool {
         let since = self.decided;
         self.decide_since(since, suppression, published)
     }
 
-    /// As [`Signals::decide`], for consumers that do not look again after they wrote their request: also where the request was written
-    /// after the decision before this one.
+    /// As [`Signals::decide`], for consumers that do not look again after they wrote their request:
+    /// also where the request was written after the decision before this one.
     #[inline]
     pub const fn decide_late(&mut self, suppression: Suppression, published: u16) -> bool {
         let since = self.signalled;
@@ -174,7 +181,8 @@ impl Signals {
         signal
     }
 
-    /// Repeats the decisions since the last signal with a `suppression` that was read at least [`RECHECK_NS`] later.
+    /// Repeats the decisions since the last signal with a `suppression` that was read at least
+    /// [`RECHECK_NS`] later.
     pub const fn recheck(&mut self, suppression: Suppression, published: u16) -> bool {
         let signal = self.decide_late(suppression, published);
         self.in_doubt = false;

@@ -46,10 +46,11 @@ pub const USED_ENTRY_BYTES: usize = 8;
 
 // --- ours ---
 
-/// Most entries of an indirect table that a device reads: what the iovec of one system call may have.
+/// Most entries of an indirect table that a device reads: what the iovec of one system call may
+/// have.
 pub const MAX_INDIRECT_ENTRIES: u16 = 1024;
-/// What a writer's area is aligned to by [`Layout`], so that the two sides write different cache lines, and
-/// different pairs of them (the adjacent-line prefetcher fetches two).
+/// What a writer's area is aligned to by [`Layout`], so that the two sides write different cache
+/// lines, and different pairs of them (the adjacent-line prefetcher fetches two).
 const SIDE_ALIGN: usize = 128;
 
 const _: () = {
@@ -131,19 +132,21 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// Reads descriptor `index` of a table; `None` where the table is shorter, or not aligned to 8 bytes.
+    /// Reads descriptor `index` of a table; `None` where the table is shorter, or not aligned to 8
+    /// bytes.
     #[inline]
     pub fn read(table: ForeignMut<'_>, index: u16) -> Option<Descriptor> {
         let at = DESCRIPTOR_BYTES * index as usize;
         let table = table.as_foreign();
-        // Relaxed: ordered by A0, the acquire of the available index behind which the descriptor was written. A
-        // driver that writes it later tears only its own chain.
+        // Relaxed: ordered by A0, the acquire of the available index behind which the descriptor
+        // was written. A driver that writes it later tears only its own chain.
         let address = table.load_u64(at, Ordering::Relaxed)?;
         let rest = table.load_u64(at + 8, Ordering::Relaxed)?;
         Some(Descriptor { address, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 })
     }
 
-    /// Writes descriptor `index` of a table; `None` where the table is shorter, or not aligned to 8 bytes.
+    /// Writes descriptor `index` of a table; `None` where the table is shorter, or not aligned to 8
+    /// bytes.
     #[inline]
     pub fn write(self, table: ForeignMut<'_>, index: u16) -> Option<()> {
         let at = DESCRIPTOR_BYTES * index as usize;
@@ -156,8 +159,8 @@ impl Descriptor {
 
 /// Views of the three areas, taken once per call of a queue's method.
 ///
-/// Constructed only with areas of the right length and alignment in the peer's *and* in our address space, so an
-/// index that was masked or checked by `size` is always inside.
+/// Constructed only with areas of the right length and alignment in the peer's *and* in our address
+/// space, so an index that was masked or checked by `size` is always inside.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Areas<'m> {
     pub(super) descriptors: ForeignMut<'m>,
@@ -165,7 +168,8 @@ pub(super) struct Areas<'m> {
     pub(super) used: ForeignMut<'m>,
 }
 
-/// A word inside an area. Reads as 0 and ignores writes if it were outside, which [`Areas`] rules out.
+/// A word inside an area. Reads as 0 and ignores writes if it were outside, which [`Areas`] rules
+/// out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AreaWord<'m>(ForeignMut<'m>, usize);
 
@@ -186,7 +190,8 @@ impl<'m> Areas<'m> {
     #[inline]
     pub(super) fn find<M: GuestMemory>(memory: &'m M, size: u16, at: [u64; 3]) -> Result<Areas<'m>, RingError> {
         let area = |part, address, bytes, align: u64| match memory.view(address, bytes) {
-            // The host's address can be less aligned than the guest's if a region is mapped at an odd offset.
+            // The host's address can be less aligned than the guest's if a region is mapped at an
+            // odd offset.
             Some(view) if (view.as_mut_ptr() as usize as u64).is_multiple_of(align) => Ok(view),
             Some(_) => Err(RingError::Misaligned { part, address, expected: align }),
             None => Err(RingError::RingUnmapped { part, address, bytes }),

@@ -583,7 +583,8 @@ fn run_model(ops: Vec<Op>, features: u64, write: bool, size: u16) {
     let mut free = usize::from(size);
     let mut descriptors = std::collections::BTreeMap::new();
     let mut token = 0;
-    // Buffers go round the high region, tables round the low one: many more than can be outstanding.
+    // Buffers go round the high region, tables round the low one: many more than can be
+    // outstanding.
     let mut buffer = 0u64;
     for op in ops {
         match op {

@@ -5,8 +5,8 @@
 //!   receive ring:   reserve slots, copy, respond … respond, publish → notify?      arm for slots, sleep
 //! ```
 //!
-//! A packet is taken whole or not at all. One that breaks the protocol is a [`XenError`]; one that is merely not acceptable has
-//! a [`Packet::refusal`], and is answered like any other.
+//! A packet is taken whole or not at all. One that breaks the protocol is a [`XenError`]; one that
+//! is merely not acceptable has a [`Packet::refusal`], and is answered like any other.
 
 use core::fmt;
 
@@ -64,7 +64,8 @@ pub struct Packet {
     pub checksum: Checksum,
     /// How it is to be cut, where it is too large for one frame.
     pub gso: Option<Gso>,
-    /// Not a packet, but a request to let an address pass ([`Extra::MulticastAdd`]), or not any more.
+    /// Not a packet, but a request to let an address pass ([`Extra::MulticastAdd`]), or not any
+    /// more.
     pub multicast: Option<Extra>,
     /// Why it has to be dropped.
     pub refusal: Option<Refusal>,
@@ -92,7 +93,8 @@ impl Packet {
         }
     }
 
-    /// Its pieces, in order; none for a request about multicast addresses or a packet that is refused.
+    /// Its pieces, in order; none for a request about multicast addresses or a packet that is
+    /// refused.
     pub fn pieces(&self) -> &[Piece] {
         if self.multicast.is_some() || self.refusal.is_some() { &[] } else { &self.pieces[..usize::from(self.count)] }
     }
@@ -110,8 +112,8 @@ pub struct TxBack {
 }
 
 impl TxBack {
-    /// Attaches to a ring, new or left by another backend ([`BackIndices::attach`]). Notify the frontend once after that: the
-    /// last backend may have published responses without doing so.
+    /// Attaches to a ring, new or left by another backend ([`BackIndices::attach`]). Notify the
+    /// frontend once after that: the last backend may have published responses without doing so.
     pub fn attach(page: &RingPage<'_>) -> Result<Self, XenError> {
         Ok(TxBack { ring: BackIndices::attach(page)? })
     }
@@ -131,7 +133,8 @@ impl TxBack {
         }
         let index = self.ring.next_request();
         let mut looked = false;
-        // How far into the packet requests are there; a packet is published as a whole, but perhaps after the last look.
+        // How far into the packet requests are there; a packet is published as a whole, but perhaps
+        // after the last look.
         let mut there = |ring: &mut BackIndices, slots: u32| -> Result<(), XenError> {
             if ring.known_requests() > slots {
                 return Ok(());
@@ -209,7 +212,8 @@ impl TxBack {
         Ok(true)
     }
 
-    /// Answers a packet with `status`, in the slots of its requests, and makes the answer visible. Packets are answered in the order in which they were taken.
+    /// Answers a packet with `status`, in the slots of its requests, and makes the answer visible.
+    /// Packets are answered in the order in which they were taken.
     ///
     /// # Errors
     /// [`XenError::OutOfOrder`] for any other packet than the next one; nothing is written.
@@ -230,8 +234,8 @@ impl TxBack {
         Ok(())
     }
 
-    /// Decides about the answers since the last call, which are visible already. Returns whether the frontend has to be
-    /// notified.
+    /// Decides about the answers since the last call, which are visible already. Returns whether
+    /// the frontend has to be notified.
     #[inline]
     pub fn publish(&mut self, page: &RingPage<'_>) -> bool {
         self.ring.publish(page)
@@ -242,7 +246,8 @@ impl TxBack {
         self.ring.is_in_doubt()
     }
 
-    /// Repeats the decision of the last `publish`. Returns whether the frontend has to be notified after all.
+    /// Repeats the decision of the last `publish`. Returns whether the frontend has to be notified
+    /// after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
         self.ring.recheck(page)
     }
@@ -252,8 +257,8 @@ impl TxBack {
         Ok(self.ring.requests(page)? > 0)
     }
 
-    /// Asks to be notified at the next request, and looks once more. Returns whether the caller may sleep; otherwise
-    /// there are packets to take.
+    /// Asks to be notified at the next request, and looks once more. Returns whether the caller may
+    /// sleep; otherwise there are packets to take.
     pub fn arm(&mut self, page: &RingPage<'_>) -> Result<bool, XenError> {
         self.ring.arm(page, 1)
     }
@@ -268,7 +273,8 @@ fn check_piece(index: u32, piece: Piece) -> Result<(), XenError> {
     Ok(())
 }
 
-/// Slots of a receive ring that a packet of `len` bytes takes: one per page, and one for segmentation.
+/// Slots of a receive ring that a packet of `len` bytes takes: one per page, and one for
+/// segmentation.
 #[inline]
 pub const fn rx_slots(len: usize, gso: bool) -> usize {
     let pages = len.div_ceil(PAGE_BYTES);
@@ -282,7 +288,8 @@ pub struct RxBack {
 }
 
 impl RxBack {
-    /// Attaches to a ring, new or left by another backend ([`BackIndices::attach`]). Notify the frontend once after that.
+    /// Attaches to a ring, new or left by another backend ([`BackIndices::attach`]). Notify the
+    /// frontend once after that.
     pub fn attach(page: &RingPage<'_>) -> Result<Self, XenError> {
         Ok(RxBack { ring: BackIndices::attach(page)? })
     }
@@ -292,10 +299,12 @@ impl RxBack {
         &self.ring
     }
 
-    /// Takes as many posted pages as `requests` has room for, if there are so many; otherwise takes none and returns `false`.
-    /// What is taken is answered by [`RxBack::respond`], in the same groups and the same order.
+    /// Takes as many posted pages as `requests` has room for, if there are so many; otherwise takes
+    /// none and returns `false`. What is taken is answered by [`RxBack::respond`], in the same
+    /// groups and the same order.
     ///
-    /// With segmentation ([`rx_slots`]) the second request is the extra info's: its page stays unused.
+    /// With segmentation ([`rx_slots`]) the second request is the extra info's: its page stays
+    /// unused.
     ///
     /// # Errors
     /// The frontend broke the protocol: the vif is to be disconnected.
@@ -312,12 +321,13 @@ impl RxBack {
         Ok(true)
     }
 
-    /// Answers the requests of one packet, visible at once: its `len` bytes fill their pages one after the other from offset 0. A packet
-    /// that could not be copied is `failed`: its pages go back with an error.
+    /// Answers the requests of one packet, visible at once: its `len` bytes fill their pages one
+    /// after the other from offset 0. A packet that could not be copied is `failed`: its pages go
+    /// back with an error.
     ///
     /// # Errors
-    /// [`XenError::OutOfOrder`] where `requests` are not as many as [`rx_slots`] says, or more than are held; nothing is
-    /// written.
+    /// [`XenError::OutOfOrder`] where `requests` are not as many as [`rx_slots`] says, or more than
+    /// are held; nothing is written.
     pub fn respond(
         &mut self,
         page: &RingPage<'_>,
@@ -354,8 +364,8 @@ impl RxBack {
         Ok(())
     }
 
-    /// Decides about the answers since the last call, which are visible already. Returns whether the frontend has to be
-    /// notified.
+    /// Decides about the answers since the last call, which are visible already. Returns whether
+    /// the frontend has to be notified.
     #[inline]
     pub fn publish(&mut self, page: &RingPage<'_>) -> bool {
         self.ring.publish(page)
@@ -366,13 +376,14 @@ impl RxBack {
         self.ring.is_in_doubt()
     }
 
-    /// Repeats the decision of the last `publish`. Returns whether the frontend has to be notified after all.
+    /// Repeats the decision of the last `publish`. Returns whether the frontend has to be notified
+    /// after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
         self.ring.recheck(page)
     }
 
-    /// Asks to be notified when `slots` pages are posted, and looks once more. Returns whether the caller may sleep;
-    /// otherwise so many are there.
+    /// Asks to be notified when `slots` pages are posted, and looks once more. Returns whether the
+    /// caller may sleep; otherwise so many are there.
     pub fn arm(&mut self, page: &RingPage<'_>, slots: u32) -> Result<bool, XenError> {
         self.ring.arm(page, slots)
     }

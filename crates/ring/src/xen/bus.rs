@@ -1,8 +1,9 @@
 //! The states of the xenbus handshake (xen/include/public/io/xenbus.h), as a table for each end.
 //!
-//! Each end has a `state` node in XenStore that only it writes (the toolstack too: it writes Closing into a backend's to detach a
-//! device). Each end watches the other's. A step takes this end's state and what the other's node says, and answers with the
-//! state to write next and with what to do before writing it.
+//! Each end has a `state` node in XenStore that only it writes (the toolstack too: it writes
+//! Closing into a backend's to detach a device). Each end watches the other's. A step takes this
+//! end's state and what the other's node says, and answers with the state to write next and with
+//! what to do before writing it.
 //!
 //! ```text
 //!   frontend      backend
@@ -16,8 +17,9 @@
 //!   Closed        Closed
 //! ```
 //!
-//! What neither table allows: a backend that goes Connected before its frontend, a frontend that writes rings before
-//! InitWait, and either going back from Connected without letting go of the rings.
+//! What neither table allows: a backend that goes Connected before its frontend, a frontend that
+//! writes rings before InitWait, and either going back from Connected without letting go of the
+//! rings.
 
 use core::fmt;
 
@@ -96,7 +98,8 @@ pub enum BackAction {
     Wait,
     /// Writes its features.
     Advertise,
-    /// Reads what the frontend wrote, maps its rings, binds its event channels. Where that fails it goes Closing instead.
+    /// Reads what the frontend wrote, maps its rings, binds its event channels. Where that fails it
+    /// goes Closing instead.
     Connect,
     /// Forgets the device: it is not wanted any more.
     Forget,
@@ -113,8 +116,8 @@ pub struct BackStep {
     pub next: BusState,
 }
 
-/// A backend's step: its own state, what the frontend's node says, and whether the toolstack wants the device (its `online`
-/// node is not "0").
+/// A backend's step: its own state, what the frontend's node says, and whether the toolstack wants
+/// the device (its `online` node is not "0").
 ///
 /// | own | frontend | wanted | disconnect | action | next |
 /// | --- | --- | --- | --- | --- | --- |
@@ -130,7 +133,8 @@ pub struct BackStep {
 /// | any other | Connected | yes | yes | connect | Connected |
 /// | any | any other | any | no | wait | the same |
 ///
-/// A backend that starts takes the state in its node as its own, except Connected, for which it passes
+/// A backend that starts takes the state in its node as its own, except Connected, for which it
+/// passes
 /// [`BusState::Initialising`]: what a dead backend had is to be connected again.
 pub const fn back_step(own: BusState, front: BusState, online: bool) -> BackStep {
     use BackAction::{Advertise, Connect, Forget, Wait};
@@ -188,7 +192,8 @@ pub struct FrontStep {
 /// | Closing | Closing, Closed, gone | yes | wait | Closed |
 /// | any | any other | no | wait | the same |
 ///
-/// A frontend that leaves by itself writes Closing and steps on from there. After Closed it comes back when its backend does.
+/// A frontend that leaves by itself writes Closing and steps on from there. After Closed it comes
+/// back when its backend does.
 pub const fn front_step(own: BusState, back: BusState) -> FrontStep {
     use BusState as S;
     use FrontAction::{Publish, Up, Wait};
@@ -274,7 +279,8 @@ mod tests {
         assert_eq!(used, [true; FRONT.len()]);
     }
 
-    /// Both ends by turns until neither moves. Rings are held from Publish to disconnect and from Connect to disconnect.
+    /// Both ends by turns until neither moves. Rings are held from Publish to disconnect and from
+    /// Connect to disconnect.
     fn settle(front: &mut (S, bool), back: &mut (S, bool), online: bool) -> Vec<(S, S)> {
         let mut path = std::vec![(front.0, back.0)];
         for _ in 0..20 {

@@ -1,8 +1,9 @@
-//! The byte rings of a guest's page: its connection to XenStore (xen/include/public/io/xs_wire.h) and its console
-//! (xen/include/public/io/console.h).
+//! The byte rings of a guest's page: its connection to XenStore (xen/include/public/io/xs_wire.h)
+//! and its console (xen/include/public/io/console.h).
 //!
-//! Two buffers of bytes with a producer and a consumer index each; indices are 32 bits and run free. There is no
-//! notification suppression: each side notifies the other whenever it has produced or consumed something.
+//! Two buffers of bytes with a producer and a consumer index each; indices are 32 bits and run
+//! free. There is no notification suppression: each side notifies the other whenever it has
+//! produced or consumed something.
 
 use core::sync::atomic::Ordering;
 
@@ -28,7 +29,8 @@ pub struct Direction {
 pub const STORE_REQUESTS: Direction = Direction { buffer: 0, size: 1024, consumed: 2048, produced: 2052 };
 /// XenStore: replies and watch events, to the guest.
 pub const STORE_REPLIES: Direction = Direction { buffer: 1024, size: 1024, consumed: 2056, produced: 2060 };
-/// XenStore: offset of the word in which a guest asks to start again (1) and the daemon says that it did (0).
+/// XenStore: offset of the word in which a guest asks to start again (1) and the daemon says that
+/// it did (0).
 pub const STORE_CONNECTION: usize = 2068;
 /// Console: what was typed, to the guest.
 pub const CONSOLE_INPUT: Direction = Direction { buffer: 0, size: 1024, consumed: 3072, produced: 3076 };
@@ -51,8 +53,8 @@ impl<'m> BytePage<'m> {
     /// Both indices of a direction, and how many bytes lie between them.
     fn indices(&self, at: Direction) -> Result<(u32, u32, u32), XenError> {
         let page = self.0.as_foreign();
-        // A0: the bytes before the peer's index may be read, and those behind it written, after this. Partner R0 in
-        // `write` and `read`.
+        // A0: the bytes before the peer's index may be read, and those behind it written, after
+        // this. Partner R0 in `write` and `read`.
         let word = |offset| page.load_u32(offset, Ordering::Acquire).unwrap_or(0);
         let (consumed, produced) = (word(at.consumed), word(at.produced));
         let filled = produced.wrapping_sub(consumed);
@@ -62,7 +64,8 @@ impl<'m> BytePage<'m> {
         Ok((consumed, produced, filled))
     }
 
-    /// Appends bytes, as many as there is room for; returns how many. Notify the peer where that is not 0.
+    /// Appends bytes, as many as there is room for; returns how many. Notify the peer where that is
+    /// not 0.
     ///
     /// # Errors
     /// [`XenError::IndexJump`] where the two indices do not fit each other.
@@ -81,7 +84,8 @@ impl<'m> BytePage<'m> {
         Ok(n)
     }
 
-    /// Takes bytes, as many as there are and `to` has room for; returns how many. Notify the peer where that is not 0.
+    /// Takes bytes, as many as there are and `to` has room for; returns how many. Notify the peer
+    /// where that is not 0.
     ///
     /// # Errors
     /// [`XenError::IndexJump`] where the two indices do not fit each other.
@@ -108,7 +112,8 @@ impl<'m> BytePage<'m> {
         self.indices(at).map(|(_, _, filled)| filled as usize)
     }
 
-    /// Asks the daemon to start the connection again (guests do so after a kexec), or looks whether it has.
+    /// Asks the daemon to start the connection again (guests do so after a kexec), or looks whether
+    /// it has.
     pub fn store_connection(&self, restart: bool) -> bool {
         if restart {
             let _ = self.0.store_u32(STORE_CONNECTION, 1, Ordering::Release);

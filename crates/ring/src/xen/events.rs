@@ -1,19 +1,23 @@
-//! The queues of FIFO event channels, as a guest reads them (xen/include/public/event_channel.h, "FIFO-based event channels").
+//! The queues of FIFO event channels, as a guest reads them (xen/include/public/event_channel.h,
+//! "FIFO-based event channels").
 //!
-//! An event channel has one word of 32 bits in the event array, and a control block of 72 bytes says where its queues begin:
+//! An event channel has one word of 32 bits in the event array, and a control block of 72 bytes
+//! says where its queues begin:
 //!
 //! ```text
 //!   event word          31 PENDING   30 MASKED   29 LINKED   28 BUSY   16..0 LINK: the next channel of the queue, 0 at its end
 //!   control block       0 READY: one bit for each queue that has events   4 reserved   8 HEAD[16]: first channel of each queue
 //! ```
 //!
-//! Xen sets PENDING. A channel that is neither MASKED nor LINKED it then appends to the queue of its priority: it sets LINKED,
-//! and writes the channel to LINK of the queue's last word while that word is LINKED, or else to HEAD. In the second case it also
-//! sets the queue's bit in READY and raises the upcall. The guest takes a channel off by clearing LINKED and LINK in one step.
-//! What LINK said is the next one. If it said 0, the queue is empty for the guest, and what Xen appends later begins at HEAD.
+//! Xen sets PENDING. A channel that is neither MASKED nor LINKED it then appends to the queue of
+//! its priority: it sets LINKED, and writes the channel to LINK of the queue's last word while that
+//! word is LINKED, or else to HEAD. In the second case it also sets the queue's bit in READY and
+//! raises the upcall. The guest takes a channel off by clearing LINKED and LINK in one step. What
+//! LINK said is the next one. If it said 0, the queue is empty for the guest, and what Xen appends
+//! later begins at HEAD.
 //!
-//! [`Queues::take`] takes at most as many channels as it is told to. What is left stays here, in no word that Xen would announce
-//! again: a guest must not sleep while [`Queues::has_left`].
+//! [`Queues::take`] takes at most as many channels as it is told to. What is left stays here, in no
+//! word that Xen would announce again: a guest must not sleep while [`Queues::has_left`].
 
 use core::sync::atomic::Ordering;
 
@@ -47,8 +51,8 @@ pub trait EventMemory {
     fn take_ready(&self) -> u32;
     /// HEAD of a queue.
     fn head(&self, queue: usize) -> u32;
-    /// Clears the bits that `keep` lacks in a channel's word, in one step; gives the word as it was, or `None` for a channel
-    /// that has no word.
+    /// Clears the bits that `keep` lacks in a channel's word, in one step; gives the word as it
+    /// was, or `None` for a channel that has no word.
     fn clear(&self, channel: u32, keep: u32) -> Option<u32>;
 }
 
@@ -62,11 +66,12 @@ pub struct Queues {
 }
 
 impl Queues {
-    /// Takes up to `most` channels off the queues, the first queue first, and gives `fired` each that has an event and is not
-    /// masked. A channel can come more than once.
+    /// Takes up to `most` channels off the queues, the first queue first, and gives `fired` each
+    /// that has an event and is not masked. A channel can come more than once.
     pub fn take(&mut self, memory: &impl EventMemory, most: usize, mut fired: impl FnMut(u32)) {
         for _ in 0..most {
-            // Each time, so that a queue of higher priority need not wait for the rest of another one.
+            // Each time, so that a queue of higher priority need not wait for the rest of another
+            // one.
             self.ready |= memory.take_ready() & ((1 << QUEUES) - 1);
             if self.ready == 0 {
                 return;
@@ -86,18 +91,21 @@ impl Queues {
     /// Takes the first channel off a queue; the channel, where it has an event.
     fn step(&mut self, memory: &impl EventMemory, queue: usize) -> Option<u32> {
         let channel = if self.next[queue] != 0 { self.next[queue] } else { memory.head(queue) };
-        // Xen links no channel without a word. If it did, the rest of that queue would be lost, and not the guest.
+        // Xen links no channel without a word. If it did, the rest of that queue would be lost, and
+        // not the guest.
         let word = if channel == 0 { None } else { memory.clear(channel, !(LINKED | LINK)) };
         let word = word.unwrap_or(0);
         self.next[queue] = word & LINK;
         if self.next[queue] == 0 {
             self.ready &= !(1 << queue);
         }
-        // Xen sets PENDING before it looks at LINKED: an event is in `word`, or it links the channel again.
+        // Xen sets PENDING before it looks at LINKED: an event is in `word`, or it links the
+        // channel again.
         if word & PENDING == 0 || word & MASKED != 0 {
             return None;
         }
-        // This may take the mark of a later event too, whose link then brings nothing: the channel is told after both.
+        // This may take the mark of a later event too, whose link then brings nothing: the channel
+        // is told after both.
         memory.clear(channel, !PENDING).map(|_| channel)
     }
 }
@@ -259,7 +267,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 256 }, ..ProptestConfig::default() })]
 
-        /// Against a set of the channels that have events: each comes, none that has none, whatever the limits and masks.
+        /// Against a set of the channels that have events: each comes, none that has none, whatever
+        /// the limits and masks.
         #[test]
         fn every_event_comes(steps in prop::collection::vec((0u8..4, 1u32..40, 0usize..5), 1..200)) {
             let (mut xen, mut queues) = (Xen::new(), Queues::default());

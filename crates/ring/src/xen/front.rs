@@ -1,8 +1,8 @@
 //! The frontend's ends of the two rings: for cells, and as the peer in tests.
 //!
-//! The caller owns the buffers, as pages that it has granted to the backend for as long as the device lives. With each buffer goes
-//! a token of its choice, which comes back when the backend has answered. So buffers can be given back in any order, and
-//! the caller needs no table by slot.
+//! The caller owns the buffers, as pages that it has granted to the backend for as long as the
+//! device lives. With each buffer goes a token of its choice, which comes back when the backend has
+//! answered. So buffers can be given back in any order, and the caller needs no table by slot.
 //!
 //! ```text
 //!   transmit:  push … push, publish → notify?     complete … complete, arm, sleep
@@ -32,12 +32,13 @@ pub struct TxPart {
 pub struct Completed {
     /// The caller's name for the piece.
     pub token: u32,
-    /// [`RSP_OKAY`](netif::RSP_OKAY), [`RSP_ERROR`](netif::RSP_ERROR) or [`RSP_DROPPED`](netif::RSP_DROPPED): what the
-    /// backend says became of the packet.
+    /// [`RSP_OKAY`](netif::RSP_OKAY), [`RSP_ERROR`](netif::RSP_ERROR) or
+    /// [`RSP_DROPPED`](netif::RSP_DROPPED): what the backend says became of the packet.
     pub status: i16,
 }
 
-/// The token of a multicast request, which has no buffer; [`TxFront::complete`] hands out nothing for it.
+/// The token of a multicast request, which has no buffer; [`TxFront::complete`] hands out nothing
+/// for it.
 const NO_BUFFER: u64 = u64::MAX;
 const FREE: u64 = u64::MAX - 1;
 
@@ -59,7 +60,8 @@ impl Default for TxFront {
 }
 
 impl TxFront {
-    /// For a page that was [`RingPage::initialise`]d. To connect again, initialise the page and make a new one.
+    /// For a page that was [`RingPage::initialise`]d. To connect again, initialise the page and
+    /// make a new one.
     pub fn new() -> Self {
         TxFront {
             ring: FrontIndices::new(),
@@ -90,11 +92,13 @@ impl TxFront {
         u16::from(id)
     }
 
-    /// Writes the requests of a packet. Returns whether there was room; nothing is written otherwise.
+    /// Writes the requests of a packet. Returns whether there was room; nothing is written
+    /// otherwise.
     ///
     /// # Errors
-    /// [`XenError::TooManySlots`] for more than [`MAX_DATA_SLOTS`] pieces or none, [`XenError::Buffer`] for a piece that is empty
-    /// or beyond its page, [`XenError::Length`] for a packet of more than 65535 bytes.
+    /// [`XenError::TooManySlots`] for more than [`MAX_DATA_SLOTS`] pieces or none,
+    /// [`XenError::Buffer`] for a piece that is empty or beyond its page, [`XenError::Length`] for
+    /// a packet of more than 65535 bytes.
     pub fn push(
         &mut self,
         page: &RingPage<'_>,
@@ -143,7 +147,8 @@ impl TxFront {
         self.ring.push(page, TX_SLOT_BYTES, slot);
     }
 
-    /// Writes a request to let a multicast address pass, or not any more. Returns whether there was room for its two slots.
+    /// Writes a request to let a multicast address pass, or not any more. Returns whether there was
+    /// room for its two slots.
     ///
     /// # Errors
     /// [`XenError::ExtraType`] for segmentation, which belongs to a packet.
@@ -172,7 +177,8 @@ impl TxFront {
         self.ring.is_in_doubt()
     }
 
-    /// Repeats the decision of the last `publish`. Returns whether the backend has to be notified after all.
+    /// Repeats the decision of the last `publish`. Returns whether the backend has to be notified
+    /// after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
         self.ring.recheck(page)
     }
@@ -180,7 +186,8 @@ impl TxFront {
     /// Takes the next response that gives a buffer back; `None` where there is none.
     ///
     /// # Errors
-    /// [`XenError::IndexJump`] and [`XenError::ResponseId`]: the backend is broken, and so is the ring.
+    /// [`XenError::IndexJump`] and [`XenError::ResponseId`]: the backend is broken, and so is the
+    /// ring.
     pub fn complete(&mut self, page: &RingPage<'_>) -> Result<Option<Completed>, XenError> {
         while self.ring.responses(page)? > 0 {
             let index = self.ring.consume();
@@ -205,14 +212,14 @@ impl TxFront {
         Ok(None)
     }
 
-    /// Asks to be notified when `after` more responses are there, and looks once more. Returns whether the caller may sleep;
-    /// otherwise there are responses to complete.
+    /// Asks to be notified when `after` more responses are there, and looks once more. Returns
+    /// whether the caller may sleep; otherwise there are responses to complete.
     pub fn arm(&mut self, page: &RingPage<'_>, after: u32) -> Result<bool, XenError> {
         self.ring.arm(page, after)
     }
 
-    /// Hands out the tokens of all buffers that the backend has not answered, for a frontend that disconnects. The backend
-    /// may still read them until it is known to be gone.
+    /// Hands out the tokens of all buffers that the backend has not answered, for a frontend that
+    /// disconnects. The backend may still read them until it is known to be gone.
     pub fn outstanding(&self) -> impl Iterator<Item = u32> + '_ {
         self.tokens.iter().filter(|token| **token < FREE).map(|token| *token as u32)
     }
@@ -256,7 +263,8 @@ impl Default for RxFront {
 }
 
 impl RxFront {
-    /// For a page that was [`RingPage::initialise`]d. To connect again, initialise the page and make a new one.
+    /// For a page that was [`RingPage::initialise`]d. To connect again, initialise the page and
+    /// make a new one.
     pub const fn new() -> Self {
         RxFront { ring: FrontIndices::new(), tokens: [0; RING_SLOTS as usize] }
     }
@@ -295,16 +303,19 @@ impl RxFront {
         self.ring.is_in_doubt()
     }
 
-    /// Repeats the decision of the last `publish`. Returns whether the backend has to be notified after all.
+    /// Repeats the decision of the last `publish`. Returns whether the backend has to be notified
+    /// after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
         self.ring.recheck(page)
     }
 
-    /// Takes the next packet, piece by piece into `part`; `None` where there is none. Each buffer that the packet took comes back,
-    /// with a length of 0 where its slot carried an extra info or an error.
+    /// Takes the next packet, piece by piece into `part`; `None` where there is none. Each buffer
+    /// that the packet took comes back, with a length of 0 where its slot carried an extra info or
+    /// an error.
     ///
     /// # Errors
-    /// The backend is broken, and so is the ring; buffers that were handed out by then are the caller's.
+    /// The backend is broken, and so is the ring; buffers that were handed out by then are the
+    /// caller's.
     pub fn receive(&mut self, page: &RingPage<'_>, mut part: impl FnMut(RxPart)) -> Result<Option<Received>, XenError> {
         if self.ring.responses(page)? == 0 {
             return Ok(None);
@@ -360,21 +371,22 @@ impl RxFront {
 
     /// The index of the packet's next slot.
     fn next_of_packet(&mut self, page: &RingPage<'_>, first: u32) -> Result<u32, XenError> {
-        // The first look may have been long ago: the rest of a packet whose start it saw can be there by now.
+        // The first look may have been long ago: the rest of a packet whose start it saw can be
+        // there by now.
         if self.ring.responses(page)? == 0 {
             return Err(XenError::Incomplete { index: first });
         }
         Ok(self.ring.consume())
     }
 
-    /// Asks to be notified at the next response, and looks once more. Returns whether the caller may sleep; otherwise
-    /// there are packets to receive.
+    /// Asks to be notified at the next response, and looks once more. Returns whether the caller
+    /// may sleep; otherwise there are packets to receive.
     pub fn arm(&mut self, page: &RingPage<'_>) -> Result<bool, XenError> {
         self.ring.arm(page, 1)
     }
 
-    /// Hands out the tokens of all pages that are posted, for a frontend that disconnects. The backend may still write them until
-    /// it is known to be gone.
+    /// Hands out the tokens of all pages that are posted, for a frontend that disconnects. The
+    /// backend may still write them until it is known to be gone.
     pub fn outstanding(&self) -> impl Iterator<Item = u32> + '_ {
         let next = self.ring.next_request();
         (0..self.ring.outstanding()).map(move |back| self.tokens[slot_of(next.wrapping_sub(1 + back))])

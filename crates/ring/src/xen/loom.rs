@@ -2,16 +2,17 @@
 //!
 //! Run by `RUSTFLAGS="--cfg loom" cargo test -p tombolo-ring --release loom`.
 //!
-//! **What runs**: the functions of [`notify`], which [`virtio::loom`](crate::virtio) models at length. Here they run
-//! over 32-bit words with the additions of [`ring`](super::ring): an event index that is one more than VirtIO's, kept
-//! in 16 bits for the decision, and [`Signals`]. Requests to a backend and responses to a frontend differ in names
-//! only.
+//! **What runs**: the functions of [`notify`], which [`virtio::loom`](crate::virtio) models at
+//! length. Here they run over 32-bit words with the additions of [`ring`](super::ring): an event
+//! index that is one more than VirtIO's, kept in 16 bits for the decision, and [`Signals`].
+//! Requests to a backend and responses to a frontend differ in names only.
 //!
-//! **What is shown**: a consumer that arms and looks again never sleeps while there is an entry that was published
-//! without a notification. This also holds where it wants to be notified later than at the next entry. With one more
-//! look, it also holds where the peer's fence does nothing.
+//! **What is shown**: a consumer that arms and looks again never sleeps while there is an entry
+//! that was published without a notification. This also holds where it wants to be notified later
+//! than at the next entry. With one more look, it also holds where the peer's fence does nothing.
 //!
-//! **What bounds it, and what it does not show**: as for virtqueues. That a notification arrives is the hypervisor's part.
+//! **What bounds it, and what it does not show**: as for virtqueues. That a notification arrives is
+//! the hypervisor's part.
 
 use std::sync::Arc;
 
@@ -91,7 +92,8 @@ fn produce(ring: &Ring, batches: &[u32], recheck: bool) {
     }
 }
 
-/// Drains, arms for `after` more entries (no more than will come), looks again, sleeps. `event` makes the event index.
+/// Drains, arms for `after` more entries (no more than will come), looks again, sleeps. `event`
+/// makes the event index.
 fn consume(ring: &Ring, after: u32, event: impl Fn(u32) -> u32) {
     let mut next = FIRST;
     loop {
@@ -131,7 +133,8 @@ fn loom_xen_misses_no_wake_up() {
     }
 }
 
-/// The model can fail: with an event index one too high, as a reading of ring.h by VirtIO's rule would have it.
+/// The model can fail: with an event index one too high, as a reading of ring.h by VirtIO's rule
+/// would have it.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_xen_finds_an_event_index_that_is_one_too_high() {
@@ -145,7 +148,8 @@ fn loom_xen_finds_an_event_index_that_is_one_too_high() {
     });
 }
 
-/// A consumer whose fence does nothing: it has looked at the index when its event index becomes visible.
+/// A consumer whose fence does nothing: it has looked at the index when its event index becomes
+/// visible.
 fn consumer_without_fence(recheck: bool) {
     for batches in batches() {
         model(move |ring| {
@@ -180,8 +184,8 @@ fn loom_xen_finds_the_stall_of_a_consumer_without_fence() {
     consumer_without_fence(false);
 }
 
-/// A producer whose fence does nothing: it has read the event index when its index becomes visible. The consumer looks once
-/// more, later.
+/// A producer whose fence does nothing: it has read the event index when its index becomes visible.
+/// The consumer looks once more, later.
 fn producer_without_fence(recheck: bool) {
     model(move |ring| {
         let producer = {
@@ -248,8 +252,8 @@ impl EventMemory for Channels {
 }
 
 impl Channels {
-    /// Xen's side, as event_fifo.c has it; the queue's lock is this thread's. The link is set with a compare-exchange, as the
-    /// guest may take the tail off the queue meanwhile.
+    /// Xen's side, as event_fifo.c has it; the queue's lock is this thread's. The link is set with
+    /// a compare-exchange, as the guest may take the tail off the queue meanwhile.
     fn send(&self, channel: u32, tail: &mut u32) {
         let word = &self.words[channel as usize - 1];
         word.fetch_or(PENDING, Ordering::AcqRel);
@@ -267,7 +271,8 @@ impl Channels {
         }
         self.head.store(channel, Ordering::Release);
         let was_ready = self.ready.fetch_or(1, Ordering::AcqRel) != 0;
-        // Xen's processor has a barrier in each such operation; loom knows it by the name of fence only.
+        // Xen's processor has a barrier in each such operation; loom knows it by the name of fence
+        // only.
         fence(Ordering::SeqCst);
         if !was_ready && self.flag.swap(1, Ordering::AcqRel) == 0 {
             self.upcall.notify();
@@ -275,8 +280,8 @@ impl Channels {
     }
 }
 
-/// A guest that takes up to `most` channels in a turn sees the last news of each channel. `looks` says whether it looks for what
-/// a turn has left before it sleeps.
+/// A guest that takes up to `most` channels in a turn sees the last news of each channel. `looks`
+/// says whether it looks for what a turn has left before it sleeps.
 fn take_events(order: &'static [u32], most: usize, looks: bool) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(PREEMPTIONS);
@@ -302,8 +307,9 @@ fn take_events(order: &'static [u32], most: usize, looks: bool) {
         let last = [1, 2].map(|channel| order.iter().rposition(|sent| *sent == channel).map_or(0, |at| at as u32 + 1));
         let (mut queues, mut seen) = (Queues::default(), [0; 2]);
         loop {
-            // A store, and the exchange of READY behind it, which is a barrier on the guest's processor. loom does not keep
-            // stores of two threads in the order that fences give them, only exchanges.
+            // A store, and the exchange of READY behind it, which is a barrier on the guest's
+            // processor. loom does not keep stores of two threads in the order that fences give
+            // them, only exchanges.
             channels.flag.swap(0, Ordering::AcqRel);
             fence(Ordering::SeqCst);
             queues.take(&*channels, most, |channel| {

@@ -1,9 +1,11 @@
-//! The Xen dialect: how a guest's network frontend and a backend in another domain exchange packets.
+//! The Xen dialect: how a guest's network frontend and a backend in another domain exchange
+//! packets.
 //!
 //! # Theory of operation
 //!
-//! A vif has one pair of rings for each queue. A ring is one page of the frontend's memory that it grants to the backend
-//! (xen/include/public/io/ring.h): four words and 256 slots. A slot holds a request first and its response later.
+//! A vif has one pair of rings for each queue. A ring is one page of the frontend's memory that it
+//! grants to the backend (xen/include/public/io/ring.h): four words and 256 slots. A slot holds a
+//! request first and its response later.
 //!
 //! ```text
 //!   offset 0     req_prod    frontend writes   requests up to here are in the slots
@@ -13,33 +15,38 @@
 //!          64    slots       both write        12 bytes each on the transmit ring, 8 on the receive ring
 //! ```
 //!
-//! *Transmit* and *receive* are the guest's words: on the transmit ring a request is a piece of a packet from the guest,
-//! on the receive ring it is an empty buffer for one. A packet takes up to 18 slots, with extra infos in slots of their own.
-//! Buffers are pages named by grant references; the caller moves the bytes.
+//! *Transmit* and *receive* are the guest's words: on the transmit ring a request is a piece of a
+//! packet from the guest, on the receive ring it is an empty buffer for one. A packet takes up to
+//! 18 slots, with extra infos in slots of their own. Buffers are pages named by grant references;
+//! the caller moves the bytes.
 //!
 //! # What is here
 //!
 //! * [`ring`]: the shared page, its four words, and how both sides count and notify.
 //! * [`netif`]: requests, responses and extra infos as bytes.
-//! * [`TxFront`] and [`RxFront`]: the frontend's ends of the two rings, for cells and as the peer in tests.
+//! * [`TxFront`] and [`RxFront`]: the frontend's ends of the two rings, for cells and as the peer
+//!   in tests.
 //! * [`TxBack`] and [`RxBack`]: the backend's ends, for the fabric.
-//! * [`store`]: messages of XenStore; [`bytes`]: the byte rings over which a guest speaks to it, and its console.
+//! * [`store`]: messages of XenStore; [`bytes`]: the byte rings over which a guest speaks to it,
+//!   and its console.
 //! * [`bus`]: the states of the xenbus handshake, as a table for each end.
 //! * [`events`]: the queues of FIFO event channels, as a guest reads them.
 //!
 //! # Invariants and failure
 //!
-//! The other side is hostile and can write to the whole page at any time. Each of its words is read once into a local
-//! and checked. A bad one is refused with a [`XenError`]. What this side has written is remembered here and never read
-//! back. Nothing panics on what memory holds, allocates, or takes more than 256 steps per call. After an error the ring
-//! is broken: its owner disconnects the vif. A packet that is merely wrong (too long, bad checksum request) is answered
-//! with an error instead.
+//! The other side is hostile and can write to the whole page at any time. Each of its words is read
+//! once into a local and checked. A bad one is refused with a [`XenError`]. What this side has
+//! written is remembered here and never read back. Nothing panics on what memory holds, allocates,
+//! or takes more than 256 steps per call. After an error the ring is broken: its owner disconnects
+//! the vif. A packet that is merely wrong (too long, bad checksum request) is answered with an
+//! error instead.
 //!
-//! Responses are written in the order of their requests, so each response is in the slot of its request. netif.h
-//! demands that for the receive ring. On the transmit ring it lets a backend that died be replaced
-//! ([`ring::BackIndices::attach`]).
+//! Responses are written in the order of their requests, so each response is in the slot of its
+//! request. netif.h demands that for the receive ring. On the transmit ring it lets a backend that
+//! died be replaced ([`ring::BackIndices::attach`]).
 //!
-//! A ring belongs to one thread at a time and has no lock. Its state is plain numbers; the page is passed to each call.
+//! A ring belongs to one thread at a time and has no lock. Its state is plain numbers; the page is
+//! passed to each call.
 
 pub mod back;
 pub mod bus;
@@ -122,7 +129,8 @@ pub enum XenError {
         index: u32,
         got: u16,
     },
-    /// Responses were given for a packet that was not the next one to be answered. The caller's mistake.
+    /// Responses were given for a packet that was not the next one to be answered. The caller's
+    /// mistake.
     #[error("responses for index {got}, but {expected} is the next one to be answered")]
     OutOfOrder {
         /// Index of the packet's first slot.

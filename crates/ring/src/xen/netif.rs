@@ -10,8 +10,9 @@
 //!   multicast      | 2/3 |flags| address                           |
 //! ```
 //!
-//! Little-endian (the frontend's own order; only x86 and arm64 guests exist). The size of a packet's first transmit
-//! request is that of the whole packet. An extra info takes its own slot behind the first one.
+//! Little-endian (the frontend's own order; only x86 and arm64 guests exist). The size of a
+//! packet's first transmit request is that of the whole packet. An extra info takes its own slot
+//! behind the first one.
 
 use core::fmt;
 
@@ -69,14 +70,16 @@ pub const RX_CSUM_BLANK: u16 = 1 << 1;
 pub const RX_MORE_DATA: u16 = 1 << 2;
 /// Receive flag: an extra info follows (XEN_NETRXF_extra_info).
 pub const RX_EXTRA_INFO: u16 = 1 << 3;
-/// Receive flag: segmentation told by an old way, which nothing here agrees to (XEN_NETRXF_gso_prefix).
+/// Receive flag: segmentation told by an old way, which nothing here agrees to
+/// (XEN_NETRXF_gso_prefix).
 pub const RX_GSO_PREFIX: u16 = 1 << 4;
 
 /// Status: the packet was dropped (XEN_NETIF_RSP_DROPPED).
 pub const RSP_DROPPED: i16 = -2;
 /// Status: the request was wrong (XEN_NETIF_RSP_ERROR).
 pub const RSP_ERROR: i16 = -1;
-/// Status: done (XEN_NETIF_RSP_OKAY). On the receive ring the field holds the length in bytes instead.
+/// Status: done (XEN_NETIF_RSP_OKAY). On the receive ring the field holds the length in bytes
+/// instead.
 pub const RSP_OKAY: i16 = 0;
 /// Status: the slot held an extra info; there is nothing to answer (XEN_NETIF_RSP_NULL).
 pub const RSP_NULL: i16 = 1;
@@ -97,8 +100,8 @@ pub const MAX_DATA_SLOTS: usize = 18;
 
 /// Extra infos per packet. No known peer sends more than one; the header names four types.
 pub const MAX_EXTRAS: usize = 4;
-/// Slots of data after which a frontend is broken, and not merely generous: those above [`MAX_DATA_SLOTS`] are dropped, not fatal.
-/// Linux's backend draws the line at 20 by default.
+/// Slots of data after which a frontend is broken, and not merely generous: those above
+/// [`MAX_DATA_SLOTS`] are dropped, not fatal. Linux's backend draws the line at 20 by default.
 pub const FATAL_DATA_SLOTS: usize = 20;
 /// The shortest packet: an Ethernet header, in bytes.
 pub const MIN_PACKET_BYTES: u16 = 14;
@@ -279,8 +282,8 @@ pub enum Checksum {
     None,
     /// It is known to be right.
     Valid,
-    /// The TCP or UDP checksum field holds the sum over the pseudo-header only. The receiver finds the field by parsing
-    /// the packet; the ring does not say where it is.
+    /// The TCP or UDP checksum field holds the sum over the pseudo-header only. The receiver finds
+    /// the field by parsing the packet; the ring does not say where it is.
     Blank,
 }
 

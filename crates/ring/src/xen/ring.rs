@@ -1,12 +1,13 @@
 //! The shared page of a ring (xen/include/public/io/ring.h), and how each side counts in it.
 //!
-//! Indices are 32 bits and run free; the low 8 bits name the slot. `req_event` and `rsp_event` hold the value of the
-//! index at which their writer wants to be notified. This is one more than VirtIO's event index would be. The wake-up
-//! protocol is that of [`virtio::notify`](crate::virtio::notify), and so is the second look at
+//! Indices are 32 bits and run free; the low 8 bits name the slot. `req_event` and `rsp_event` hold
+//! the value of the index at which their writer wants to be notified. This is one more than
+//! VirtIO's event index would be. The wake-up protocol is that of
+//! [`virtio::notify`](crate::virtio::notify), and so is the second look at
 //! [`RECHECK_NS`](notify::RECHECK_NS).
 //!
-//! The code that decides about signals keeps the low 16 bits of the indices. So an event index that was not renewed
-//! costs one notification too many in 65536 slots, and none is ever missed.
+//! The code that decides about signals keeps the low 16 bits of the indices. So an event index that
+//! was not renewed costs one notification too many in 65536 slots, and none is ever missed.
 
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
@@ -51,11 +52,13 @@ pub const fn slot_of(index: u32) -> usize {
 
 /// A ring's page, taken once per call of a ring's method.
 ///
-/// Constructed only with a whole page that is aligned to 64 bytes, so a masked index is always inside.
+/// Constructed only with a whole page that is aligned to 64 bytes, so a masked index is always
+/// inside.
 #[derive(Clone, Copy, Debug)]
 pub struct RingPage<'m>(ForeignMut<'m>);
 
-/// One of the four words. Reads as 0 and ignores writes if it were outside, which [`RingPage`] rules out.
+/// One of the four words. Reads as 0 and ignores writes if it were outside, which [`RingPage`]
+/// rules out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageWord<'m>(ForeignMut<'m>, usize);
 
@@ -213,7 +216,8 @@ impl FrontIndices {
         self.signals.is_in_doubt()
     }
 
-    /// Repeats the decision of the last `publish`. Returns whether the backend has to be notified after all.
+    /// Repeats the decision of the last `publish`. Returns whether the backend has to be notified
+    /// after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
         let event = notify::suppression(&page.req_event());
         self.signals.recheck(suppression_of(event), self.published.0 as u16)
@@ -244,8 +248,8 @@ impl FrontIndices {
         index
     }
 
-    /// Asks to be notified when `after` more responses are there (at least 1), and looks once more. Returns whether the
-    /// caller may sleep; otherwise there are responses to consume.
+    /// Asks to be notified when `after` more responses are there (at least 1), and looks once more.
+    /// Returns whether the caller may sleep; otherwise there are responses to consume.
     pub fn arm(&mut self, page: &RingPage<'_>, after: u32) -> Result<bool, XenError> {
         let after = after.clamp(1, self.outstanding().max(1));
         let event = self.rsp + Wrapping(after);
@@ -272,8 +276,8 @@ pub struct BackIndices {
 }
 
 impl BackIndices {
-    /// Attaches to a ring: a new one, or one whose last backend is gone. Everything before `rsp_prod` is answered; requests
-    /// behind it are taken (again).
+    /// Attaches to a ring: a new one, or one whose last backend is gone. Everything before
+    /// `rsp_prod` is answered; requests behind it are taken (again).
     ///
     /// # Errors
     /// [`XenError::IndexJump`] where the ring's indices do not fit each other.
@@ -337,7 +341,8 @@ impl BackIndices {
         self.rsp.0
     }
 
-    /// Writes the next response, into the slot of its request. There is a request without one ([`BackIndices::held`]).
+    /// Writes the next response, into the slot of its request. There is a request without one
+    /// ([`BackIndices::held`]).
     #[inline]
     pub(super) fn respond<const N: usize>(&mut self, page: &RingPage<'_>, slot_bytes: usize, bytes: [u8; N]) {
         debug_assert!(self.held() > 0);
@@ -345,16 +350,17 @@ impl BackIndices {
         self.rsp += 1;
     }
 
-    /// Makes the responses of one packet visible, without a notification. A response takes the place of its request. So
-    /// a backend that ends between the two would leave slots that the next one takes for requests. Therefore this runs
-    /// packet by packet, and at once.
+    /// Makes the responses of one packet visible, without a notification. A response takes the
+    /// place of its request. So a backend that ends between the two would leave slots that the next
+    /// one takes for requests. Therefore this runs packet by packet, and at once.
     #[inline]
     pub(super) fn reveal(&mut self, page: &RingPage<'_>) {
         self.published = self.rsp;
         notify::publish(&page.rsp_prod(), self.rsp.0);
     }
 
-    /// Decides about the responses since the last call. Returns whether the frontend has to be notified.
+    /// Decides about the responses since the last call. Returns whether the frontend has to be
+    /// notified.
     #[inline]
     pub fn publish(&mut self, page: &RingPage<'_>) -> bool {
         if self.decided == self.published {
@@ -370,14 +376,15 @@ impl BackIndices {
         self.signals.is_in_doubt()
     }
 
-    /// Repeats the decision of the last `publish`. Returns whether the frontend has to be notified after all.
+    /// Repeats the decision of the last `publish`. Returns whether the frontend has to be notified
+    /// after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
         let event = notify::suppression(&page.rsp_event());
         self.signals.recheck(suppression_of(event), self.published.0 as u16)
     }
 
-    /// Asks to be notified when `after` requests are there that were not taken (at least 1), and looks once more.
-    /// Returns whether the caller may sleep; otherwise so many are there.
+    /// Asks to be notified when `after` requests are there that were not taken (at least 1), and
+    /// looks once more. Returns whether the caller may sleep; otherwise so many are there.
     pub fn arm(&mut self, page: &RingPage<'_>, after: u32) -> Result<bool, XenError> {
         let after = after.clamp(1, RING_SLOTS);
         let event = self.req + Wrapping(after);

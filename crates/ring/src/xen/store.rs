@@ -5,11 +5,12 @@
 //!   | type   | request    | transaction | length | payload (up to 4096 bytes) …
 //! ```
 //!
-//! Little-endian. A reply repeats type and request of what it answers; its type is ERROR where that failed. Watch events come
-//! in between, with request 0. Paths and tokens end with a NUL; the value of a write does not.
+//! Little-endian. A reply repeats type and request of what it answers; its type is ERROR where that
+//! failed. Watch events come in between, with request 0. Paths and tokens end with a NUL; the value
+//! of a write does not.
 //!
-//! [`request`] puts a message together, [`Inbox`] takes a stream of bytes apart, [`Message`] says what a message holds. All
-//! lengths are bounded by the specification's, and checked.
+//! [`request`] puts a message together, [`Inbox`] takes a stream of bytes apart, [`Message`] says
+//! what a message holds. All lengths are bounded by the specification's, and checked.
 
 use super::XenError;
 
@@ -139,7 +140,8 @@ impl Header {
     }
 }
 
-/// What to ask XenStore. Paths, tokens and permissions must not hold a NUL, which [`request`] checks.
+/// What to ask XenStore. Paths, tokens and permissions must not hold a NUL, which [`request`]
+/// checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request<'a> {
     /// The names of a node's children.
@@ -166,7 +168,8 @@ pub enum Request<'a> {
     MakeDirectory(&'a str),
     /// Removes a node and all below it.
     Remove(&'a str),
-    /// Sets who may read and write a node: its owner and the right of all others first, such as "n0", then "r3".
+    /// Sets who may read and write a node: its owner and the right of all others first, such as
+    /// "n0", then "r3".
     SetPermissions(&'a str, &'a [&'a str]),
     /// Whether a domain is there.
     IsDomainIntroduced(u16),
@@ -211,12 +214,12 @@ impl Writer<'_> {
     }
 }
 
-/// Writes the message that asks `what`, as request `number` and inside `transaction` (0 for none), to the start of `buffer`.
-/// Returns its length in bytes.
+/// Writes the message that asks `what`, as request `number` and inside `transaction` (0 for none),
+/// to the start of `buffer`. Returns its length in bytes.
 ///
 /// # Errors
-/// [`XenError::NoRoom`] where it does not fit the buffer or is longer than XenStore allows, [`XenError::Payload`] where
-/// a text holds a NUL.
+/// [`XenError::NoRoom`] where it does not fit the buffer or is longer than XenStore allows,
+/// [`XenError::Payload`] where a text holds a NUL.
 pub fn request(buffer: &mut [u8], number: u32, transaction: u32, what: &Request<'_>) -> Result<usize, XenError> {
     let mut to = Writer { buffer, len: HEADER_BYTES, nul_inside: false };
     let kind = match *what {
@@ -389,7 +392,8 @@ impl<'a> Message<'a> {
                 }
                 Ok(Content::Event { path: text(path)?, token: text(token)? })
             }
-            // Values have no NUL of their own; a node can hold one at its end, which Xen's own tools do not strip.
+            // Values have no NUL of their own; a node can hold one at its end, which Xen's own
+            // tools do not strip.
             Kind::Read => Ok(Content::Reply(self.payload)),
             _ => Ok(Content::Reply(self.payload.strip_suffix(&[0]).unwrap_or(self.payload))),
         }
@@ -429,8 +433,8 @@ impl Inbox {
         Inbox { buffer: [0; MAX_MESSAGE_BYTES], filled: 0 }
     }
 
-    /// Where the next bytes go, and no more than the message lacks: never empty while it is not complete.
-    /// [`Inbox::filled`] says how many came.
+    /// Where the next bytes go, and no more than the message lacks: never empty while it is not
+    /// complete. [`Inbox::filled`] says how many came.
     pub fn room(&mut self) -> Result<&mut [u8], XenError> {
         let end = self.end()?;
         Ok(&mut self.buffer[self.filled..end])

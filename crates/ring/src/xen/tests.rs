@@ -74,7 +74,8 @@ fn a_transmitted_packet_stands_in_the_page_as_the_header_has_it() {
     let pieces: Vec<_> = packet.pieces().iter().map(|piece| (piece.gref, piece.offset, piece.len)).collect();
     assert_eq!(pieces, [(5, 100, 2000), (6, 0, 4096), (7, 0, 30)]);
     back.answer(&page, &packet, RSP_OKAY).unwrap();
-    // At once: the requests are gone, so a backend that ended here must not leave them to the next one.
+    // At once: the requests are gone, so a backend that ended here must not leave them to the next
+    // one.
     assert_eq!(word(memory, RSP_PROD), 4);
     assert!(back.publish(&page));
     for (at, golden) in [[0, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0]].into_iter().enumerate() {

@@ -25,10 +25,12 @@ use crate::warm;
 pub struct ConnectOptions {
     /// Most requests under way: a power of two up to 4096.
     pub entries: u32,
-    /// Memory for requests that do not fit into an entry: 0 or a power of two from 4 KiB. Larger ones get memory of their own.
+    /// Memory for requests that do not fit into an entry: 0 or a power of two from 4 KiB. Larger
+    /// ones get memory of their own.
     pub arena_bytes: u64,
-    /// Most bytes of whole memories that the service may have handed over at a time: the memory of a reply counts until the service has taken it back
-    /// and the reply was dropped. A reply beyond that is [`CallError::ReplyTooLarge`](super::CallError::ReplyTooLarge).
+    /// Most bytes of whole memories that the service may have handed over at a time: the memory of
+    /// a reply counts until the service has taken it back and the reply was dropped. A reply beyond
+    /// that is [`CallError::ReplyTooLarge`](super::CallError::ReplyTooLarge).
     pub max_shared_bytes: u64,
     /// How long the provider may take to answer the connection.
     pub timeout: Duration,

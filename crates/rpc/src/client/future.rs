@@ -1,9 +1,11 @@
 //! A call as a future, for whichever executor.
 //!
-//! Futexes are in no reactor, so a client that is used this way gets two threads of its own: one waits for answers on behalf of its futures
-//! and wakes them, the other one ends them at their deadlines. They start with the first future and end with the client. A waker is called without any lock of the client's: it may poll its future, or drop
-//! others, then and there. A blocking call of another thread on the same client meanwhile
-//! is woken by that thread, which costs it a wake-up more; who wants both fast opens two clients.
+//! Futexes are in no reactor, so a client that is used this way gets two threads of its own: one
+//! waits for answers on behalf of its futures and wakes them, the other one ends them at their
+//! deadlines. They start with the first future and end with the client. A waker is called without
+//! any lock of the client's: it may poll its future, or drop others, then and there. A blocking
+//! call of another thread on the same client meanwhile is woken by that thread, which costs it a
+//! wake-up more; who wants both fast opens two clients.
 
 use std::future::Future;
 use std::pin::Pin;

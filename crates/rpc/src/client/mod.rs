@@ -79,7 +79,8 @@ fn no_memory(error: MemoryError) -> CallError {
     CallError::Memory(NoMemory { what, bytes, source: calls::Errno(source.raw_os_error()) })
 }
 
-/// Ends the connection with the last client, also where replies are still held, and the helper threads with it.
+/// Ends the connection with the last client, also where replies are still held, and the helper
+/// threads with it.
 #[derive(Debug)]
 struct LastClient(Arc<ClientConnection>);
 
@@ -96,7 +97,8 @@ pub struct Client {
     _last: Arc<LastClient>,
 }
 
-/// Room for a request in the connection's memory, to be written in place and then sent by [`Client::submit_loan`].
+/// Room for a request in the connection's memory, to be written in place and then sent by
+/// [`Client::submit_loan`].
 #[derive(Debug)]
 pub struct Loan {
     connection: Arc<ClientConnection>,
@@ -165,7 +167,8 @@ impl Client {
         self.submit_view(Foreign::from(bytes), options)
     }
 
-    /// As [`Client::submit`], for bytes that another party may write meanwhile: a request or a reply that is passed on.
+    /// As [`Client::submit`], for bytes that another party may write meanwhile: a request or a
+    /// reply that is passed on.
     ///
     /// # Errors
     /// [`CallError`], where the request could not be sent.
@@ -189,7 +192,8 @@ impl Client {
         }
     }
 
-    /// Room for a request of so many bytes in the connection's memory. `None` where there is none now.
+    /// Room for a request of so many bytes in the connection's memory. `None` where there is none
+    /// now.
     pub fn loan(&self, len: u64) -> Option<Loan> {
         let offset = self.connection.take_block(len)?;
         Some(Loan { connection: self.connection.clone(), offset, len, sent: false })
@@ -209,7 +213,8 @@ impl Client {
         Ok(token)
     }
 
-    /// Sends a part of shared memory, without waiting and without a copy. The memory must not be written before the answer.
+    /// Sends a part of shared memory, without waiting and without a copy. The memory must not be
+    /// written before the answer.
     ///
     /// # Errors
     /// [`CallError`], where the request could not be sent.
@@ -243,8 +248,8 @@ impl Client {
         self.wait(token, options.timeout)
     }
 
-    /// Looks whether the answer has come; `None` while it has not. From the deadline on [`CallError::DeadlineExceeded`], and the token names
-    /// nothing any more.
+    /// Looks whether the answer has come; `None` while it has not. From the deadline on
+    /// [`CallError::DeadlineExceeded`], and the token names nothing any more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         self.connection.poll(token)
     }
@@ -252,27 +257,31 @@ impl Client {
     /// Waits for one answer, up to the call's own end at the most.
     ///
     /// # Errors
-    /// [`CallError`]. After [`CallError::DeadlineExceeded`] and [`CallError::Timeout`] the call is cancelled, and the token names nothing any more.
+    /// [`CallError`]. After [`CallError::DeadlineExceeded`] and [`CallError::Timeout`] the call is
+    /// cancelled, and the token names nothing any more.
     pub fn wait(&self, token: Token, timeout: Duration) -> Result<Reply, CallError> {
         self.connection.wait(token, timeout)
     }
 
-    /// Waits until the answer of any of these calls has come, or its deadline; which one that is. `None` after the time limit, or when there are
-    /// no tokens. A connection that is lost counts as an answer of each of its calls.
+    /// Waits until the answer of any of these calls has come, or its deadline; which one that is.
+    /// `None` after the time limit, or when there are no tokens. A connection that is lost counts
+    /// as an answer of each of its calls.
     pub fn wait_any(&self, tokens: &[Token], timeout: Duration) -> Option<usize> {
         self.connection.wait_any(tokens, timeout)
     }
 
-    /// Waits for the answers of all these calls, in the order of the tokens. Those that have not come when the time is over are
-    /// cancelled, and end with [`CallError::Timeout`], or earlier with [`CallError::DeadlineExceeded`].
+    /// Waits for the answers of all these calls, in the order of the tokens. Those that have not
+    /// come when the time is over are cancelled, and end with [`CallError::Timeout`], or earlier
+    /// with [`CallError::DeadlineExceeded`].
     pub fn wait_all(&self, tokens: &[Token], timeout: Duration) -> Vec<Result<Reply, CallError>> {
         let until = now_ns().saturating_add(clock::ns(timeout));
         let left = || Duration::from_nanos(until.saturating_sub(now_ns()));
         tokens.iter().map(|token| self.wait(*token, left())).collect()
     }
 
-    /// Asks the provider to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had
-    /// begun. False where the token names no call under way, or too many cancellations are under way.
+    /// Asks the provider to take a call back. Its answer still comes: [`CallError::Cancelled`], or
+    /// what it was if service had begun. False where the token names no call under way, or too many
+    /// cancellations are under way.
     pub fn cancel(&self, token: Token) -> bool {
         self.connection.cancel(token)
     }

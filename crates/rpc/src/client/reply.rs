@@ -45,7 +45,8 @@ impl Reply {
         self.head.code
     }
 
-    /// How long after the call's deadline this side took the reply, ns; 0 where that was in time, or the call had no deadline.
+    /// How long after the call's deadline this side took the reply, ns; 0 where that was in time,
+    /// or the call had no deadline.
     pub fn late_by_ns(&self) -> u64 {
         self.head.late_by_ns
     }
@@ -65,8 +66,9 @@ impl Reply {
         self.head.service_ns
     }
 
-    /// The bytes, where they are. The provider can change those of a large reply while they are read, and takes them back when they
-    /// are held for too long; [`Reply::is_current`] tells afterwards.
+    /// The bytes, where they are. The provider can change those of a large reply while they are
+    /// read, and takes them back when they are held for too long; [`Reply::is_current`] tells
+    /// afterwards.
     pub fn view(&self) -> Foreign<'_> {
         let (view, offset, len) = match (&self.bytes, self.payload) {
             (Bytes::Inline(bytes), Payload::Inline { len }) => {
@@ -99,8 +101,8 @@ impl Reply {
     /// A copy of the bytes.
     ///
     /// # Errors
-    /// As for [`Reply::copy_to`]; and [`CallError::Memory`] where there is no memory for a copy: how long a reply in memory of its own is,
-    /// the provider says.
+    /// As for [`Reply::copy_to`]; and [`CallError::Memory`] where there is no memory for a copy:
+    /// how long a reply in memory of its own is, the provider says.
     pub fn to_vec(&self) -> Result<Vec<u8>, CallError> {
         let len = self.view().len();
         let mut bytes = Vec::new();

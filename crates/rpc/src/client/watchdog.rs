@@ -84,7 +84,8 @@ impl Watchdog {
 /// Watches a connection; returns its number, which tells the process too.
 pub(super) fn add(connection: &Arc<ClientConnection>) -> Result<u64, Errno> {
     let watchdog = watchdog()?;
-    // Edges: what a forked child keeps open of a connection that ended here is signalled once, and not for ever.
+    // Edges: what a forked child keeps open of a connection that ended here is signalled once, and
+    // not for ever.
     let edge = epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
     let process = process::pidfd_of(connection.socket());
     let id = {
@@ -103,7 +104,8 @@ pub(super) fn add(connection: &Arc<ClientConnection>) -> Result<u64, Errno> {
     Ok(id)
 }
 
-/// Whether this process made the connection of that number. In a forked child it is the parent's, and not to be touched.
+/// Whether this process made the connection of that number. In a forked child it is the parent's,
+/// and not to be touched.
 pub(super) fn is_ours(id: u64) -> bool {
     (id >> 32) as u32 == process::here()
 }
@@ -139,7 +141,8 @@ mod tests {
                     }
                 });
             }
-            // The first of a process starts its thread, under the lock; each child is the first of its own.
+            // The first of a process starts its thread, under the lock; each child is the first of
+            // its own.
             let watches = || watchdog().is_ok_and(|watchdog| watchdog.process == std::process::id());
             let all = (0..300).try_for_each(|_| in_child(|| watches() && in_child(watches).is_ok()));
             enough.store(true, Ordering::Relaxed);

@@ -255,7 +255,8 @@ impl Connection {
         }
     }
 
-    /// Calls hooks, without the lock. One that panics does so for itself: who calls it serves others.
+    /// Calls hooks, without the lock. One that panics does so for itself: who calls it serves
+    /// others.
     pub(crate) fn call_hooks(&self, which: impl Fn(Token) -> bool) {
         let called: Vec<_> = lock(&self.hooks).0.extract_if(.., |(token, _)| which(*token)).collect();
         for (_, hook) in called {
@@ -266,7 +267,8 @@ impl Connection {
     /// Publishes an answer and wakes the client if it waits.
     ///
     /// # Errors
-    /// [`Broken`], where the client took answers that were not published, or uses slots without taking their answers.
+    /// [`Broken`], where the client took answers that were not published, or uses slots without
+    /// taking their answers.
     pub(crate) fn answer(&self, answer: &Answer, inline: &[u8], now: u64) -> Result<(), Broken> {
         let ends = self.ends();
         self.set_slot(answer.token.slot(), Slot::Free);
@@ -289,8 +291,9 @@ impl Connection {
         Ok(())
     }
 
-    /// A block of the reply arena, to be written and then sent by [`Connection::answer`] or given back. `None` where there is no
-    /// room, also after blocks were collected that the client has given back.
+    /// A block of the reply arena, to be written and then sent by [`Connection::answer`] or given
+    /// back. `None` where there is no room, also after blocks were collected that the client has
+    /// given back.
     pub(crate) fn take_block(&self, len: u64) -> Option<Block> {
         let ends = self.ends();
         let mut replies = lock(&self.replies);
@@ -360,7 +363,8 @@ impl Connection {
         lock(&self.replies).given.give(&self.socket, buffer)
     }
 
-    /// Memory that the client has handed over. What it sent before the request that names it has been read by then.
+    /// Memory that the client has handed over. What it sent before the request that names it has
+    /// been read by then.
     pub(crate) fn memory(&self, number: u32) -> Option<Arc<Lent>> {
         let mut taken = lock(&self.taken);
         if let Some(memory) = taken.get(number) {

@@ -1,7 +1,9 @@
-//! The control thread: accepts clients, speaks with them over their sockets, notices that they have gone.
+//! The control thread: accepts clients, speaks with them over their sockets, notices that they have
+//! gone.
 //!
-//! It sleeps while nothing is served: until a reply has been held for too long, and without a time limit where none is held. While requests are served it looks at the queue every
-//! [`ATTEND`], so that what clients ask while all workers are busy is refused, cancelled or expired in that time.
+//! It sleeps while nothing is served: until a reply has been held for too long, and without a time
+//! limit where none is held. While requests are served it looks at the queue every [`ATTEND`], so
+//! that what clients ask while all workers are busy is refused, cancelled or expired in that time.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -55,7 +57,8 @@ enum Client {
     Welcome {
         connection: Arc<Connection>,
         place: Place,
-        /// Its process, which tells that it has ended also where children of its keep the socket open.
+        /// Its process, which tells that it has ended also where children of its keep the socket
+        /// open.
         process: Option<OwnedFd>,
     },
 }
@@ -145,7 +148,8 @@ impl Control {
         }
     }
 
-    /// Has workers ring that begin to serve from now on; for how long the thread may sleep until then. `None`: without a limit.
+    /// Has workers ring that begin to serve from now on; for how long the thread may sleep until
+    /// then. `None`: without a limit.
     fn rest(&self) -> Option<Duration> {
         self.engine.control_rests.store(true, Ordering::SeqCst);
         // Who has begun before, and did not ring, is seen here: both are under the lock.
@@ -230,8 +234,8 @@ impl Control {
         accept_with(&self.listener.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
     }
 
-    /// There is no descriptor left for who comes now; one that was kept for it says so. Otherwise it would wait for us, and the listener
-    /// would wake us for it again and again.
+    /// There is no descriptor left for who comes now; one that was kept for it says so. Otherwise
+    /// it would wait for us, and the listener would wake us for it again and again.
     fn turn_away(&mut self) {
         match self.spare.take().map(drop).and_then(|()| self.accept_one().ok()) {
             Some(socket) => {
@@ -349,8 +353,8 @@ impl Control {
         arena_bytes: u64,
         fds: Vec<ForeignFd>,
     ) -> Result<(Arc<Connection>, Place), String> {
-        // Everything is checked before memory is made, mapped pages are touched or anything is charged: a
-        // refusal costs a few system calls, and leaves nothing behind.
+        // Everything is checked before memory is made, mapped pages are touched or anything is
+        // charged: a refusal costs a few system calls, and leaves nothing behind.
         let share = self.share(caller.uid);
         let options = &self.engine.options;
         let [theirs] = <[ForeignFd; 1]>::try_from(fds)

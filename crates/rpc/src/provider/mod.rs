@@ -50,7 +50,8 @@ use crate::sync::lock;
 use report::{Counters, get};
 use worker::Core;
 
-/// Largest arena for the replies to one client, who faults all of it in: 64 MiB. Larger replies are in memory of their own.
+/// Largest arena for the replies to one client, who faults all of it in: 64 MiB. Larger replies are
+/// in memory of their own.
 pub const MAX_REPLY_ARENA_BYTES: u64 = 64 << 20;
 
 /// The shortest budget that `SCHED_DEADLINE` knows (DL_SCALE, sched(7)).
@@ -80,7 +81,8 @@ pub struct Access {
 }
 
 impl Access {
-    /// `groups` gives those that a caller is a member of besides the one that it runs as; it is asked only where they decide.
+    /// `groups` gives those that a caller is a member of besides the one that it runs as; it is
+    /// asked only where they decide.
     fn allows(&self, own_uid: u32, caller: Caller, groups: impl FnOnce() -> Vec<u32>) -> bool {
         self.everybody
             || caller.uid == 0
@@ -103,8 +105,8 @@ pub struct Options {
     pub workers: u32,
     /// Their class. What is in force is in the report; that it was refused is no failure.
     pub class: WorkerClass,
-    /// How long one request takes at most: admission counts with it until services were measured, and it is the runtime of
-    /// [`WorkerClass::Deadline`].
+    /// How long one request takes at most: admission counts with it until services were measured,
+    /// and it is the runtime of [`WorkerClass::Deadline`].
     pub budget: Duration,
     /// The period of [`WorkerClass::Deadline`].
     pub period: Duration,
@@ -116,8 +118,8 @@ pub struct Options {
     pub late: Late,
     /// Whether what cannot be met is refused at once.
     pub admission: bool,
-    /// Whether each user that calls, and each of its clients, has a share of the workers' time, so that none makes the calls of the others late. Only
-    /// with [`Order::Edf`].
+    /// Whether each user that calls, and each of its clients, has a share of the workers' time, so
+    /// that none makes the calls of the others late. Only with [`Order::Edf`].
     pub shares: bool,
     /// Users and groups that may call.
     pub access: Access,
@@ -125,8 +127,8 @@ pub struct Options {
     pub max_clients: usize,
     /// Most clients of one user at a time, so that no user keeps the others out.
     pub max_clients_per_uid: usize,
-    /// Most bytes of memory that the clients of one user may have in use together: their sections, those of their replies, and whole
-    /// memories that they hand over.
+    /// Most bytes of memory that the clients of one user may have in use together: their sections,
+    /// those of their replies, and whole memories that they hand over.
     pub max_bytes_per_uid: u64,
     /// Most requests that the clients of one user may have under way together. It is less than
     /// [`Options::queue_bound`], so that the queue always has room for other users. Each client
@@ -136,7 +138,8 @@ pub struct Options {
     pub max_entries: u32,
     /// Largest arena that a client may bring for its requests.
     pub max_arena_bytes: u64,
-    /// Memory for the replies to one client: 0 or a power of two from 4 KiB to [`MAX_REPLY_ARENA_BYTES`].
+    /// Memory for the replies to one client: 0 or a power of two from 4 KiB to
+    /// [`MAX_REPLY_ARENA_BYTES`].
     pub reply_arena_bytes: u64,
     /// Most bytes of whole memories that one client may hand over.
     pub max_shared_bytes: u64,
@@ -144,7 +147,8 @@ pub struct Options {
     pub ttl: Duration,
     /// How long a client may hold a reply.
     pub reply_ttl: Duration,
-    /// Calls that take longer, waiting and service together, are in the report; so are those that waited for longer and were not served.
+    /// Calls that take longer, waiting and service together, are in the report; so are those that
+    /// waited for longer and were not served.
     pub slow: Duration,
     /// Whether and how long idle workers poll before they sleep.
     pub polling: Polling,
@@ -285,7 +289,8 @@ struct Engine {
 }
 
 impl Engine {
-    /// `whole` is with what is behind locks; in a forked child another thread of its parent's may have held them.
+    /// `whole` is with what is behind locks; in a forked child another thread of its parent's may
+    /// have held them.
     fn report(&self, whole: bool) -> Report {
         let (pending, clients) = match whole.then(|| lock(&self.core)) {
             Some(core) => (core.pending() as u64, core.clients() as u64),
@@ -382,7 +387,8 @@ impl Service {
         Ok(service)
     }
 
-    /// What it tells of itself. In a forked child, whose service it is not: what had been counted by then.
+    /// What it tells of itself. In a forked child, whose service it is not: what had been counted
+    /// by then.
     pub fn report(&self) -> Report {
         self.engine.report(self.is_ours())
     }
@@ -396,7 +402,8 @@ impl Service {
 impl Drop for Service {
     fn drop(&mut self) {
         if !self.is_ours() {
-            // In a forked child the service is its parent's: no thread of it is here, and its clients are not to be answered.
+            // In a forked child the service is its parent's: no thread of it is here, and its
+            // clients are not to be answered.
             self.threads.drain(..).chain(self.control.take()).for_each(std::mem::forget);
             return;
         }

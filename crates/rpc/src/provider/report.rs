@@ -93,7 +93,8 @@ pub struct Report {
     pub clients: u64,
     /// Clients disconnected because they broke the protocol.
     pub broken_clients: u64,
-    /// Of these, how many for which reason, by the reason's name (`tombolo_ring::rpc::Broken`); those that are none are left out.
+    /// Of these, how many for which reason, by the reason's name (`tombolo_ring::rpc::Broken`);
+    /// those that are none are left out.
     #[serde(default)]
     pub broken_by: BTreeMap<String, u64>,
     /// Connections that were refused, for any reason.

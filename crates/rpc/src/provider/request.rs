@@ -20,8 +20,8 @@ pub struct Request<'a> {
 }
 
 impl<'a> Request<'a> {
-    /// The request's bytes, where they are. A client can change those of a large payload while they are read: what is looked at
-    /// twice is copied first ([`Request::to_vec`]).
+    /// The request's bytes, where they are. A client can change those of a large payload while they
+    /// are read: what is looked at twice is copied first ([`Request::to_vec`]).
     pub fn payload(&self) -> Foreign<'a> {
         self.request.bytes
     }
@@ -97,7 +97,8 @@ enum Content {
     Shared { number: u32, offset: u64, len: u64 },
 }
 
-/// There is no room left for the reply in this connection: its client holds replies, or the reply is larger than its memory.
+/// There is no room left for the reply in this connection: its client holds replies, or the reply
+/// is larger than its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no room for the reply: the client holds too many, or it is larger than the connection's reply memory; hand over a SharedBuffer"
@@ -149,7 +150,8 @@ impl<'a> Reply<'a> {
         self.write_view(Foreign::from(bytes))
     }
 
-    /// As [`Reply::write`], for bytes that another party may write meanwhile: a request that is sent back.
+    /// As [`Reply::write`], for bytes that another party may write meanwhile: a request that is
+    /// sent back.
     ///
     /// # Errors
     /// As there.
@@ -179,8 +181,8 @@ impl<'a> Reply<'a> {
         Ok(self.connection.block_view(&block))
     }
 
-    /// A part of memory of our own, which the client reads where it is. Nothing is copied, and nothing keeps the handler from
-    /// writing there later.
+    /// A part of memory of our own, which the client reads where it is. Nothing is copied, and
+    /// nothing keeps the handler from writing there later.
     ///
     /// # Errors
     /// [`NoReplyMemory`] where the part is not in the buffer, or the client takes no more memory.
@@ -200,13 +202,14 @@ impl<'a> Reply<'a> {
         self.code = code;
     }
 
-    /// No reply: the request ends so. For who passes it on to another service, and is told that it ended so there.
+    /// No reply: the request ends so. For who passes it on to another service, and is told that it
+    /// ended so there.
     pub fn end(&mut self, status: Status) {
         self.ending = Some(Ending::Status(status));
     }
 
-    /// No answer at all: the connection ends, and each of its calls with "provider gone". For who passes requests on to a
-    /// provider that has gone.
+    /// No answer at all: the connection ends, and each of its calls with "provider gone". For who
+    /// passes requests on to a provider that has gone.
     pub fn hang_up(&mut self) {
         self.ending = Some(Ending::HangUp);
     }

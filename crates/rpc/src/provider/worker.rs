@@ -10,14 +10,15 @@
 //! ```
 //!
 //! A worker holds the core's lock for all of this except the serving, for well below a µs per
-//! request. A client is *active* while its doorbell is not armed: workers look at it in each turn, and
-//! it rings no doorbell. All idle workers sleep on one epoll instance, edge-triggered. The kernel wakes
-//! one of them for each ring, so no thread hands work to another. While no worker is idle, a ring
-//! wakes none of them. Workers then listen for doorbells between two requests, every [`LOOK_NS`] at
-//! most. So service follows the order of deadlines over all clients to within that time.
+//! request. A client is *active* while its doorbell is not armed: workers look at it in each turn,
+//! and it rings no doorbell. All idle workers sleep on one epoll instance, edge-triggered. The
+//! kernel wakes one of them for each ring, so no thread hands work to another. While no worker is
+//! idle, a ring wakes none of them. Workers then listen for doorbells between two requests, every
+//! [`LOOK_NS`] at most. So service follows the order of deadlines over all clients to within that
+//! time.
 //!
-//! A ring without work costs a wake-up. Arming a doorbell late costs nothing: after arming, the worker
-//! looks at the ring again.
+//! A ring without work costs a wake-up. Arming a doorbell late costs nothing: after arming, the
+//! worker looks at the ring again.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -52,10 +53,11 @@ const EVENTS: usize = 64;
 const LOOK_NS: u64 = 10_000;
 /// Buffers that are kept for the short requests to come.
 const SPARE: usize = 256;
-/// How long a poll lasts where workers are to poll always: they look at what else there is after that.
+/// How long a poll lasts where workers are to poll always: they look at what else there is after
+/// that.
 const ALWAYS_NS: u64 = 20_000_000;
-/// How often in a row a client may wake us, or have us look, and ask for nothing. One that keeps the protocol does so once per request at most:
-/// when its ring comes after its request was found.
+/// How often in a row a client may wake us, or have us look, and ask for nothing. One that keeps
+/// the protocol does so once per request at most: when its ring comes after its request was found.
 const NOISE: u32 = 256;
 
 /// A request that was taken from its client.
@@ -167,7 +169,8 @@ impl Core {
         self.turn = (self.turn + 1) & 0x7fff_ffff;
         let place = Place { index: index as u32, turn: self.turn };
         let mut consumer = Consumer::default();
-        // A client that has asked before it was welcome finds its requests taken with the first ring of its doorbell.
+        // A client that has asked before it was welcome finds its requests taken with the first
+        // ring of its doorbell.
         let _ = consumer.arm(connection.ends());
         self.clients += 1;
         self.schedule.join(place.index, connection.caller.uid);
@@ -175,7 +178,8 @@ impl Core {
         place
     }
 
-    /// Whether there are clients that are not looked at in each turn: their doorbells have to be listened for.
+    /// Whether there are clients that are not looked at in each turn: their doorbells have to be
+    /// listened for.
     fn some_are_armed(&self) -> bool {
         self.active.len() < self.clients
     }
@@ -198,8 +202,8 @@ impl Core {
         }
     }
 
-    /// Arms the doorbells of all active clients. Returns true if one of them has asked in between: then
-    /// no worker may sleep.
+    /// Arms the doorbells of all active clients. Returns true if one of them has asked in between:
+    /// then no worker may sleep.
     fn arm(&mut self) -> bool {
         let mut found = false;
         let Core { intakes, active, .. } = self;
@@ -239,7 +243,8 @@ impl Engine {
             match core.schedule.next(now) {
                 Some(Next::Serve { item, queued_ns }) => {
                     item.connection.set_slot(item.call.token.slot(), Slot::Serving);
-                    // Relaxed: who sleeps counted itself under the lock; who has just woken takes the lock next.
+                    // Relaxed: who sleeps counted itself under the lock; who has just woken takes
+                    // the lock next.
                     if self.idle.load(Ordering::Relaxed) > 0 && (core.arm() || core.schedule.pending() > 0) {
                         self.nudge.ring();
                     }
@@ -252,7 +257,8 @@ impl Engine {
                     core.schedule.done(place.index, now, served);
                     core.activate(place);
                     core.spare(inline);
-                    // What has come by now is seen next: a reading of the clock is saved for each request of a row.
+                    // What has come by now is seen next: a reading of the clock is saved for each
+                    // request of a row.
                     now = served.unwrap_or(now);
                 }
                 Some(Next::Answer { item, queued_ns, status }) => {
@@ -275,7 +281,8 @@ impl Engine {
         events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let _ = epoll::wait(&self.doorbells, rustix::buffer::spare_capacity(events), Some(&now));
-        // The nudge that ends the workers is for each of them: who hears it without sleeping on it passes it on.
+        // The nudge that ends the workers is for each of them: who hears it without sleeping on it
+        // passes it on.
         if self.stopping.load(Ordering::SeqCst) && events.iter().any(|e| e.data.u64() == NUDGE) {
             self.nudge.ring();
         }
@@ -411,7 +418,8 @@ impl Engine {
         }
     }
 
-    /// A client has gone: takes its requests out of the queue, and everything of it with the last of them.
+    /// A client has gone: takes its requests out of the queue, and everything of it with the last
+    /// of them.
     pub(super) fn forget(&self, core: &mut Core, place: Place) {
         let Some(Intake { connection, .. }) = core.intake(place).map(|i| &*i) else { return };
         let connection = connection.clone();
@@ -436,8 +444,8 @@ impl Engine {
         core.active.retain(|p| *p != place);
     }
 
-    /// What is done now and then while all workers are busy: what clients ask is taken and judged, and what has waited too long or
-    /// is late is given up.
+    /// What is done now and then while all workers are busy: what clients ask is taken and judged,
+    /// and what has waited too long or is late is given up.
     pub(super) fn attend(&self, core: &mut Core) {
         let now = now_ns();
         self.collect(core, &mut Vec::with_capacity(EVENTS));
@@ -460,7 +468,8 @@ impl Engine {
         }
     }
 
-    /// Serves a request and answers it; returns when the service ended, and `None` where there was none.
+    /// Serves a request and answers it; returns when the service ended, and `None` where there was
+    /// none.
     fn serve(&self, job: &Job, queued_ns: u64, began: u64, tally: &Tally) -> Option<u64> {
         let Job { connection, call, deadline_ns, inline, .. } = job;
         if connection.is_gone() {
@@ -494,7 +503,8 @@ impl Engine {
         let mut reply = Reply::new(connection);
         let served = {
             let _scope = Scope::enter(*deadline_ns);
-            // The reply is discarded after a panic; what the handler itself leaves behind is its own affair.
+            // The reply is discarded after a panic; what the handler itself leaves behind is its
+            // own affair.
             catch_unwind(AssertUnwindSafe(|| self.handler.serve(&request, &mut reply)))
         };
         connection.served(token);
@@ -516,7 +526,8 @@ impl Engine {
         let (payload, bytes) = reply.payload();
         let code = reply.code();
         let answer = Answer { token: call.token, status, code, queued_ns, service_ns, payload };
-        // Before the answer: a client that has it may forget this memory and hand over more, and finds the room.
+        // Before the answer: a client that has it may forget this memory and hand over more, and
+        // finds the room.
         drop(source);
         tally.call(queued_ns, service_ns);
         self.trace(job, status, (queued_ns, service_ns), ended);
@@ -641,7 +652,8 @@ mod tests {
         let service = service.unwrap();
         let client = Client::connect_with("a", &ConnectOptions { folder, ..ConnectOptions::default() }).unwrap();
         client.call(b"", &CallOptions::default()).unwrap();
-        // The worker polls, ends its poll in vain, and waits for the lock; meanwhile the control thread finds a request.
+        // The worker polls, ends its poll in vain, and waits for the lock; meanwhile the control
+        // thread finds a request.
         let engine = &service.engine;
         let token = loop {
             let mut core = lock(&engine.core);

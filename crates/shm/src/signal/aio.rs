@@ -1,9 +1,11 @@
 //! Signals by asynchronous I/O: one system call each, from a context per thread.
 //!
-//! A read of no bytes from the eventfd, which the kernel refuses without looking at the counter, is submitted
-//! with the eventfd as its completion signal (`IOCB_FLAG_RESFD`). It completes within the system call.
+//! A read of no bytes from the eventfd, which the kernel refuses without looking at the counter, is
+//! submitted with the eventfd as its completion signal (`IOCB_FLAG_RESFD`). It completes within the
+//! system call.
 //!
-//! The number of contexts of the whole system is limited (`fs.aio-max-nr`), and any local user can use them up.
+//! The number of contexts of the whole system is limited (`fs.aio-max-nr`), and any local user can
+//! use them up.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -78,8 +80,8 @@ impl Context {
             ..Iocb::default()
         };
         let requests = [&raw const request];
-        // SAFETY: one pointer to one request, both alive during the call; it reads no bytes into no buffer, so no
-        // memory of this process is written, now or later.
+        // SAFETY: one pointer to one request, both alive during the call; it reads no bytes into no
+        // buffer, so no memory of this process is written, now or later.
         let submitted = unsafe { libc::syscall(libc::SYS_io_submit, self.id, 1usize, requests.as_ptr()) };
         self.pending += 1;
         if self.pending >= BATCH {
@@ -101,8 +103,8 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: no request of this context is under way: each completes when it is submitted. In a forked child the
-        // identifier names nothing, and the kernel refuses it.
+        // SAFETY: no request of this context is under way: each completes when it is submitted. In
+        // a forked child the identifier names nothing, and the kernel refuses it.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.id) };
     }
 }

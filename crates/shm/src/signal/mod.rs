@@ -1,19 +1,22 @@
 //! Signalling an eventfd that a peer holds too, without ever blocking.
 //!
-//! `write` on an eventfd blocks when its counter is full, unless the open file is non-blocking. That flag belongs to
-//! the open file, which the peer shares. The peer can clear the flag, fill the counter, and keep a worker in `write`
-//! for ever. Looking with `poll` first leaves a gap, and `RWF_NOWAIT` is not supported for writing to eventfds.
+//! `write` on an eventfd blocks when its counter is full, unless the open file is non-blocking.
+//! That flag belongs to the open file, which the peer shares. The peer can clear the flag, fill the
+//! counter, and keep a worker in `write` for ever. Looking with `poll` first leaves a gap, and
+//! `RWF_NOWAIT` is not supported for writing to eventfds.
 //!
-//! The kernel itself signals eventfds without blocking, when asynchronous work completes. A full counter stays full,
-//! which is a rung doorbell. The ways are tried in this order:
+//! The kernel itself signals eventfds without blocking, when asynchronous work completes. A full
+//! counter stays full, which is a rung doorbell. The ways are tried in this order:
 //!
 //! 1. `aio`: one system call. The system has a limit of contexts that any local user can use up.
 //! 2. `uring`: three system calls. Administrators and containers may switch io_uring off.
-//! 3. A helper thread that writes, and may block. A doorbell has one helper at most, and the process
-//!    [`MAX_HELPERS`]. A helper that a peer keeps blocked ends when the peer closes or drains the eventfd.
+//! 3. A helper thread that writes, and may block. A doorbell has one helper at most, and the
+//!    process [`MAX_HELPERS`]. A helper that a peer keeps blocked ends when the peer closes or
+//!    drains the eventfd.
 //! 4. The signal is dropped and counted ([`Counters::dropped`]).
 //!
-//! A thread keeps its context and its ring until it ends. Where it has none, the next signal tries to make one.
+//! A thread keeps its context and its ring until it ends. Where it has none, the next signal tries
+//! to make one.
 
 use std::cell::RefCell;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -33,7 +36,8 @@ pub const MAX_HELPERS: usize = 16;
 /// What became of signals that did not go the usual way, since the process started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Signals that went through io_uring, since no context of asynchronous I/O was to be had (`fs.aio-max-nr`).
+    /// Signals that went through io_uring, since no context of asynchronous I/O was to be had
+    /// (`fs.aio-max-nr`).
     pub by_io_uring: u64,
     /// Signals that were left to a helper thread, since there was no io_uring either.
     pub by_helper: u64,
@@ -143,7 +147,8 @@ impl Helper {
             // Full, which is a rung doorbell.
             return true;
         }
-        // SeqCst: orders the caller's stores before the write that follows, as the system call would have.
+        // SeqCst: orders the caller's stores before the write that follows, as the system call
+        // would have.
         if self.0.swap(ASKED, Ordering::SeqCst) != IDLE {
             return true;
         }
@@ -177,7 +182,8 @@ fn start(state: Arc<AtomicU8>, fd: BorrowedFd<'_>) -> bool {
 fn help(state: &AtomicU8, fd: OwnedFd) {
     loop {
         state.store(WRITING, Ordering::SeqCst);
-        // The only failure is a full counter, which is a rung doorbell. This may block; see the head of the module.
+        // The only failure is a full counter, which is a rung doorbell. This may block; see the
+        // head of the module.
         let _ = rustix::io::write(&fd, &1u64.to_ne_bytes());
         if state.compare_exchange(WRITING, IDLE, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             break;
@@ -280,7 +286,8 @@ mod tests {
         });
     }
 
-    /// A peer that wins the race against a helper keeps that one thread, and no other doorbell waits for it.
+    /// A peer that wins the race against a helper keeps that one thread, and no other doorbell
+    /// waits for it.
     #[test]
     fn a_blocked_helper_is_the_only_one_of_its_doorbell() {
         let (doorbell, peer) = doorbell();

@@ -1,10 +1,10 @@
 //! Signals by io_uring, for threads that have no context of asynchronous I/O.
 //!
-//! The ring's completions are announced at an eventfd (`IORING_REGISTER_EVENTFD`). Each signal takes three system
-//! calls. The eventfd is registered. A request that does nothing is submitted, and completes within the system call.
-//! The eventfd is unregistered. No limit of the system as a whole applies: a ring is charged to its own process and
-//! user. Where io_uring is switched off (`kernel.io_uring_disabled`, the seccomp filters of containers) there is no
-//! ring.
+//! The ring's completions are announced at an eventfd (`IORING_REGISTER_EVENTFD`). Each signal
+//! takes three system calls. The eventfd is registered. A request that does nothing is submitted,
+//! and completes within the system call. The eventfd is unregistered. No limit of the system as a
+//! whole applies: a ring is charged to its own process and user. Where io_uring is switched off
+//! (`kernel.io_uring_disabled`, the seccomp filters of containers) there is no ring.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -107,8 +107,8 @@ impl Uring {
 
     fn index(&self, at: usize) -> &AtomicU32 {
         debug_assert!(at + 4 <= self.rings.len() && at.is_multiple_of(4));
-        // SAFETY: `at` is an offset that the kernel gave for an index of this ring; it lies inside the mapping, which
-        // lives as long as self, and is aligned. Both sides use it atomically.
+        // SAFETY: `at` is an offset that the kernel gave for an index of this ring; it lies inside
+        // the mapping, which lives as long as self, and is aligned. Both sides use it atomically.
         unsafe { AtomicU32::from_ptr(self.rings.start().as_ptr().add(at).cast()) }
     }
 
@@ -123,10 +123,12 @@ impl Uring {
         if !self.register(IORING_REGISTER_EVENTFD, &raw const number, 1) {
             return false;
         }
-        // Relaxed: only this thread writes the tail. Release, partner in the kernel: the submission is written.
+        // Relaxed: only this thread writes the tail. Release, partner in the kernel: the submission
+        // is written.
         let tail = self.index(self.sq_tail).load(Ordering::Relaxed);
         self.index(self.sq_tail).store(tail.wrapping_add(1), Ordering::Release);
-        // SAFETY: one submission is handed over, no completion is waited for, and no signal mask is given.
+        // SAFETY: one submission is handed over, no completion is waited for, and no signal mask is
+        // given.
         let submitted = unsafe {
             let none = std::ptr::null::<libc::sigset_t>();
             libc::syscall(libc::SYS_io_uring_enter, self.fd.as_raw_fd(), 1u32, 0u32, 0u32, none, 0usize)

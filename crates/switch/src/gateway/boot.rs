@@ -1,7 +1,9 @@
-//! Network boot: which file a client is told to load, over DHCP (next-server, options 66 and 67) and DHCPv6 (option 59).
+//! Network boot: which file a client is told to load, over DHCP (next-server, options 66 and 67)
+//! and DHCPv6 (option 59).
 //!
-//! A client says what it is: its architecture (option 93 of RFC 4578, 61 of RFC 5970), that it is iPXE (user class), that
-//! it takes a URL (vendor class "HTTPClient", UEFI 2.10 §24.7). The answer is chosen in this order:
+//! A client says what it is: its architecture (option 93 of RFC 4578, 61 of RFC 5970), that it is
+//! iPXE (user class), that it takes a URL (vendor class "HTTPClient", UEFI 2.10 §24.7). The answer
+//! is chosen in this order:
 //!
 //! 1. the file for iPXE, if the client is iPXE;
 //! 2. that of the first of its architectures that has one;
@@ -15,7 +17,8 @@ use std::net::Ipv4Addr;
 
 /// Longest name of a file, or URL: one option of DHCP.
 pub const MAX_BOOT_BYTES: usize = 255;
-/// Longest that fits the field `file` of a DHCP message with the NUL behind it; a longer one is in option 67 only.
+/// Longest that fits the field `file` of a DHCP message with the NUL behind it; a longer one is in
+/// option 67 only.
 pub(super) const FIELD_BYTES: usize = 127;
 /// Architectures that a client may list.
 pub(super) const MAX_ARCHITECTURES: usize = 8;
@@ -23,7 +26,8 @@ pub(super) const MAX_ARCHITECTURES: usize = 8;
 pub(super) const HTTP_CLIENT: &[u8] = b"HTTPClient";
 /// The user class by which iPXE is known.
 const IPXE: &[u8] = b"iPXE";
-/// UEFI on x86-64, and the number that some firmware of that kind gives instead (an erratum of RFC 4578 swapped them).
+/// UEFI on x86-64, and the number that some firmware of that kind gives instead (an erratum of RFC
+/// 4578 swapped them).
 const X64_UEFI: u16 = 7;
 const X64_UEFI_SWAPPED: u16 = 9;
 
@@ -46,7 +50,8 @@ pub const ARCHITECTURES: [(&str, u16); 15] = [
     ("loongarch64-uefi", 39),
 ];
 
-/// What members boot from the network. Texts are at most [`MAX_BOOT_BYTES`] long; longer ones are left out.
+/// What members boot from the network. Texts are at most [`MAX_BOOT_BYTES`] long; longer ones are
+/// left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BootConfig {
     /// The TFTP server of files that are no URLs (next-server, option 66).
@@ -103,7 +108,8 @@ impl BootClient {
         self.asks |= self.http || data.starts_with(b"PXEClient");
     }
 
-    /// Reads a user class of DHCP: a text alone, as iPXE has it, or texts with a byte of length each (RFC 3004).
+    /// Reads a user class of DHCP: a text alone, as iPXE has it, or texts with a byte of length
+    /// each (RFC 3004).
     pub(super) fn read_user_class(&mut self, data: &[u8]) {
         let mut rest = data;
         self.ipxe |= data == IPXE;

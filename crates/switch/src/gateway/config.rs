@@ -5,7 +5,8 @@ use super::names::{self, MAX_MEMBERS};
 use crate::frame::Mac;
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-/// Longest domain, so that no DHCP answer exceeds the 576 bytes that every client takes (RFC 2131 §2).
+/// Longest domain, so that no DHCP answer exceeds the 576 bytes that every client takes (RFC 2131
+/// §2).
 pub const MAX_DOMAIN_BYTES: usize = 100;
 /// Shortest lease: clients renew at half of it.
 pub const MIN_LEASE_SECS: u32 = 10;
@@ -21,7 +22,8 @@ pub struct GatewayConfig {
     pub prefix: u8,
     /// MTU of the network in bytes, 576 to 65,000; clients are told (option 26).
     pub mtu: u16,
-    /// The router that clients are told (option 3), which need not be the gateway; `None`: they get none.
+    /// The router that clients are told (option 3), which need not be the gateway; `None`: they get
+    /// none.
     pub router: Option<Ipv4Addr>,
     /// The name servers that clients are told (option 6), at most 3; empty: the gateway itself.
     pub dns: Vec<Ipv4Addr>,
@@ -29,7 +31,8 @@ pub struct GatewayConfig {
     pub domain: String,
     /// Label under which the gateway itself is found in DNS.
     pub name: String,
-    /// Whether names of elsewhere go to the shell as [`super::UpstreamQuery`]; otherwise they are refused.
+    /// Whether names of elsewhere go to the shell as [`super::UpstreamQuery`]; otherwise they are
+    /// refused.
     pub forward: bool,
     /// The DHCP server; `None`: none.
     pub dhcp: Option<DhcpConfig>,
@@ -40,12 +43,13 @@ pub struct GatewayConfig {
 /// Settings of IPv6.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ipv6Config {
-    /// The network's prefix, a /64. The gateway has its address ::1, and the link-local one of its MAC address.
+    /// The network's prefix, a /64. The gateway has its address ::1, and the link-local one of its
+    /// MAC address.
     pub prefix: Ipv6Addr,
     /// MAC address of the router that advertisements speak for; `None`: the gateway's.
     pub router: Option<Mac>,
-    /// How long members may use that as their default router, in seconds; 0: it is none, and members have no default
-    /// route for IPv6.
+    /// How long members may use that as their default router, in seconds; 0: it is none, and
+    /// members have no default route for IPv6.
     pub router_secs: u16,
 }
 
@@ -87,7 +91,8 @@ pub struct DhcpConfig {
     pub range: (Ipv4Addr, Ipv4Addr),
     /// Time of a lease in seconds.
     pub lease_secs: u32,
-    /// Most dynamic leases of one port of the switch; `None`: half of the range, so that one port never takes all.
+    /// Most dynamic leases of one port of the switch; `None`: half of the range, so that one port
+    /// never takes all.
     pub leases_per_port: Option<u32>,
 }
 
@@ -173,8 +178,8 @@ impl GatewayConfig {
             && address != self.broadcast()
     }
 
-    /// The range of dynamic leases for a subnet whose file names none: from the sixteenth address on, or from the
-    /// second in a subnet of fewer than 32.
+    /// The range of dynamic leases for a subnet whose file names none: from the sixteenth address
+    /// on, or from the second in a subnet of fewer than 32.
     pub fn default_range(&self) -> (Ipv4Addr, Ipv4Addr) {
         let (network, broadcast) = (self.network().to_bits(), self.broadcast().to_bits());
         let first = network + if self.prefix <= 27 { 16 } else { 1 };

@@ -1,5 +1,6 @@
-//! What a gateway counts. Each counter has one writer: the worker that owns its port. `lease_writes` and the counters
-//! after it are written by the thread that keeps leases. Any thread reads.
+//! What a gateway counts. Each counter has one writer: the worker that owns its port.
+//! `lease_writes` and the counters after it are written by the thread that keeps leases. Any thread
+//! reads.
 
 use crate::counters::Counter;
 
@@ -19,7 +20,8 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Frames that are none of the gateway's business: other stations', multicast, IPv6 without a prefix.
+    /// Frames that are none of the gateway's business: other stations', multicast, IPv6 without a
+    /// prefix.
     ignored_frames,
     /// ARP requests for the gateway's address that were answered.
     arp_replies,
@@ -27,13 +29,15 @@ counters! {
     address_conflicts,
     /// ICMP echo requests answered.
     echo_replies,
-    /// Packets sent to the gateway to be routed, which it does not do; answered with an ICMP error within a rate.
+    /// Packets sent to the gateway to be routed, which it does not do; answered with an ICMP error
+    /// within a rate.
     not_routed_packets,
     /// ICMP errors sent.
     icmp_errors,
     /// Router solicitations of members.
     router_solicitations,
-    /// Router solicitations that were not answered, since their port sent more than its rate allows.
+    /// Router solicitations that were not answered, since their port sent more than its rate
+    /// allows.
     router_solicitations_throttled,
     /// Router advertisements sent, to all and to those that asked.
     router_advertisements,
@@ -85,7 +89,8 @@ counters! {
     dns_local_answers,
     /// DNS queries about names or addresses of the network that no member has.
     dns_unknown_names,
-    /// DNS queries refused: names of elsewhere without an uplink, classes and types that are not served.
+    /// DNS queries refused: names of elsewhere without an uplink, classes and types that are not
+    /// served.
     dns_refused,
     /// DNS queries handed to the host's name servers.
     dns_forwarded,
@@ -93,9 +98,11 @@ counters! {
     dns_upstream_answers,
     /// Answers of name servers that fit no query: late, or not to the question that was asked.
     dns_upstream_strays,
-    /// Forwarded queries answered with a failure: no name server answered in time, or too many were outstanding.
+    /// Forwarded queries answered with a failure: no name server answered in time, or too many were
+    /// outstanding.
     dns_failures,
-    /// TCP packets to the gateway that belong to no connection; answered with a reset within a rate.
+    /// TCP packets to the gateway that belong to no connection; answered with a reset within a
+    /// rate.
     tcp_strays,
     /// TCP connections not let in because there were too many.
     tcp_refused,

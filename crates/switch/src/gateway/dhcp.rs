@@ -1,8 +1,8 @@
 //! The DHCP messages (RFC 2131, options RFC 2132) that the gateway reads and writes.
 //!
-//! Reading takes what a server needs of a message and refuses what no direct client sends: relayed messages
-//! (`giaddr`), other hardware than Ethernet, a wrong magic number. Unknown and malformed options are skipped,
-//! option 82 (relay agent information) among them.
+//! Reading takes what a server needs of a message and refuses what no direct client sends: relayed
+//! messages (`giaddr`), other hardware than Ethernet, a wrong magic number. Unknown and malformed
+//! options are skipped, option 82 (relay agent information) among them.
 
 use super::boot::{BootClient, FIELD_BYTES, HTTP_CLIENT};
 use crate::frame::Mac;
@@ -13,7 +13,8 @@ use std::net::Ipv4Addr;
 /// Port of servers (RFC 2131 §4.1).
 pub(super) const SERVER_PORT: u16 = 67;
 pub(super) const CLIENT_PORT: u16 = 68;
-/// Messages are padded to this; some clients take nothing shorter (BOOTP's 300 bytes, RFC 1542 §2.1).
+/// Messages are padded to this; some clients take nothing shorter (BOOTP's 300 bytes, RFC 1542
+/// §2.1).
 const MIN_MESSAGE_BYTES: usize = 300;
 /// Bytes of the fixed part, with the magic number.
 const FIXED_BYTES: usize = 240;

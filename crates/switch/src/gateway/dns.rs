@@ -1,8 +1,9 @@
 //! The DNS messages (RFC 1035) that the gateway reads and writes.
 //!
-//! Only the header and the one question of a query are read. Nothing comes before a question that a compression
-//! pointer could lead to. So a pointer in it is an error, and no loop can be built. Everything behind the question
-//! is checked for one thing: whether an OPT record (RFC 6891) follows at once, and the size it names.
+//! Only the header and the one question of a query are read. Nothing comes before a question that a
+//! compression pointer could lead to. So a pointer in it is an error, and no loop can be built.
+//! Everything behind the question is checked for one thing: whether an OPT record (RFC 6891)
+//! follows at once, and the size it names.
 
 use crate::gateway::names::MAX_LABEL_BYTES;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -131,7 +132,8 @@ pub(super) enum Subject {
 }
 
 impl Query<'_> {
-    /// What it asks for. Names of one label are the network's: they mean nothing to a server outside.
+    /// What it asks for. Names of one label are the network's: they mean nothing to a server
+    /// outside.
     pub(super) fn subject(&self, domain: &[String]) -> Subject {
         if !matches!(self.class, CLASS_IN | CLASS_ANY) || matches!(self.kind, TYPE_AXFR | TYPE_IXFR) {
             return Subject::Barred;
@@ -176,7 +178,8 @@ impl Query<'_> {
         Some(Ipv4Addr::new(octet(a)?, octet(b)?, octet(c)?, octet(d)?).into())
     }
 
-    /// The address of a name in `ip6.arpa`: its 32 hexadecimal digits, the last one first (RFC 3596 §2.5).
+    /// The address of a name in `ip6.arpa`: its 32 hexadecimal digits, the last one first (RFC 3596
+    /// §2.5).
     fn reverse6(&self) -> Option<Ipv6Addr> {
         let (digits, zone) = self.labels.split_at_checked(32)?;
         let [ip6, arpa] = *zone else { return None };
@@ -207,7 +210,8 @@ impl Query<'_> {
         usize::from(self.edns_bytes.unwrap_or(0)).clamp(UDP_BYTES, usize::from(mtu).saturating_sub(28).max(UDP_BYTES))
     }
 
-    /// The answer with `records` and `code`. `zone` is the domain that is the authority for a negative answer.
+    /// The answer with `records` and `code`. `zone` is the domain that is the authority for a
+    /// negative answer.
     pub(super) fn answer(&self, code: Code, records: &[Record<'_>], zone: &[String], recursion: bool) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(128);
         let authoritative = if matches!(code, Code::NoError | Code::NameError) { FLAG_AUTHORITATIVE } else { 0 };
@@ -232,7 +236,8 @@ impl Query<'_> {
             write_soa(&mut bytes, zone);
         }
         if self.edns_bytes.is_some() {
-            // OPT: the root's name, our own size (what fits an Ethernet frame without fragments), version 0.
+            // OPT: the root's name, our own size (what fits an Ethernet frame without fragments),
+            // version 0.
             bytes.push(0);
             for value in [TYPE_OPT, 1232, 0, 0, 0] {
                 bytes.extend_from_slice(&value.to_be_bytes());
@@ -277,7 +282,8 @@ fn write_name<'a>(bytes: &mut Vec<u8>, labels: impl Iterator<Item = &'a str>) {
     bytes.push(0);
 }
 
-/// The start of authority of `zone`, which says how long a negative answer may be kept (RFC 2308 §5).
+/// The start of authority of `zone`, which says how long a negative answer may be kept (RFC 2308
+/// §5).
 fn write_soa(bytes: &mut Vec<u8>, zone: &[String]) {
     let labels = || zone.iter().map(String::as_str);
     write_name(bytes, labels());
@@ -288,7 +294,8 @@ fn write_soa(bytes: &mut Vec<u8>, zone: &[String]) {
     let mut data = Vec::with_capacity(96);
     write_name(&mut data, std::iter::once("gateway").chain(labels()));
     write_name(&mut data, std::iter::once("hostmaster").chain(labels()));
-    // Serial, refresh, retry, expire: unused, since there are no zone transfers. Minimum: of negative answers.
+    // Serial, refresh, retry, expire: unused, since there are no zone transfers. Minimum: of
+    // negative answers.
     for value in [1, 3600, 600, 86_400, TTL_SECS] {
         data.extend_from_slice(&value.to_be_bytes());
     }
@@ -315,8 +322,8 @@ pub(super) fn answers(answer: &[u8], id: u16, question: &[u8]) -> bool {
         && same.is_some_and(|s| s.eq_ignore_ascii_case(question))
 }
 
-/// `answer`, which [`answers`], cut to header and question with the truncation flag, so that the client asks
-/// again over TCP.
+/// `answer`, which [`answers`], cut to header and question with the truncation flag, so that the
+/// client asks again over TCP.
 pub(super) fn truncated(answer: &[u8], question_len: usize) -> Vec<u8> {
     let mut bytes = answer[..HEADER_BYTES + question_len].to_vec();
     bytes[2] |= (FLAG_TRUNCATED >> 8) as u8;

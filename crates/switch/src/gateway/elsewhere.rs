@@ -1,11 +1,14 @@
-//! What is known of the same network on other machines: their members, and addresses that this machine has lost to them.
+//! What is known of the same network on other machines: their members, and addresses that this
+//! machine has lost to them.
 //!
-//! The control plane says it, as a whole ([`Elsewhere`]). The gateway resolves the names of these members, and leases none of
-//! their addresses, except to the member itself if it moves here. What this machine has wins: its own members, their leases,
-//! the gateway and the router keep their names and addresses, whatever is said here.
+//! The control plane says it, as a whole ([`Elsewhere`]). The gateway resolves the names of these
+//! members, and leases none of their addresses, except to the member itself if it moves here. What
+//! this machine has wins: its own members, their leases, the gateway and the router keep their
+//! names and addresses, whatever is said here.
 //!
-//! An address that was lost is leased to nobody here, and a lease for it ends at once: after a partition two machines had both
-//! given it out, and the other one keeps it. Addresses that the configuration fixes stay.
+//! An address that was lost is leased to nobody here, and a lease for it ends at once: after a
+//! partition two machines had both given it out, and the other one keeps it. Addresses that the
+//! configuration fixes stay.
 
 use super::Gateway;
 use super::lease::State;
@@ -45,8 +48,8 @@ pub struct Elsewhere {
 }
 
 impl Elsewhere {
-    /// What is said of `members`, and `lost` addresses. A name or an address that occurs twice is the first one's; a name that
-    /// no host may have is left out.
+    /// What is said of `members`, and `lost` addresses. A name or an address that occurs twice is
+    /// the first one's; a name that no host may have is left out.
     pub fn new(members: impl IntoIterator<Item = Remote>, lost: impl IntoIterator<Item = IpAddr>) -> Elsewhere {
         let mut all = Elsewhere { lost: lost.into_iter().collect(), ..Elsewhere::default() };
         for Remote { name, mac, addresses } in members {
@@ -65,7 +68,8 @@ impl Elsewhere {
         all
     }
 
-    /// Whether `address` is not to be leased to `mac`; `held` says that it is the address that it has a lease for.
+    /// Whether `address` is not to be leased to `mac`; `held` says that it is the address that it
+    /// has a lease for.
     pub(super) fn refuses(&self, address: IpAddr, mac: Mac, held: bool) -> bool {
         self.lost.contains(&address) || !held && self.holders.get(&address).is_some_and(|holder| holder.mac != mac)
     }
@@ -87,13 +91,15 @@ impl Elsewhere {
     }
 }
 
-/// Whether a member on another machine may have this name: letters, digits and inner hyphens, at most 63.
+/// Whether a member on another machine may have this name: letters, digits and inner hyphens, at
+/// most 63.
 pub fn is_host_name(text: &str) -> bool {
     names::label(text).is_some()
 }
 
 impl Gateway {
-    /// Replaces what is known of other machines. Leases of addresses that are lost now end, unless the configuration fixes them.
+    /// Replaces what is known of other machines. Leases of addresses that are lost now end, unless
+    /// the configuration fixes them.
     pub fn set_elsewhere(&mut self, elsewhere: Arc<Elsewhere>) {
         self.elsewhere = elsewhere;
         let all = self.elsewhere.clone();

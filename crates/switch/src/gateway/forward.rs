@@ -1,8 +1,10 @@
-//! Queries that the gateway hands to the shell, which asks the host's name servers, until their answers come.
+//! Queries that the gateway hands to the shell, which asks the host's name servers, until their
+//! answers come.
 //!
-//! Limits: [`MAX_OUTSTANDING`] at a time, [`MAX_PER_SOURCE`] of one source and no more than are left for the others,
-//! [`ANSWER_SPAN`] each. A query over a limit is answered with SERVFAIL at once. A query that runs out is answered with
-//! SERVFAIL then. A query that a client repeats while the first is outstanding is not asked twice.
+//! Limits: [`MAX_OUTSTANDING`] at a time, [`MAX_PER_SOURCE`] of one source and no more than are
+//! left for the others, [`ANSWER_SPAN`] each. A query over a limit is answered with SERVFAIL at
+//! once. A query that runs out is answered with SERVFAIL then. A query that a client repeats while
+//! the first is outstanding is not asked twice.
 
 use super::dns;
 use super::tcp::Stream;
@@ -14,7 +16,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 /// Most queries outstanding.
 pub(super) const MAX_OUTSTANDING: usize = 256;
-/// Most of them from one source: a port of the switch, or a MAC address where the port is not known.
+/// Most of them from one source: a port of the switch, or a MAC address where the port is not
+/// known.
 pub(super) const MAX_PER_SOURCE: usize = 64;
 /// How long an answer is waited for; shorter than the 5 s after which resolvers ask again.
 pub(super) const ANSWER_SPAN: Nanos = Nanos::MILLI.times(4500);
@@ -29,7 +32,8 @@ pub struct UpstreamQuery {
 }
 
 impl UpstreamQuery {
-    /// Whether `answer` is one to this query: its identification, its question, and that it is an answer at all.
+    /// Whether `answer` is one to this query: its identification, its question, and that it is an
+    /// answer at all.
     pub fn is_answered_by(&self, answer: &[u8]) -> bool {
         let read = dns::read(&self.bytes);
         read.is_ok_and(|query| dns::answers(answer, query.id, query.question))
@@ -91,8 +95,8 @@ pub(super) struct Forwarder {
 }
 
 impl Forwarder {
-    /// As new, with ids that none of the `epoch` forwarders before it gave out: an answer to a query of one of those
-    /// then matches no query.
+    /// As new, with ids that none of the `epoch` forwarders before it gave out: an answer to a
+    /// query of one of those then matches no query.
     pub(super) fn of_epoch(epoch: u64) -> Forwarder {
         Forwarder { next: epoch << 40, ..Forwarder::default() }
     }
@@ -101,8 +105,8 @@ impl Forwarder {
         self.pending.len()
     }
 
-    /// Takes `query`, the whole message being `bytes`, for `client`; `id` is its identification from now on. An
-    /// answer longer than `room` is cut for it.
+    /// Takes `query`, the whole message being `bytes`, for `client`; `id` is its identification
+    /// from now on. An answer longer than `room` is cut for it.
     #[allow(clippy::too_many_arguments)] // each is one fact of the query, and there is one caller
     pub(super) fn ask(
         &mut self,
@@ -118,7 +122,8 @@ impl Forwarder {
             return Err(NotForwarded::Repeated);
         }
         let held = self.per_source.get(&source).copied().unwrap_or(0);
-        // No more than are left either, so that a few sources cannot have all of them: each further one finds its half.
+        // No more than are left either, so that a few sources cannot have all of them: each further
+        // one finds its half.
         let left = MAX_OUTSTANDING - self.pending.len();
         if held >= MAX_PER_SOURCE.min(left) {
             return Err(NotForwarded::Full);
@@ -153,8 +158,8 @@ impl Forwarder {
         Some(pending)
     }
 
-    /// The shell's answer to query `id`; `None` where no client waits for it or it answers something else. An empty one
-    /// says that no name server answered.
+    /// The shell's answer to query `id`; `None` where no client waits for it or it answers
+    /// something else. An empty one says that no name server answered.
     pub(super) fn answer(&mut self, id: u64, mut answer: Vec<u8>) -> Option<Delivery> {
         let pending = self.pending.get(&id)?;
         if answer.is_empty() {

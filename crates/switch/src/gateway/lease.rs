@@ -1,7 +1,7 @@
 //! Who holds which address, and until when.
 //!
-//! A lease belongs to a MAC address; client identifiers (option 61) are not keys, since one client can make up
-//! any number of them. Each MAC holds one address at most. The state of an address:
+//! A lease belongs to a MAC address; client identifiers (option 61) are not keys, since one client
+//! can make up any number of them. Each MAC holds one address at most. The state of an address:
 //!
 //! ```text
 //! free -> offered (10 s) -> bound (lease time) -> free          released, expired
@@ -9,15 +9,16 @@
 //!             +-------> declined (10 min) -> free               the client found somebody else there
 //! ```
 //!
-//! Limits: 65,536 dynamic addresses. Each source port of the switch holds at most its quota of them, offered and
-//! declined ones included. So one guest that makes up MAC addresses cannot take them all. An address is chosen by a
-//! keyed hash of the MAC, so a client without history gets the same one again after a restart. If it is taken, the
-//! next free one is used.
+//! Limits: 65,536 dynamic addresses. Each source port of the switch holds at most its quota of
+//! them, offered and declined ones included. So one guest that makes up MAC addresses cannot take
+//! them all. An address is chosen by a keyed hash of the MAC, so a client without history gets the
+//! same one again after a restart. If it is taken, the next free one is used.
 //!
 //! # Cost
-//! Every operation is logarithmic in the number of leases at most. The search for a free address reads a bitmap
-//! ([`FreeSet`]). Each call ends at most [`EXPIRED_PER_CALL`] leases. So many leases that end at one moment are
-//! spread over several turns of the worker. Changes are noted by address, so the table is never copied.
+//! Every operation is logarithmic in the number of leases at most. The search for a free address
+//! reads a bitmap ([`FreeSet`]). Each call ends at most [`EXPIRED_PER_CALL`] leases. So many leases
+//! that end at one moment are spread over several turns of the worker. Changes are noted by
+//! address, so the table is never copied.
 
 use crate::Nanos;
 use crate::frame::Mac;
@@ -60,7 +61,8 @@ mod mac_text {
     }
 }
 
-/// The leases of a network in the form in which they outlive a restart; the host keeps it in a file.
+/// The leases of a network in the form in which they outlive a restart; the host keeps it in a
+/// file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseStore {
     /// Bound leases, by address.
@@ -140,8 +142,8 @@ pub(crate) struct Claim {
     pub(crate) fixed: Option<Ipv4Addr>,
 }
 
-/// Which addresses of the range the search may still try: a bitmap of two levels. So finding the next one reads a few
-/// words, for any size of the range.
+/// Which addresses of the range the search may still try: a bitmap of two levels. So finding the
+/// next one reads a few words, for any size of the range.
 #[derive(Debug)]
 struct FreeSet {
     words: Vec<u64>,
@@ -206,10 +208,12 @@ pub(crate) struct Leases {
     charged: HashMap<Token, u32>,
     /// Records whose address lies in the dynamic range.
     used: u32,
-    /// Addresses of the range without a record, by their distance from `first`; less those in `skipped`.
+    /// Addresses of the range without a record, by their distance from `first`; less those in
+    /// `skipped`.
     free: FreeSet,
-    /// Addresses that the search found to be reserved. It does not try them again before reservations change, or nothing
-    /// else is free and `skipped_until` has passed: a host may have claimed an address and gone.
+    /// Addresses that the search found to be reserved. It does not try them again before
+    /// reservations change, or nothing else is free and `skipped_until` has passed: a host may have
+    /// claimed an address and gone.
     skipped: BTreeSet<u32>,
     skipped_until: Nanos,
     /// Addresses whose bound lease came, changed or went since [`Leases::take_changes`].
@@ -267,7 +271,8 @@ impl Leases {
         self.by_expiry.first().map(|(at, _)| *at)
     }
 
-    /// Ends what has run out, at most [`EXPIRED_PER_CALL`] of it; [`Leases::next_expiry`] says whether more is due.
+    /// Ends what has run out, at most [`EXPIRED_PER_CALL`] of it; [`Leases::next_expiry`] says
+    /// whether more is due.
     pub(crate) fn expire(&mut self, now: Nanos) {
         for _ in 0..EXPIRED_PER_CALL {
             match self.by_expiry.first() {
@@ -345,7 +350,8 @@ impl Leases {
         self.by_address.insert(address, lease);
     }
 
-    /// Whether `claim` may have `address` now, `reserved` being an address that belongs to somebody by configuration.
+    /// Whether `claim` may have `address` now, `reserved` being an address that belongs to somebody
+    /// by configuration.
     fn check(&self, claim: &Claim, address: u32, reserved: &dyn Fn(Ipv4Addr) -> bool) -> Result<(), Refusal> {
         if claim.fixed != Some(Ipv4Addr::from_bits(address))
             && (!self.in_range(address) || reserved(Ipv4Addr::from_bits(address)))
@@ -359,7 +365,8 @@ impl Leases {
         }
     }
 
-    /// Whether the port of `claim` has a dynamic address left in its quota, once what its MAC holds is given back.
+    /// Whether the port of `claim` has a dynamic address left in its quota, once what its MAC holds
+    /// is given back.
     fn check_quota(&self, claim: &Claim, address: u32) -> Result<(), Refusal> {
         if claim.fixed == Some(Ipv4Addr::from_bits(address)) { Ok(()) } else { self.check_dynamic_quota(claim) }
     }
@@ -371,7 +378,8 @@ impl Leases {
         if held < self.quota { Ok(()) } else { Err(Refusal::Quota) }
     }
 
-    /// Writes `claim` down for `address`, in place of the address that its MAC held. The caller has checked both.
+    /// Writes `claim` down for `address`, in place of the address that its MAC held. The caller has
+    /// checked both.
     fn record(&mut self, claim: &Claim, address: u32, state: State, name: Option<String>, expires: Nanos) {
         if let Some(held) = self.by_mac.get(&claim.mac).copied() {
             self.free(held);
@@ -381,8 +389,8 @@ impl Leases {
         self.insert(address, Lease { mac: claim.mac, state, expires, name, charged });
     }
 
-    /// Chooses an address for `claim`: its fixed one, the one it has, the one it `wants`, or a free one; holds it
-    /// for [`OFFER_SPAN`].
+    /// Chooses an address for `claim`: its fixed one, the one it has, the one it `wants`, or a free
+    /// one; holds it for [`OFFER_SPAN`].
     pub(crate) fn offer(
         &mut self,
         claim: &Claim,
@@ -393,7 +401,8 @@ impl Leases {
         self.expire(now);
         let held = self.of_mac(claim.mac).map(|(address, _)| address);
         let choice = match claim.fixed {
-            // Declined, or still leased to the holder from before the file changed: a dynamic address meanwhile.
+            // Declined, or still leased to the holder from before the file changed: a dynamic
+            // address meanwhile.
             Some(fixed) if self.check(claim, fixed.to_bits(), reserved).is_ok() => fixed.to_bits(),
             _ => {
                 let free = |a: &Ipv4Addr| self.check(claim, a.to_bits(), reserved).is_ok();
@@ -439,8 +448,8 @@ impl Leases {
         }
     }
 
-    /// Binds `address` to `claim` until `expires`. The name is taken where no other lease has it; without one the
-    /// client keeps the name that it has.
+    /// Binds `address` to `claim` until `expires`. The name is taken where no other lease has it;
+    /// without one the client keeps the name that it has.
     pub(crate) fn bind(
         &mut self,
         claim: &Claim,
@@ -470,7 +479,8 @@ impl Leases {
         held && self.free(address.to_bits()).is_some()
     }
 
-    /// Leaves `address` alone for a while, if it is what `mac` holds. It goes on counting against its port.
+    /// Leaves `address` alone for a while, if it is what `mac` holds. It goes on counting against
+    /// its port.
     pub(crate) fn decline(&mut self, mac: Mac, address: Ipv4Addr, now: Nanos) -> bool {
         if self.by_mac.get(&mac) != Some(&address.to_bits()) {
             return false;
@@ -481,7 +491,8 @@ impl Leases {
         true
     }
 
-    /// Ends the lease of `address`, unless `keep` holds it: the configuration gave the address to another member.
+    /// Ends the lease of `address`, unless `keep` holds it: the configuration gave the address to
+    /// another member.
     pub(crate) fn revoke(&mut self, address: Ipv4Addr, keep: Option<Mac>) -> bool {
         let stale = self.at(address).is_some_and(|lease| Some(lease.mac) != keep);
         stale && self.free(address.to_bits()).is_some()
@@ -524,7 +535,8 @@ fn record(address: u32, lease: &Lease, unix_secs: &impl Fn(Nanos) -> u64) -> Lea
     }
 }
 
-/// A keyed mix of a MAC address (the finaliser of splitmix64): spreads, and is not to be guessed from outside.
+/// A keyed mix of a MAC address (the finaliser of splitmix64): spreads, and is not to be guessed
+/// from outside.
 fn mix(key: u64, mac: Mac) -> u64 {
     let [a, b, c, d, e, f] = mac;
     let mut x = u64::from_be_bytes([0, 0, a, b, c, d, e, f]) ^ key;

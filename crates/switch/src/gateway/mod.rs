@@ -1,14 +1,15 @@
-//! The gateway: the inner port of a network that answers for its one address. ARP, ICMP echo, a DHCP server, and a DNS
-//! server for the names of the network's members.
+//! The gateway: the inner port of a network that answers for its one address. ARP, ICMP echo, a
+//! DHCP server, and a DNS server for the names of the network's members.
 //!
-//! It is not a router: it forwards no packet. A setting says which router clients are told. With a user uplink that is
-//! the NAT's port, with a kernel uplink the host's tap. For a network with an IPv6 prefix it advertises that, and serves
-//! DHCPv6 and DNS over IPv6 as well (`six`).
+//! It is not a router: it forwards no packet. A setting says which router clients are told. With a
+//! user uplink that is the NAT's port, with a kernel uplink the host's tap. For a network with an
+//! IPv6 prefix it advertises that, and serves DHCPv6 and DNS over IPv6 as well (`six`).
 //!
 //! # Parts
-//! [`Gateway`] is the pure core. Frames and instants go in. Out come frames, queries for the host's name servers, and
-//! changes of leases that must be kept. [`GatewayPort`] puts it behind the switch's port trait. [`GatewayHandle`] is
-//! the host's end, for any thread: members, leases, queries, answers.
+//! [`Gateway`] is the pure core. Frames and instants go in. Out come frames, queries for the host's
+//! name servers, and changes of leases that must be kept. [`GatewayPort`] puts it behind the
+//! switch's port trait. [`GatewayHandle`] is the host's end, for any thread: members, leases,
+//! queries, answers.
 //!
 //! ```text
 //! guest -> switch -> GatewayPort::transmit -> Gateway::input -+-> answer -> queue -> GatewayPort::receive -> switch
@@ -17,12 +18,15 @@
 //! ```
 //!
 //! # Invariants
-//! * An answer goes to the MAC address that the question came from, and a question's source must be of the subnet. So
-//!   nothing is reflected or amplified to a third party, and there is no neighbour cache.
-//! * A MAC address holds at most one lease. The client's hardware address must be the frame's source address.
-//! * What the configuration says (members, the gateway's and the router's address) wins over what clients say, and what this
-//!   machine has wins over what is said of others (`elsewhere`).
-//! * No input from a guest causes a panic or unbounded memory. Every table has a limit, and a share per source.
+//! * An answer goes to the MAC address that the question came from, and a question's source must be
+//!   of the subnet. So nothing is reflected or amplified to a third party, and there is no
+//!   neighbour cache.
+//! * A MAC address holds at most one lease. The client's hardware address must be the frame's
+//!   source address.
+//! * What the configuration says (members, the gateway's and the router's address) wins over what
+//!   clients say, and what this machine has wins over what is said of others (`elsewhere`).
+//! * No input from a guest causes a panic or unbounded memory. Every table has a limit, and a share
+//!   per source.
 //!
 //! # Limits
 //! | what | limit |
@@ -40,9 +44,10 @@
 //! | ICMP errors and TCP resets | 50 a second |
 //!
 //! # Failure
-//! A message that cannot be read is dropped as `gateway_refused` or answered with an error, and counted. If the host
-//! does not take the queries, they run out and their clients get SERVFAIL. Times of stored leases are wall-clock
-//! seconds. If the host's clock is set while the fabric is down, the ends of leases move by the same amount.
+//! A message that cannot be read is dropped as `gateway_refused` or answered with an error, and
+//! counted. If the host does not take the queries, they run out and their clients get SERVFAIL.
+//! Times of stored leases are wall-clock seconds. If the host's clock is set while the fabric is
+//! down, the ends of leases move by the same amount.
 
 mod boot;
 mod config;
@@ -157,7 +162,8 @@ pub struct Gateway {
 }
 
 impl Gateway {
-    /// A gateway with the leases of an earlier one. Stored leases that ran out or no longer fit are left out.
+    /// A gateway with the leases of an earlier one. Stored leases that ran out or no longer fit are
+    /// left out.
     ///
     /// # Errors
     /// What is wrong with `config`.
@@ -213,7 +219,8 @@ impl Gateway {
             if left == 0 || !fits || leases.of_mac(record.mac).is_some() {
                 continue;
             }
-            // Members are not known yet; an address that is none of the range can only have been one of theirs.
+            // Members are not known yet; an address that is none of the range can only have been
+            // one of theirs.
             let own = [Some(self.config.address), self.config.router];
             let claim = Claim { mac: record.mac, port: None, fixed: Some(address) };
             if own.contains(&Some(address)) {
@@ -246,11 +253,12 @@ impl Gateway {
         &self.counters
     }
 
-    /// Adds a member, or replaces the one of its name. A lease of somebody else for the member's address ends, and a
-    /// client that went by its name loses the name.
+    /// Adds a member, or replaces the one of its name. A lease of somebody else for the member's
+    /// address ends, and a client that went by its name loses the name.
     ///
     /// # Errors
-    /// A name that is none, an address outside the network, or a MAC address or address that another member has.
+    /// A name that is none, an address outside the network, or a MAC address or address that
+    /// another member has.
     pub fn set_member(&mut self, member: Member) -> Result<(), ConfigError> {
         check_member(&self.config, &member)?;
         let (mac, address) = (member.mac, member.address);
@@ -297,7 +305,8 @@ impl Gateway {
         self.boot = table;
     }
 
-    /// Removes the member of that name; whether there was one. Its lease, if any, runs on until it ends.
+    /// Removes the member of that name; whether there was one. Its lease, if any, runs on until it
+    /// ends.
     pub fn remove_member(&mut self, name: &str) -> bool {
         if let Some(leases) = &mut self.leases {
             leases.reservations_changed();
@@ -463,7 +472,8 @@ impl Gateway {
         let answer = self.dhcp_message(now, &mut leases, &message, source);
         self.leases = Some(leases);
         let Some((bytes, to)) = answer else { return Ok(()) };
-        // To all where the client asked for that or has no address to be reached at (RFC 2131 §4.1).
+        // To all where the client asked for that or has no address to be reached at (RFC 2131
+        // §4.1).
         let (destination_mac, destination) = match to {
             Some(address) => (route.source_mac, address),
             None => ([0xff; 6], Ipv4Addr::BROADCAST),
@@ -548,7 +558,8 @@ impl Gateway {
                     }
                     return None;
                 }
-                // Selecting and init-reboot name the address in an option, renewing and rebinding in the header.
+                // Selecting and init-reboot name the address in an option, renewing and rebinding
+                // in the header.
                 let held = Some(message.client).filter(|address| !address.is_unspecified());
                 let Some(wanted) = message.requested.or(held) else {
                     counters.dhcp_refused_messages.add(1);
@@ -676,8 +687,8 @@ impl Gateway {
         match subject {
             dns::Subject::Domain => local(&[]),
             dns::Subject::Nobody => unknown(&self.domain),
-            // A name without an address of the family that is asked for is known all the same: NXDOMAIN would end the
-            // search for the other one.
+            // A name without an address of the family that is asked for is known all the same:
+            // NXDOMAIN would end the search for the other one.
             dns::Subject::Member(name) => match self.resolve(&name) {
                 None if found6.is_empty() && !self.knows6(&name) => match self.resolve_elsewhere(&name) {
                     None => unknown(&self.domain),
@@ -727,7 +738,8 @@ impl Gateway {
         }
     }
 
-    /// What a name resolves to: `None` where no member has it, `Some(None)` where its owner has no address now.
+    /// What a name resolves to: `None` where no member has it, `Some(None)` where its owner has no
+    /// address now.
     fn resolve(&self, name: &str) -> Option<Option<Ipv4Addr>> {
         if let Some(member) = self.members.named(name) {
             let leased = || Some(self.leases.as_ref()?.of_mac(member.mac?)?.0);
@@ -806,8 +818,9 @@ impl Gateway {
 
     /// Answers what TCP clients asked, and sends what the stack has to say.
     fn serve_streams(&mut self, now: Nanos) {
-        // Each round answers one query per connection at most, and costs a poll of the stack. What is left after some
-        // rounds has its turn with the next frame or `poll`, so that one frame full of queries costs others little.
+        // Each round answers one query per connection at most, and costs a poll of the stack. What
+        // is left after some rounds has its turn with the next frame or `poll`, so that one frame
+        // full of queries costs others little.
         self.streams.unserved = true;
         for _ in 0..STREAM_ROUNDS {
             let queries = self.streams.serve(now);
@@ -853,7 +866,8 @@ impl Gateway {
         }
     }
 
-    /// The host's answer to a query of [`Gateway::take_queries`]; empty where no name server answered.
+    /// The host's answer to a query of [`Gateway::take_queries`]; empty where no name server
+    /// answered.
     pub fn answer(&mut self, now: Nanos, id: u64, bytes: Vec<u8>) {
         let failed = bytes.is_empty();
         let Some(delivery) = self.forwarder.answer(id, bytes) else {

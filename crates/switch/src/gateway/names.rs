@@ -31,11 +31,13 @@ pub struct Member {
     pub name: String,
     /// Its MAC address, where that is fixed.
     pub mac: Option<Mac>,
-    /// Its address, where that is fixed; may lie inside the range of dynamic leases, which then leaves it out.
+    /// Its address, where that is fixed; may lie inside the range of dynamic leases, which then
+    /// leaves it out.
     pub address: Option<Ipv4Addr>,
 }
 
-/// A name under which a member's IPv6 addresses are found, whether or not it has an IPv4 address of the file.
+/// A name under which a member's IPv6 addresses are found, whether or not it has an IPv4 address of
+/// the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Name6 {
     /// One label, without the domain.
@@ -58,9 +60,9 @@ pub(crate) fn label(text: &str) -> Option<String> {
     fits.then(|| text.to_ascii_lowercase())
 }
 
-/// Names that programs look up by themselves and trust. A client that has one takes over a part of its neighbours:
-/// proxies and tunnels (CERT VU#598349), mail settings, configuration servers. Also names that mean the machine itself
-/// or no machine (RFC 6761, RFC 8375). Sorted.
+/// Names that programs look up by themselves and trust. A client that has one takes over a part of
+/// its neighbours: proxies and tunnels (CERT VU#598349), mail settings, configuration servers. Also
+/// names that mean the machine itself or no machine (RFC 6761, RFC 8375). Sorted.
 const RESERVED: [&str; 27] = [
     "alt",
     "arpa",
@@ -91,8 +93,9 @@ const RESERVED: [&str; 27] = [
     "wpad",
 ];
 
-/// Whether no client gets `name`, a label in small letters, by asking for it; the file may name a member so. Besides `RESERVED`
-/// these are names that resolvers read as an address (`inet_aton`): of digits alone, or of hexadecimal ones.
+/// Whether no client gets `name`, a label in small letters, by asking for it; the file may name a
+/// member so. Besides `RESERVED` these are names that resolvers read as an address (`inet_aton`):
+/// of digits alone, or of hexadecimal ones.
 pub fn is_reserved(name: &str) -> bool {
     let hex = name.strip_prefix("0x").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_hexdigit()));
     hex || name.bytes().all(|b| b.is_ascii_digit()) || RESERVED.binary_search(&name).is_ok()
@@ -191,7 +194,8 @@ impl Members {
         self.name_of6.contains_key(&address)
     }
 
-    /// Whether `address` is the fixed one of a member with another MAC address than `mac`, or shows such a member's MAC address.
+    /// Whether `address` is the fixed one of a member with another MAC address than `mac`, or shows
+    /// such a member's MAC address.
     pub(crate) fn is_others6(&self, address: Ipv6Addr, mac: Mac) -> bool {
         let of_file = self.name_of6(address).and_then(|name| self.mac6(name));
         let shown = shown_mac(address.to_bits())

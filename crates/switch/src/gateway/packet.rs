@@ -1,7 +1,7 @@
 //! Reading what is addressed to the gateway, and writing its answers, over smoltcp's wire types.
 //!
-//! Nothing here keeps state: an answer goes back to the MAC address that the question came from, so there is no
-//! neighbour cache for a guest to fill or poison.
+//! Nothing here keeps state: an answer goes back to the MAC address that the question came from, so
+//! there is no neighbour cache for a guest to fill or poison.
 
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
@@ -40,7 +40,8 @@ pub(super) struct Route {
 pub(super) enum Inbound<'a> {
     /// A request for a hardware address.
     Arp { asker_mac: Mac, asker: Ipv4Addr, target: Ipv4Addr, is_request: bool },
-    /// An IPv4 packet that is whole and has a right header; `packet` from its header to its last byte.
+    /// An IPv4 packet that is whole and has a right header; `packet` from its header to its last
+    /// byte.
     Ipv4 { route: Route, protocol: IpProtocol, packet: &'a [u8], payload: &'a [u8] },
     /// Something that the gateway has no part in.
     Other,
@@ -101,8 +102,8 @@ pub(super) fn read(frame: &[u8], own: Mac) -> Result<Inbound<'_>, Reason> {
     }
 }
 
-/// Whether the transport checksum has to be looked at: a sum that is not there yet, or that never left this
-/// machine, is as good as right.
+/// Whether the transport checksum has to be looked at: a sum that is not there yet, or that never
+/// left this machine, is as good as right.
 pub(super) fn must_verify(checksum: Checksum) -> bool {
     checksum == Checksum::Unverified
 }
@@ -143,7 +144,8 @@ pub(super) fn arp_reply(own_mac: Mac, own: Ipv4Addr, to_mac: Mac, to: Ipv4Addr) 
     frame
 }
 
-/// A frame with an IPv4 header from `from` to `to`, and where its payload of `payload_len` bytes begins.
+/// A frame with an IPv4 header from `from` to `to`, and where its payload of `payload_len` bytes
+/// begins.
 fn ipv4(route: &Route, next_header: IpProtocol, payload_len: usize) -> (Vec<u8>, usize) {
     let repr = Ipv4Repr {
         src_addr: route.source,
@@ -216,7 +218,8 @@ pub(super) fn unreachable(route: &Route, own: Ipv4Addr, packet: &[u8], reason: I
     icmp(&to, &Icmpv4Repr::DstUnreachable { reason, header, data: quoted })
 }
 
-/// The reset that answers `segment`, which belongs to no connection (RFC 9293 §3.10.7.1); `None` for a reset.
+/// The reset that answers `segment`, which belongs to no connection (RFC 9293 §3.10.7.1); `None`
+/// for a reset.
 pub(super) fn tcp_reset(route: &Route, segment: &TcpPacket<&[u8]>) -> Option<Vec<u8>> {
     if segment.rst() {
         return None;

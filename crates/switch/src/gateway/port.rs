@@ -6,18 +6,19 @@
 //! GatewayHandle: take queries, lease changes   <--  service, flush: leave them, notify
 //! ```
 //!
-//! The port is never asleep in the sense of a ring. Its frames come from its own `transmit`, after which it says so
-//! ([`Port::answers`]). Its handle wakes it whenever the handle leaves something.
+//! The port is never asleep in the sense of a ring. Its frames come from its own `transmit`, after
+//! which it says so ([`Port::answers`]). Its handle wakes it whenever the handle leaves something.
 //!
-//! Both boxes are behind a mutex that is held for a move of a vector or for one entry per change, never for work. The
-//! worker never copies the lease table. It leaves the changes, by address, and the handle applies them to its own
-//! table when it is asked. Changes that are not fetched are merged by address, so there are never more of them than
-//! addresses.
+//! Both boxes are behind a mutex that is held for a move of a vector or for one entry per change,
+//! never for work. The worker never copies the lease table. It leaves the changes, by address, and
+//! the handle applies them to its own table when it is asked. Changes that are not fetched are
+//! merged by address, so there are never more of them than addresses.
 //!
-//! Some state is shared by both ends and outlives the port: settings, members, counters, and the leases as of the last
-//! flush. No answer leaves before the lease that it grants is in this state. So after a panic in the old port,
-//! [`GatewayHandle::restart`] makes a port that knows every lease a guest was told of. The old port's unfinished work
-//! is lost as if on a wire: frames not received from it yet, offers, queries and TCP connections. Guests repeat them.
+//! Some state is shared by both ends and outlives the port: settings, members, counters, and the
+//! leases as of the last flush. No answer leaves before the lease that it grants is in this state.
+//! So after a panic in the old port, [`GatewayHandle::restart`] makes a port that knows every lease
+//! a guest was told of. The old port's unfinished work is lost as if on a wire: frames not received
+//! from it yet, offers, queries and TCP connections. Guests repeat them.
 
 use super::{
     BootTable, ConfigError, Elsewhere, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord,
@@ -57,8 +58,8 @@ struct Outbox {
     leases: HashMap<IpAddr, LeaseChange>,
 }
 
-/// The control side's copy of the lease table. The worker's thread never waits for it, since others copy it whole
-/// under its lock; only [`GatewayHandle::restart`] does, after a panic.
+/// The control side's copy of the lease table. The worker's thread never waits for it, since others
+/// copy it whole under its lock; only [`GatewayHandle::restart`] does, after a panic.
 #[derive(Default)]
 struct Table {
     leases: BTreeMap<IpAddr, LeaseRecord>,
@@ -94,7 +95,8 @@ struct Shared {
     /// The router for IPv6 that the handle set last.
     router6: Mutex<Option<(Option<Mac>, u16)>>,
     boot: Mutex<BootTable>,
-    /// The last that the handle set, and the one before: so that its memory is given up by the handle, and not by the worker.
+    /// The last that the handle set, and the one before: so that its memory is given up by the
+    /// handle, and not by the worker.
     elsewhere: Mutex<(Arc<Elsewhere>, Arc<Elsewhere>)>,
     /// The last advertisement has left.
     withdrawn: AtomicBool,
@@ -128,7 +130,8 @@ impl GatewayHandle {
         call(&self.0.wake_port);
     }
 
-    /// Sets what is called when there are queries or changed leases to take. It is called from the worker.
+    /// Sets what is called when there are queries or changed leases to take. It is called from the
+    /// worker.
     pub fn set_event_waker(&self, wake: Wake) {
         *lock(&self.0.wake_host) = Some(wake);
         call(&self.0.wake_host);
@@ -202,12 +205,14 @@ impl GatewayHandle {
         self.send(Command::SetRouter6(router, secs));
     }
 
-    /// Queues [`Gateway::withdraw`] for the worker; [`GatewayHandle::is_withdrawn`] tells when it is done.
+    /// Queues [`Gateway::withdraw`] for the worker; [`GatewayHandle::is_withdrawn`] tells when it
+    /// is done.
     pub fn withdraw(&self) {
         self.send(Command::Withdraw);
     }
 
-    /// Whether what was advertised has been withdrawn, and all answers have left; also if nothing ever was advertised.
+    /// Whether what was advertised has been withdrawn, and all answers have left; also if nothing
+    /// ever was advertised.
     pub fn is_withdrawn(&self) -> bool {
         // Acquire, partner of the port's store: the frames were received before.
         self.0.config.ipv6.is_none() || self.0.withdrawn.load(Ordering::Acquire)
@@ -248,8 +253,8 @@ impl GatewayHandle {
         LeaseStore { leases: self.table().leases.values().cloned().collect() }
     }
 
-    /// A port in place of one whose code panicked, with its leases, members, settings and counters; `now` is the
-    /// worker's clock. Handles stay what they are.
+    /// A port in place of one whose code panicked, with its leases, members, settings and counters;
+    /// `now` is the worker's clock. Handles stay what they are.
     ///
     /// # Errors
     /// As for [`Gateway::new`]; not for settings that worked before.
@@ -261,7 +266,8 @@ impl GatewayHandle {
         let mut key = [0; 16];
         key[..8].copy_from_slice(&entropy.next().to_le_bytes());
         key[8..].copy_from_slice(&entropy.next().to_le_bytes());
-        // Leases are kept by the time of day as this clock tells it, so that one that was set meanwhile moves none.
+        // Leases are kept by the time of day as this clock tells it, so that one that was set
+        // meanwhile moves none.
         let unix_secs = first.unix_secs + now.since(first.now).0 / Nanos::SECOND.0;
         let start = Start { now, unix_secs, entropy: key };
         let mut config = GatewayConfig { forward: shared.forward.load(Ordering::Relaxed), ..shared.config.clone() };
@@ -405,7 +411,8 @@ impl Port for GatewayPort {
         Link::Up
     }
 
-    /// Partial sums are taken: the frame never left this machine. Segmented frames are not, there is no bulk here.
+    /// Partial sums are taken: the frame never left this machine. Segmented frames are not, there
+    /// is no bulk here.
     fn caps(&self) -> Caps {
         Caps { checksum: true, ..Caps::plain(self.gateway.config().mtu.into()) }
     }

@@ -1,11 +1,11 @@
 //! How many DHCP messages each source may send: a token bucket per port of the switch.
 //!
-//! A message costs the worker some microseconds and at most one line of the host's journal. The rate bounds what one
-//! member can make of that; the others have buckets of their own. A bridge with 16,000 clients behind one port, whose
-//! leases last an hour, renews 9 times a second.
+//! A message costs the worker some microseconds and at most one line of the host's journal. The
+//! rate bounds what one member can make of that; the others have buckets of their own. A bridge
+//! with 16,000 clients behind one port, whose leases last an hour, renews 9 times a second.
 //!
-//! Memory: one entry for each source that was heard in the last seconds. A source whose bucket is full again is
-//! forgotten, since it is as if it had never sent.
+//! Memory: one entry for each source that was heard in the last seconds. A source whose bucket is
+//! full again is forgotten, since it is as if it had never sent.
 
 use super::Source;
 use crate::Nanos;

@@ -1,11 +1,12 @@
 //! DNS over TCP (RFC 7766), on smoltcp's TCP.
 //!
-//! smoltcp's interface runs at the IP level here. It is given the TCP packets that are addressed to the gateway. What
-//! it sends goes to the MAC address that its peer's packets come from. A socket listens only while one admitted SYN is
-//! handed to it. So the limits below hold for any input from a guest:
+//! smoltcp's interface runs at the IP level here. It is given the TCP packets that are addressed to
+//! the gateway. What it sends goes to the MAC address that its peer's packets come from. A socket
+//! listens only while one admitted SYN is handed to it. So the limits below hold for any input from
+//! a guest:
 //!
-//! * [`MAX_STREAMS`] connections, [`STREAMS_PER_SOURCE`] of one source and no more than are left for the others; more SYNs
-//!   are not answered, and clients repeat them;
+//! * [`MAX_STREAMS`] connections, [`STREAMS_PER_SOURCE`] of one source and no more than are left
+//!   for the others; more SYNs are not answered, and clients repeat them;
 //! * one query at a time per connection, of at most [`MAX_QUERY_BYTES`];
 //! * a connection on which nothing happens for [`IDLE_SPAN`] is reset.
 
@@ -27,7 +28,8 @@ pub(super) const STREAMS_PER_SOURCE: usize = 4;
 pub(super) const IDLE_SPAN: Nanos = Nanos::SECOND.times(10);
 /// Longest query that is read.
 pub(super) const MAX_QUERY_BYTES: usize = 4096;
-/// Bytes of a DNS header (RFC 1035 §4.1.1): what is shorter is no query, and who sends it no client.
+/// Bytes of a DNS header (RFC 1035 §4.1.1): what is shorter is no query, and who sends it no
+/// client.
 const MIN_QUERY_BYTES: usize = 12;
 const RECEIVE_BYTES: usize = 2048;
 const SEND_BYTES: usize = 8192;
@@ -121,7 +123,8 @@ impl Server {
         Server { interface, wire, sockets, connections, generation: 0, mac, frames: Vec::new(), unserved: false }
     }
 
-    /// Gives an IP packet with TCP, whose checksum is known to be right, to the stack; `port` is the one that is served.
+    /// Gives an IP packet with TCP, whose checksum is known to be right, to the stack; `port` is
+    /// the one that is served.
     pub(super) fn input(&mut self, now: Nanos, packet: &[u8], mac: Mac, source: Source, port: u16) -> Taken {
         let Some((address, _, segment)) = ends(packet) else { return Taken::Stray };
         if segment.dst_port() != port || segment.src_port() == 0 {
@@ -161,7 +164,8 @@ impl Server {
         self.interface.poll(instant(now), &mut self.wire, &mut self.sockets);
     }
 
-    /// Moves bytes between the sockets and their boxes, ends what is over, and returns the queries that are whole.
+    /// Moves bytes between the sockets and their boxes, ends what is over, and returns the queries
+    /// that are whole.
     pub(super) fn serve(&mut self, now: Nanos) -> Vec<(Stream, Source, Vec<u8>)> {
         let mut queries = Vec::new();
         for (index, connection) in self.connections.iter_mut().enumerate() {
@@ -244,7 +248,8 @@ impl Server {
         }
     }
 
-    /// Puts frames around the packets of the stack, while the connections that they belong to are known.
+    /// Puts frames around the packets of the stack, while the connections that they belong to are
+    /// known.
     fn address_output(&mut self) {
         for packet in std::mem::take(&mut self.wire.output) {
             let Some((_, address, segment)) = ends(&packet) else { continue };
@@ -274,7 +279,8 @@ impl Server {
     }
 }
 
-/// The source, the destination and the segment of an IP packet with TCP behind its header, of either family.
+/// The source, the destination and the segment of an IP packet with TCP behind its header, of
+/// either family.
 fn ends(packet: &[u8]) -> Option<(IpAddr, IpAddr, TcpPacket<&[u8]>)> {
     let (source, destination, at): (IpAddr, IpAddr, usize) = match packet.first()? >> 4 {
         4 => {
@@ -331,7 +337,8 @@ impl Device for Wire {
         let mut caps = DeviceCapabilities::default();
         caps.medium = Medium::Ip;
         caps.max_transmission_unit = self.mtu;
-        // Sums were looked at before, where they have to be: a frame of this machine may come with half of one.
+        // Sums were looked at before, where they have to be: a frame of this machine may come with
+        // half of one.
         caps.checksum.tcp = Checksum::Tx;
         caps
     }

@@ -1,8 +1,9 @@
 //! Which port has which IPv6 address, learned from use: first come, first served (after RFC 6620).
 //!
-//! IPv6 hosts give themselves addresses: stable ones that do not show the MAC address (RFC 7217), and ones that change daily
-//! (RFC 8981). So a guard cannot know them beforehand. A port whose guard learns ([`Learn`]) may claim addresses of the
-//! network's prefix, and link-local ones, that no other port has:
+//! IPv6 hosts give themselves addresses: stable ones that do not show the MAC address (RFC 7217),
+//! and ones that change daily (RFC 8981). So a guard cannot know them beforehand. A port whose
+//! guard learns ([`Learn`]) may claim addresses of the network's prefix, and link-local ones, that
+//! no other port has:
 //!
 //! | frame | what becomes of it |
 //! | --- | --- |
@@ -14,10 +15,10 @@
 //! | any packet from an address that this machine has lost to another one, and advertisements for it | dropped, `source6` and `nd_inspection` |
 //! | a claim beyond the port's limit | dropped, `address_limit` |
 //!
-//! An address that is written into another guard's list is that port's. An interface identifier that shows a MAC address
-//! which is locked to another port is not to be claimed either. Both hold from the moment at which the list is set or the MAC
-//! address locked: a port that claimed such an address earlier loses it then. An address that was not used for [`LIFETIME`] is
-//! free again.
+//! An address that is written into another guard's list is that port's. An interface identifier
+//! that shows a MAC address which is locked to another port is not to be claimed either. Both hold
+//! from the moment at which the list is set or the MAC address locked: a port that claimed such an
+//! address earlier loses it then. An address that was not used for [`LIFETIME`] is free again.
 
 use super::ipv6::{self, Upper};
 use super::{Roles, ipv6::link_local};
@@ -28,8 +29,8 @@ use crate::mac::PortNumber;
 use std::collections::{HashMap, HashSet};
 use std::net::Ipv6Addr;
 
-/// Addresses of one port, unless set otherwise. A host has a link-local, a leased and a stable one, and a temporary one for
-/// each of the last seven days.
+/// Addresses of one port, unless set otherwise. A host has a link-local, a leased and a stable one,
+/// and a temporary one for each of the last seven days.
 pub const LIMIT: u8 = 16;
 /// How long an address stays a port's without being used.
 const LIFETIME: Nanos = Nanos::SECOND.times(3600);
@@ -79,7 +80,8 @@ impl Bindings {
         }
     }
 
-    /// Takes the addresses that show `mac`, which is locked to `port` from now on, from ports that claimed them.
+    /// Takes the addresses that show `mac`, which is locked to `port` from now on, from ports that
+    /// claimed them.
     pub(crate) fn lock(&mut self, port: PortNumber, mac: Mac) {
         let shows = |(address, holder): (&u128, &PortNumber)| {
             (*holder != port && shown_mac(*address) == Some(mac)).then_some(*address)
@@ -95,7 +97,8 @@ impl Bindings {
         }
     }
 
-    /// Sets the addresses that no port may claim, since another machine has them. What was learned of them is forgotten.
+    /// Sets the addresses that no port may claim, since another machine has them. What was learned
+    /// of them is forgotten.
     pub(crate) fn lose(&mut self, addresses: impl Iterator<Item = Ipv6Addr>) {
         let lost: HashSet<u128> = addresses.map(Ipv6Addr::to_bits).collect();
         lost.iter().for_each(|address| self.free(*address));
@@ -122,7 +125,8 @@ impl Bindings {
         if self.lost.contains(&address) {
             return Err(None);
         }
-        // Before the claims: what is listed or locked meanwhile was taken from its claimant, and it may not claim it again.
+        // Before the claims: what is listed or locked meanwhile was taken from its claimant, and it
+        // may not claim it again.
         let other = |holder: Option<PortNumber>| holder.is_some_and(|holder| holder != port);
         if other(self.listed.get(&address).copied()) || other(shown_mac(address).and_then(locked_to)) {
             return Err(None);
@@ -164,8 +168,8 @@ impl Bindings {
         Ok(())
     }
 
-    /// Why an IPv6 packet (the first bytes of it, or all) from that Ethernet source may not pass from `port`, whose guard
-    /// learns. `locked_to` says to which port a MAC address is locked.
+    /// Why an IPv6 packet (the first bytes of it, or all) from that Ethernet source may not pass
+    /// from `port`, whose guard learns. `locked_to` says to which port a MAC address is locked.
     pub(crate) fn refuse(
         &mut self,
         now: Nanos,
@@ -336,7 +340,8 @@ mod tests {
         assert_eq!(ports.put(2, &data("fd00::ff:fe00:8")), None);
         ports.0.lock(2, B);
         assert_eq!(ports.0.holders.get(&ip("fd00::ff:fe00:8").to_bits()), Some(&2));
-        // With the list, its own earlier claim is of no use: the address is free once the list no longer has it.
+        // With the list, its own earlier claim is of no use: the address is free once the list no
+        // longer has it.
         ports.0.list(1, [ip("fd00::8")].into_iter());
         ports.0.list(1, std::iter::empty());
         assert_eq!(ports.put(2, &data("fd00::8")), None);

@@ -1,7 +1,8 @@
-//! What a guarded port may claim to be in IPv6: source fields, and what neighbour discovery tells of link-layer addresses.
+//! What a guarded port may claim to be in IPv6: source fields, and what neighbour discovery tells
+//! of link-layer addresses.
 //!
-//! An address is the port's own if it is on the list, or is the link-local address that the frame's Ethernet source gives
-//! (modified EUI-64, RFC 4291 appendix A). Then
+//! An address is the port's own if it is on the list, or is the link-local address that the frame's
+//! Ethernet source gives (modified EUI-64, RFC 4291 appendix A). Then
 //!
 //! | frame | passes if |
 //! | --- | --- |
@@ -11,9 +12,9 @@
 //! | neighbour advertisement | besides, its target is an own address, and the target link-layer option is the Ethernet source |
 //! | router advertisement, redirect | its port has the role of a router ([`super::Roles`]) |
 //!
-//! Neighbour discovery behind extension headers is found. It does not pass in fragments, which hosts have to ignore
-//! (RFC 6980), or where it is longer than the part of a frame that the guard sees. A packet whose headers are cut short
-//! before its upper layer does not pass either.
+//! Neighbour discovery behind extension headers is found. It does not pass in fragments, which
+//! hosts have to ignore (RFC 6980), or where it is longer than the part of a frame that the guard
+//! sees. A packet whose headers are cut short before its upper layer does not pass either.
 
 use crate::frame::Mac;
 use std::net::Ipv6Addr;
@@ -75,7 +76,8 @@ pub(super) fn link_local(mac: &Mac) -> u128 {
 pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
     let (mut next, mut at, mut fragment) = (packet[6], HEADER_BYTES, false);
     let end = match u16::from_be_bytes([packet[4], packet[5]]) {
-        // Linux takes a length of zero before hop-by-hop options for that of a jumbogram, and all that is there for its payload.
+        // Linux takes a length of zero before hop-by-hop options for that of a jumbogram, and all
+        // that is there for its payload.
         0 if next == HOP_BY_HOP => usize::MAX,
         bytes => HEADER_BYTES + usize::from(bytes),
     };
@@ -115,8 +117,8 @@ pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
     Upper::Hidden
 }
 
-/// The options of a message of neighbour discovery (RFC 4861 §4.6): the kind, and the bytes of the option, at least 8. `None` stands
-/// for the rest where that is not well formed.
+/// The options of a message of neighbour discovery (RFC 4861 §4.6): the kind, and the bytes of the
+/// option, at least 8. `None` stands for the rest where that is not well formed.
 pub fn nd_options(mut rest: &[u8]) -> impl Iterator<Item = Option<(u8, &[u8])>> {
     std::iter::from_fn(move || {
         let all = std::mem::take(&mut rest);
@@ -157,7 +159,8 @@ impl List {
         ip == link_local(mac) || self.0.iter().any(listed)
     }
 
-    /// Whether a packet (the first bytes of it, or all) from that Ethernet source passes; `routes` if its port is a router.
+    /// Whether a packet (the first bytes of it, or all) from that Ethernet source passes; `routes`
+    /// if its port is a router.
     pub(super) fn lets_packet_pass(&self, packet: &[u8], mac: &Mac, routes: bool) -> bool {
         let Some(source) = packet.get(..HEADER_BYTES).and_then(|header| address(&header[8..])) else { return false };
         let anonymous = source == 0;

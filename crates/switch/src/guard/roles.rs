@@ -1,6 +1,8 @@
-//! What only some ports may do: advertise routers, serve DHCP, and speak for the gateway's addresses.
+//! What only some ports may do: advertise routers, serve DHCP, and speak for the gateway's
+//! addresses.
 //!
-//! These checks apply to every port, with or without a list of addresses, unless the port's [`Roles`] allow the thing:
+//! These checks apply to every port, with or without a list of addresses, unless the port's
+//! [`Roles`] allow the thing:
 //!
 //! | frame | dropped as | allowed by |
 //! | --- | --- | --- |
@@ -9,10 +11,11 @@
 //! | ARP or IP sender, neighbour advertisement or duplicate address detection of a protected address | `gateway_claim` | [`Roles::gateway`] |
 //! | IPv6 on the link whose headers hide what it carries (RFC 7113 §3, RFC 7112) | `rogue_router` | router and DHCP server both |
 //!
-//! The check follows all VLAN tags, since a receiver takes stacked priority tags off one after the other, and LLC/SNAP headers
-//! (CERT VU#855201). It follows IPv6 extension headers as far as the frame's head shows them. Of fragments the first one
-//! counts: it has to show the upper-layer header. A packet between global unicast addresses with a longer chain passes,
-//! since no router advertisement has such a source and no DHCPv6 client such an address.
+//! The check follows all VLAN tags, since a receiver takes stacked priority tags off one after the
+//! other, and LLC/SNAP headers (CERT VU#855201). It follows IPv6 extension headers as far as the
+//! frame's head shows them. Of fragments the first one counts: it has to show the upper-layer
+//! header. A packet between global unicast addresses with a longer chain passes, since no router
+//! advertisement has such a source and no DHCPv6 client such an address.
 
 use super::ipv6::Upper;
 use super::{ETHERTYPE_ARP, ETHERTYPE_IPV4, ETHERTYPE_IPV6, ipv6, network_layer};
@@ -73,21 +76,23 @@ impl Protected {
     }
 }
 
-/// The link-local IPv6 address that an interface with that Ethernet address gives itself (RFC 4291 appendix A).
+/// The link-local IPv6 address that an interface with that Ethernet address gives itself (RFC 4291
+/// appendix A).
 pub fn link_local(mac: &Mac) -> Ipv6Addr {
     Ipv6Addr::from_bits(ipv6::link_local(mac))
 }
 
-/// The group that listens for questions about an address (RFC 4291 §2.7.1), and its MAC address (RFC 2464 §7).
+/// The group that listens for questions about an address (RFC 4291 §2.7.1), and its MAC address
+/// (RFC 2464 §7).
 pub fn solicited_node(address: Ipv6Addr) -> (Mac, Ipv6Addr) {
     let [.., a, b, c] = address.octets();
     let group = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
     ([0x33, 0x33, 0xff, a, b, c], group)
 }
 
-/// Why the frame that starts with `head` may not pass from a port with these roles; `more` if it is longer than that. Of TCP
-/// and UDP right behind an IP header without options it looks at addresses, protocol and ports only, on which
-/// [`crate::policy`] relies.
+/// Why the frame that starts with `head` may not pass from a port with these roles; `more` if it is
+/// longer than that. Of TCP and UDP right behind an IP header without options it looks at
+/// addresses, protocol and ports only, on which [`crate::policy`] relies.
 pub(crate) fn refuse(head: &[u8], more: bool, roles: Roles, protected: &Protected) -> Option<Reason> {
     let Some((kind, at)) = network_layer(head) else {
         // A frame that ends there holds no packet.
@@ -163,7 +168,8 @@ fn ipv6(packet: &[u8], roles: Roles, protected: &Protected) -> Option<Reason> {
                 ip.is_unicast_link_local() || ip.is_multicast() || ip.is_unspecified()
             };
             let trusted = roles.router && roles.dhcp_server;
-            // Neighbour discovery has this hop limit, also between global addresses (RFC 4861 §7.1).
+            // Neighbour discovery has this hop limit, also between global addresses (RFC 4861
+            // §7.1).
             let discovers = packet[7] == 255;
             (!trusted && (on_link(source) || on_link(destination) || discovers)).then_some(Reason::RogueRouter)
         }
@@ -319,7 +325,8 @@ mod tests {
         assert_eq!(on_link(44, &[&fragment(60, 1)[..], &[58, 9]].concat()), Some(RogueRouter));
         assert_eq!(on_link(44, &[&fragment(17, 1)[..], &[2, 35]].concat()), Some(RogueRouter), "no ports");
         assert_eq!(on_link(44, &[&fragment(58, 8)[..], &RA].concat()), None, "a later fragment");
-        // A payload length of zero before hop-by-hop options is not one: Linux takes all that is there.
+        // A payload length of zero before hop-by-hop options is not one: Linux takes all that is
+        // there.
         let mut zero = v6("fe80::7", "ff02::1", 0, &[&extension(58)[..], &RA].concat());
         zero[5] = 0;
         assert_eq!(told(&frame(&[], 0x86dd, &zero), Roles::default()), Some(RogueRouter));

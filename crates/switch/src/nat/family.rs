@@ -1,15 +1,17 @@
-//! What differs between IPv4 and IPv6 in [`super::Nat`]: headers, the messages by which a link's stations find each
-//! other (ARP, neighbour discovery), and the numbers of ICMP.
+//! What differs between IPv4 and IPv6 in [`super::Nat`]: headers, the messages by which a link's
+//! stations find each other (ARP, neighbour discovery), and the numbers of ICMP.
 //!
-//! The router is generic over [`Address`], so each family's router is compiled for itself: IPv4 pays nothing for IPv6. It is
-//! compiled in the crate that uses it, so what it calls for every frame outside of generic code is `#[inline]`.
+//! The router is generic over [`Address`], so each family's router is compiled for itself: IPv4
+//! pays nothing for IPv6. It is compiled in the crate that uses it, so what it calls for every
+//! frame outside of generic code is `#[inline]`.
 //!
 //! # Limits of IPv6
-//! A packet with an extension header is dropped as `not_transformable`, as is every fragment with IPv4 too. passt of
-//! Debian 12 takes the first extension header for the transport (`ipv6_l4hdr`): behind options a guest could show this
-//! router other ports than passt uses. Packets whose IPv4 address stands in IPv6's form go nowhere, since passt's socket
-//! would connect by IPv4, to this machine's loopback too. Messages of neighbour discovery are believed only
-//! with a hop limit of 255, code 0, whole options and a right checksum (RFC 4861 §7.1).
+//! A packet with an extension header is dropped as `not_transformable`, as is every fragment with
+//! IPv4 too. passt of Debian 12 takes the first extension header for the transport (`ipv6_l4hdr`):
+//! behind options a guest could show this router other ports than passt uses. Packets whose IPv4
+//! address stands in IPv6's form go nowhere, since passt's socket would connect by IPv4, to this
+//! machine's loopback too. Messages of neighbour discovery are believed only with a hop limit of
+//! 255, code 0, whole options and a right checksum (RFC 4861 §7.1).
 
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -64,7 +66,8 @@ pub struct Message<A> {
     pub(super) target_ip: A,
 }
 
-/// An address family that [`super::Nat`] translates: [`Ipv4Addr`] or [`Ipv6Addr`]. Nothing else can implement it.
+/// An address family that [`super::Nat`] translates: [`Ipv4Addr`] or [`Ipv6Addr`]. Nothing else can
+/// implement it.
 pub trait Address: Copy + Debug + Eq + Hash + Ord + 'static {
     /// Ethernet's number for its packets.
     const ETHERTYPE: u16;
@@ -107,7 +110,8 @@ pub trait Address: Copy + Debug + Eq + Hash + Ord + 'static {
     fn is_host(self) -> bool;
     /// Whether it is the sender's own machine.
     fn is_loopback(self) -> bool;
-    /// Whether it means something on one link only. (IPv4's 169.254.0.0/16 does not count: clouds route it.)
+    /// Whether it means something on one link only. (IPv4's 169.254.0.0/16 does not count: clouds
+    /// route it.)
     fn is_scoped(self) -> bool;
     /// The address that a station has on the link by its MAC, in a family with scopes.
     fn scoped(mac: Mac) -> Option<Self>;
@@ -138,8 +142,9 @@ impl Address for Ipv4Addr {
     const SUM_AT: Option<usize> = Some(10);
     const ICMP: u8 = 1;
     const ECHO: [u8; 2] = [8, 0];
-    // Destination unreachable ("fragmentation needed" among them), time exceeded, parameter problem. Source quench is out
-    // of use (RFC 6633), and a redirect tells of another network's routers.
+    // Destination unreachable ("fragmentation needed" among them), time exceeded, parameter
+    // problem. Source quench is out of use (RFC 6633), and a redirect tells of another network's
+    // routers.
     const ERRORS: &'static [u8] = &[3, 11, 12];
     const TIME_EXCEEDED: u8 = 11;
     const LONGEST_ERROR_BYTES: usize = 576;
@@ -200,7 +205,8 @@ impl Address for Ipv4Addr {
 
     fn compose(protocol: u8, from: Self, to: Self, body_bytes: usize) -> Vec<u8> {
         let [high, low] = ((20 + body_bytes) as u16).to_be_bytes();
-        // An error has the precedence "internetwork control" (RFC 1812 §4.3.2.5); nothing else may be fragmented.
+        // An error has the precedence "internetwork control" (RFC 1812 §4.3.2.5); nothing else may
+        // be fragmented.
         let (service, fragment) = if protocol == Self::ICMP { (0xc0, 0) } else { (0, 0x40) };
         let mut out = vec![0x45, service, high, low, 0, 0, fragment, 0, 64, protocol, 0, 0];
         out.extend([from.octets(), to.octets()].concat());
@@ -229,8 +235,8 @@ impl Address for Ipv4Addr {
     }
 }
 
-/// The source or target link-layer address (RFC 4861 §4.6.1) among `options`, if it is there; `None` where the options
-/// are not whole.
+/// The source or target link-layer address (RFC 4861 §4.6.1) among `options`, if it is there;
+/// `None` where the options are not whole.
 fn link_layer_address(options: &[u8], wanted: u8) -> Option<Option<Mac>> {
     nd_options(options).try_fold(None, |found, option| {
         let (kind, bytes) = option?;
@@ -324,7 +330,8 @@ impl Address for Ipv6Addr {
     }
 
     fn is_link_message(frame: &[u8], ethertype: u16) -> bool {
-        // Behind extension headers it is none that counts, and goes no further either: it is neither echo nor error.
+        // Behind extension headers it is none that counts, and goes no further either: it is
+        // neither echo nor error.
         let kind = frame.get(IP_AT + IPV6_BYTES);
         ethertype == Self::ETHERTYPE
             && frame.get(IP_AT + 6) == Some(&ICMPV6)

@@ -1,5 +1,5 @@
-//! What [`super::Nat`] remembers of a flow: how far it has come, how long it may be idle, who it is charged to, and which
-//! ports of the uplink's address are taken.
+//! What [`super::Nat`] remembers of a flow: how far it has come, how long it may be idle, who it is
+//! charged to, and which ports of the uplink's address are taken.
 
 use std::collections::VecDeque;
 
@@ -10,9 +10,10 @@ use crate::Nanos;
 use crate::frame::Mac;
 use crate::wait::Token;
 
-// Idle times: RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min half-open and half-closed), RFC 4787 REQ-5 for
-// UDP, RFC 5508 REQ-2 for echo; UDP from outside that the guest has not answered has the 30 s of Linux' conntrack. Both ends have said that they are done: twice Linux' segment lifetime (60 s). A reset
-// ends a connection at once; its port rests a little.
+// Idle times: RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min half-open and half-closed), RFC
+// 4787 REQ-5 for UDP, RFC 5508 REQ-2 for echo; UDP from outside that the guest has not answered has
+// the 30 s of Linux' conntrack. Both ends have said that they are done: twice Linux' segment
+// lifetime (60 s). A reset ends a connection at once; its port rests a little.
 pub(super) const TCP_NS: Nanos = Nanos(7_440 * 1_000_000_000);
 pub(super) const TCP_HALF_NS: Nanos = Nanos(240 * 1_000_000_000);
 pub(super) const TCP_CLOSED_NS: Nanos = Nanos(60 * 1_000_000_000);
@@ -143,8 +144,8 @@ pub(super) struct Flow<A> {
 #[derive(Debug, Default)]
 pub(super) struct Share {
     pub(super) held: usize,
-    /// Mappings that may have to give way, oldest first, with the mapping's number; each at most once, dead ones
-    /// among them.
+    /// Mappings that may have to give way, oldest first, with the mapping's number; each at most
+    /// once, dead ones among them.
     pub(super) yielding: VecDeque<(Protocol, u16, u64)>,
 }
 

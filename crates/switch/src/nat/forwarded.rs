@@ -1,16 +1,19 @@
-//! Connections that came in through forwards, with a share for each forward and, within it, for each outside address.
+//! Connections that came in through forwards, with a share for each forward and, within it, for
+//! each outside address.
 //!
-//! Hosts outside make these entries, so none of them may cost another forward its connections, nor one address the
-//! others'. A forward holds at most [`Table::share`] entries and an outside address half of that. At such a limit the
-//! share makes room among its own entries: the oldest that is not confirmed (reset, then closed, then half-open TCP or
-//! UDP that the guest has not answered), else the oldest confirmed one if it was silent for [`SILENT_NS`]. If there is
-//! none, the newcomer is refused.
+//! Hosts outside make these entries, so none of them may cost another forward its connections, nor
+//! one address the others'. A forward holds at most [`Table::share`] entries and an outside address
+//! half of that. At such a limit the share makes room among its own entries: the oldest that is not
+//! confirmed (reset, then closed, then half-open TCP or UDP that the guest has not answered), else
+//! the oldest confirmed one if it was silent for [`SILENT_NS`]. If there is none, the newcomer is
+//! refused.
 //!
 //! # How it works
-//! Entries lie in a slab. Each is in two doubly linked lists, of its forward and of its address, both for its
-//! [`Stage`] and in the order of last use. All entries of one list have the same idle time, so what is over and what has
-//! to give way is always at a list's front: every operation costs the same however many entries there are. A list is
-//! ordered to within [`MOVE_NS`], so that a busy connection does not relink itself for every frame.
+//! Entries lie in a slab. Each is in two doubly linked lists, of its forward and of its address,
+//! both for its [`Stage`] and in the order of last use. All entries of one list have the same idle
+//! time, so what is over and what has to give way is always at a list's front: every operation
+//! costs the same however many entries there are. A list is ordered to within [`MOVE_NS`], so that
+//! a busy connection does not relink itself for every frame.
 
 use std::collections::HashMap;
 
@@ -24,8 +27,8 @@ pub(super) type Forwarded<A> = (Inside<A>, A, u16);
 
 /// Entries of all forwards together, as long as each share is within its bounds below.
 const TOTAL: usize = 65_536;
-/// Bounds of one forward's share: a fabric with a thousand forwards still serves a thousand connections with each, and
-/// a fabric with one does not spend its whole memory on it.
+/// Bounds of one forward's share: a fabric with a thousand forwards still serves a thousand
+/// connections with each, and a fabric with one does not spend its whole memory on it.
 const LEAST: usize = 1024;
 const MOST: usize = 16_384;
 /// An entry's place in its lists is at most so much older than its last use.
@@ -150,7 +153,8 @@ impl<A: Address> Table<A> {
         Some((entry.port, &entry.state))
     }
 
-    /// Changes the state of a connection with `note`; returns the forward's port, if the connection is known.
+    /// Changes the state of a connection with `note`; returns the forward's port, if the connection
+    /// is known.
     pub(super) fn note(&mut self, now: Nanos, key: &Forwarded<A>, note: impl FnOnce(&mut State)) -> Option<u16> {
         let at = *self.index.get(key)?;
         let entry = &mut self.entries[at as usize];
@@ -166,8 +170,8 @@ impl<A: Address> Table<A> {
         Some(port)
     }
 
-    /// Adds a connection that is not known, through forward number `forward` with its `port`. Returns the one that had
-    /// to give way; `Err` if none could.
+    /// Adds a connection that is not known, through forward number `forward` with its `port`.
+    /// Returns the one that had to give way; `Err` if none could.
     pub(super) fn add(
         &mut self,
         now: Nanos,

@@ -1,4 +1,5 @@
-//! Frames that are kept for guests: until a guest is heard of, and first segments until it answers them.
+//! Frames that are kept for guests: until a guest is heard of, and first segments until it answers
+//! them.
 
 use super::family::Address;
 use super::forwarded::Forwarded;
@@ -42,7 +43,8 @@ impl<A: Address> Nat<A> {
         }
     }
 
-    /// Keeps a frame for a guest, if there is room; with `sent` it is on its way already, and a copy is kept.
+    /// Keeps a frame for a guest, if there is room; with `sent` it is on its way already, and a
+    /// copy is kept.
     pub(super) fn hold(
         &mut self,
         now: Nanos,
@@ -72,9 +74,9 @@ impl<A: Address> Nat<A> {
         true
     }
 
-    /// Gives up the held frame that has to make room for one of `key`, among those that `may` go: the oldest of the
-    /// outside address with the most, of the guest with the most. The newcomer counts as one of them, so who floods
-    /// displaces its own.
+    /// Gives up the held frame that has to make room for one of `key`, among those that `may` go:
+    /// the oldest of the outside address with the most, of the guest with the most. The newcomer
+    /// counts as one of them, so who floods displaces its own.
     fn displace(&mut self, key: Forwarded<A>, may: impl Fn(&Held<A>) -> bool) {
         // Quadratic in the number of places, which is small and constant.
         let held = || self.held.iter().filter(|held| may(held));

@@ -1,10 +1,12 @@
-//! The router's part of ICMP (RFC 792, and RFC 4443 for IPv6). It answers pings. It translates errors together with the packet that they quote
-//! (RFC 5508 §4). It sends one error itself, for a packet whose hops are used up.
+//! The router's part of ICMP (RFC 792, and RFC 4443 for IPv6). It answers pings. It translates
+//! errors together with the packet that they quote (RFC 5508 §4). It sends one error itself, for a
+//! packet whose hops are used up.
 //!
-//! An error quotes the header of the packet that caused it and at least 8 bytes behind it. The quote shows the packet
-//! as it was where it was lost: behind the translation. The packet's sender knows it as it was before, so the quoted
-//! addresses, ports and sums are put back as well. The error's own sum covers all of it and is updated by what changed.
-//! The quoted sums need not be right, nor be quoted at all.
+//! An error quotes the header of the packet that caused it and at least 8 bytes behind it. The
+//! quote shows the packet as it was where it was lost: behind the translation. The packet's sender
+//! knows it as it was before, so the quoted addresses, ports and sums are put back as well. The
+//! error's own sum covers all of it and is updated by what changed. The quoted sums need not be
+//! right, nor be quoted at all.
 
 use super::Verdict;
 use super::family::Address;
@@ -46,10 +48,12 @@ pub(super) struct Quote<A> {
 }
 
 impl<A: Address> Quote<A> {
-    /// Reads the error in `frame`, whose header is `outer`; `None` where the packet is no ICMP error.
+    /// Reads the error in `frame`, whose header is `outer`; `None` where the packet is no ICMP
+    /// error.
     ///
     /// # Errors
-    /// [`Reason::NotTransformable`] for an error that quotes too little, or something that is not translated.
+    /// [`Reason::NotTransformable`] for an error that quotes too little, or something that is not
+    /// translated.
     pub(super) fn of(frame: &[u8], outer: &Ip<A>) -> Result<Option<Quote<A>>, Reason> {
         let at = outer.transport_at;
         if outer.protocol != A::ICMP || outer.fragment || at + HEADER_BYTES > outer.end {
@@ -66,7 +70,8 @@ impl<A: Address> Quote<A> {
         }
         let protocol = Protocol::of::<A>(header.protocol).ok_or(Reason::NotTransformable)?;
         let (from_port, to_port) = match protocol {
-            // No error is sent about an error, so what is quoted is an echo (RFC 1122 §3.2.2, RFC 4443 §2.4).
+            // No error is sent about an error, so what is quoted is an echo (RFC 1122 §3.2.2, RFC
+            // 4443 §2.4).
             Protocol::Echo if !A::ECHO.contains(&frame[transport_at]) => return Err(Reason::NotTransformable),
             Protocol::Echo => (word(frame, transport_at + 4), word(frame, transport_at + 4)),
             _ => (word(frame, transport_at), word(frame, transport_at + 2)),
@@ -75,8 +80,8 @@ impl<A: Address> Quote<A> {
         Ok(Some(Quote { at, end: outer.end, ip_at, transport_at, protocol, from, to, from_port, to_port }))
     }
 
-    /// Writes the addresses of the quoted packet and the port of one end, with all sums that cover them. `outer` is what
-    /// changed in the addresses of the error itself.
+    /// Writes the addresses of the quoted packet and the port of one end, with all sums that cover
+    /// them. `outer` is what changed in the addresses of the error itself.
     pub(super) fn rewrite(&self, frame: &mut [u8], (from, to): (A, A), end: End, port: u16, outer: Readdressed) {
         let port_at = self.transport_at + if end == End::Source { 0 } else { 2 };
         let (port_at, sum_at) = match self.protocol {
@@ -100,7 +105,8 @@ impl<A: Address> Quote<A> {
         let old_port = word(frame, port_at);
         frame[port_at..port_at + 2].copy_from_slice(&port.to_be_bytes());
         update(frame, self.at + 2, &[old_port], &[port]);
-        // The quoted transport's sum is within the 8 bytes that are always there, except TCP's. Zero is UDP's "none".
+        // The quoted transport's sum is within the 8 bytes that are always there, except TCP's.
+        // Zero is UDP's "none".
         let has_sum = sum_at + 2 <= self.end && !(self.protocol == Protocol::Udp && word(frame, sum_at) == 0);
         if has_sum {
             let old_sum = word(frame, sum_at);
@@ -117,9 +123,10 @@ impl<A: Address> Quote<A> {
     }
 }
 
-/// The answer of the router at `router` to a packet whose hops are used up: a frame for the packet's sender. `None`
-/// where no error may be sent (RFC 1812 §4.3.2.7, RFC 4443 §2.4 (e)): about another error, a fragment that is not the
-/// first, or a packet whose source is not one particular host.
+/// The answer of the router at `router` to a packet whose hops are used up: a frame for the
+/// packet's sender. `None` where no error may be sent (RFC 1812 §4.3.2.7, RFC 4443 §2.4 (e)): about
+/// another error, a fragment that is not the first, or a packet whose source is not one particular
+/// host.
 pub(super) fn time_exceeded<A: Address>(frame: &[u8], ip: &Ip<A>, mac: Mac, router: A) -> Option<Vec<u8>> {
     let station = frame.get(6..12)?.first_chunk().filter(|from| from[0] & 1 == 0)?;
     let kind = frame[ip.transport_at..ip.end].first();
@@ -133,7 +140,8 @@ pub(super) fn time_exceeded<A: Address>(frame: &[u8], ip: &Ip<A>, mac: Mac, rout
     Some(ethernet::<A>(*station, mac, &compose(A::ICMP, router, ip.from, &error, 2)))
 }
 
-/// Turns an echo request to the router itself into its answer; anything else for the router's address is not served.
+/// Turns an echo request to the router itself into its answer; anything else for the router's
+/// address is not served.
 pub(super) fn echo_reply<A: Address>(ip: &Ip<A>, frame: &mut [u8]) -> Verdict {
     match ip.transport(frame) {
         Ok(t) if t.protocol == Protocol::Echo && t.is_echo_request::<A>(frame) => {

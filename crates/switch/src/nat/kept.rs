@@ -9,8 +9,9 @@
 //! inside      protocol u8 (0 TCP, 1 UDP, 2 echo) · address · port u16;   peer: address · port u16
 //! state       last use u64 · flags u8 (1 answered, 2 first came in, 4 done out, 8 done in, 16 reset)
 //! ```
-//! Numbers are little-endian, addresses as on the wire (4 or 16 bytes). Instants are those of the monotonic clock, which both daemons
-//! share. A mapping is charged to its MAC until its guest uses it, since ports of the switch have other numbers.
+//! Numbers are little-endian, addresses as on the wire (4 or 16 bytes). Instants are those of the
+//! monotonic clock, which both daemons share. A mapping is charged to its MAC until its guest uses
+//! it, since ports of the switch have other numbers.
 
 use super::family::Address;
 use super::flow::{Direction, Flow, Inside, Source, State};
@@ -95,8 +96,8 @@ impl<A: Address> Nat<A> {
         let mut out = vec![A::TABLE_VERSION, u8::from(self.peer_mac.is_some())];
         out.extend(self.peer_mac.unwrap_or_default());
         out.extend(self.next_port.to_le_bytes());
-        // No overflow of the counts: there are at most 65,536 ports of each protocol, and 1023 forwards of each, with at
-        // most 16,384 connections.
+        // No overflow of the counts: there are at most 65,536 ports of each protocol, and 1023
+        // forwards of each, with at most 16,384 connections.
         out.extend((self.flows.len() as u32).to_le_bytes());
         for ((_, port), flow) in &self.flows {
             out.extend(port.to_le_bytes());

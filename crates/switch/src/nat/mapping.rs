@@ -1,4 +1,5 @@
-//! The mappings of guests' ends to ports of the uplink's address: who holds how many, and which give way.
+//! The mappings of guests' ends to ports of the uplink's address: who holds how many, and which
+//! give way.
 
 use super::family::Address;
 use super::flow::{Direction, Flow, Inside, Source, State};
@@ -43,8 +44,9 @@ impl<A: Address> Nat<A> {
         let start = if self.flows.contains_key(&(protocol, wish)) { self.next_port } else { wish };
         let mut free = self.taken[protocol as usize].free_from(start);
         if free.is_none() {
-            // Only with many sources at their limits, so this is no look-up of every frame. The one with the most makes
-            // room, also of what is not silent, as long as it then still has as much as this one.
+            // Only with many sources at their limits, so this is no look-up of every frame. The one
+            // with the most makes room, also of what is not silent, as long as it then still has as
+            // much as this one.
             let most =
                 self.shares.iter().max_by_key(|(_, share)| share.held).map(|(source, share)| (*source, share.held));
             let donor = most.filter(|(_, most)| *most > held + 1);
@@ -67,7 +69,8 @@ impl<A: Address> Nat<A> {
         Ok(port)
     }
 
-    /// Charges a mapping that was taken over from another process to the port of the switch that it belongs to.
+    /// Charges a mapping that was taken over from another process to the port of the switch that it
+    /// belongs to.
     fn charge(&mut self, protocol: Protocol, port: u16, source: Source) {
         self.next_id += 1;
         let Some(flow) = self.flows.get_mut(&(protocol, port)) else { return };
@@ -104,8 +107,9 @@ impl<A: Address> Nat<A> {
         }
     }
 
-    /// Ends the oldest mapping of `source` that can give way; whether there was one among the first of its queue. With
-    /// `wanted` it has to be of that protocol, and datagram flows need not be silent.
+    /// Ends the oldest mapping of `source` that can give way; whether there was one among the first
+    /// of its queue. With `wanted` it has to be of that protocol, and datagram flows need not be
+    /// silent.
     fn make_room(&mut self, now: Nanos, source: Source, wanted: Option<Protocol>) -> bool {
         let mut tries = 0;
         while tries < TRIES {

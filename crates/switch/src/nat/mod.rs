@@ -1,49 +1,62 @@
-//! Network address translation between the guests of a network and an uplink that knows one address.
+//! Network address translation between the guests of a network and an uplink that knows one
+//! address.
 //!
 //! # Why
-//! The user uplink (passt) serves one guest: one address, one MAC. Two guests that use the same port there get each
-//! other's resets (docs/decisions/0008-user-uplink.md). This module puts one address in front of many guests.
+//! The user uplink (passt) serves one guest: one address, one MAC. Two guests that use the same
+//! port there get each other's resets (docs/decisions/0008-user-uplink.md). This module puts one
+//! address in front of many guests.
 //!
 //! # What it is not
-//! No router between networks, no firewall, no translation between families, no application helpers. Fragments are not translated (only the
-//! first has ports); they are dropped as `not_transformable`.
+//! No router between networks, no firewall, no translation between families, no application
+//! helpers. Fragments are not translated (only the first has ports); they are dropped as
+//! `not_transformable`.
 //!
 //! # How it works
-//! Frames go through [`Nat::outbound`] (from the network) and [`Nat::inbound`] (from the uplink). Each rewrites the
-//! frame in place and says what to do with it. On the network the router has its own address ([`Config::router`]). It
-//! answers ARP (neighbour discovery) and echo for that address, and forwards what is sent to its MAC.
-//! - A guest's (protocol, address, port) gets one port of the uplink's address, for all its peers (RFC 4787:
-//!   endpoint-independent mapping). Ports are taken from 1024 on; lower ones belong to forwards.
-//! - A mapping belongs to the MAC that made it. Two guests that claim one address do not meet. Answers go to the MAC
-//!   that asked, even if ARP says otherwise meanwhile.
-//! - A forward is a rule (protocol, low port → guest address, port). A connection that comes through one is remembered
-//!   with its peer, so that the answers leave with the forward's port. ARP requests are sent only for guests that
-//!   forwards name. A claim that such an address has moved is believed once its holder does not answer for it.
-//! - The uplink sends the first segment of a connection once and never again (passt of 2023). So the segment is kept
-//!   and repeated until the guest answers: a guest that boots answers ARP before anything listens to it.
-//! - Frames for a guest that is known to be away ([`Nat::set_away`]) are refused. A TCP segment is answered with a
-//!   reset, the rest is dropped. A guest that merely does not answer may be booting, so its frames wait.
-//! - ICMP errors about a translated packet are translated with the packet that they quote, both ways. So path MTU
-//!   discovery, traceroute and "port unreachable" work through the router. The router itself answers a guest's packet
-//!   whose hops are used up, at most fifty times a second, and no other.
-//! - With IPv6 the uplink's own address is link-local (passt's is): the router speaks to it from the link-local address
-//!   of its MAC, and guests see it as [`Config::host`]. Other link-local sources on the uplink are dropped as `bad_source`,
-//!   since no guest could answer them.
-//! - The maximum segment size of TCP is left alone. Network and uplink have one MTU, so what fits one fits the other.
-//!   The errors above report a smaller MTU further away. (The user uplink ends TCP connections and makes its own.)
-//! - Checksums are updated by difference (RFC 1624), never recomputed, so a frame damaged on the way stays damaged.
+//! Frames go through [`Nat::outbound`] (from the network) and [`Nat::inbound`] (from the uplink).
+//! Each rewrites the frame in place and says what to do with it. On the network the router has its
+//! own address ([`Config::router`]). It answers ARP (neighbour discovery) and echo for that
+//! address, and forwards what is sent to its MAC.
+//! - A guest's (protocol, address, port) gets one port of the uplink's address, for all its peers
+//!   (RFC 4787: endpoint-independent mapping). Ports are taken from 1024 on; lower ones belong to
+//!   forwards.
+//! - A mapping belongs to the MAC that made it. Two guests that claim one address do not meet.
+//!   Answers go to the MAC that asked, even if ARP says otherwise meanwhile.
+//! - A forward is a rule (protocol, low port → guest address, port). A connection that comes
+//!   through one is remembered with its peer, so that the answers leave with the forward's port.
+//!   ARP requests are sent only for guests that forwards name. A claim that such an address has
+//!   moved is believed once its holder does not answer for it.
+//! - The uplink sends the first segment of a connection once and never again (passt of 2023). So
+//!   the segment is kept and repeated until the guest answers: a guest that boots answers ARP
+//!   before anything listens to it.
+//! - Frames for a guest that is known to be away ([`Nat::set_away`]) are refused. A TCP segment is
+//!   answered with a reset, the rest is dropped. A guest that merely does not answer may be
+//!   booting, so its frames wait.
+//! - ICMP errors about a translated packet are translated with the packet that they quote, both
+//!   ways. So path MTU discovery, traceroute and "port unreachable" work through the router. The
+//!   router itself answers a guest's packet whose hops are used up, at most fifty times a second,
+//!   and no other.
+//! - With IPv6 the uplink's own address is link-local (passt's is): the router speaks to it from
+//!   the link-local address of its MAC, and guests see it as [`Config::host`]. Other link-local
+//!   sources on the uplink are dropped as `bad_source`, since no guest could answer them.
+//! - The maximum segment size of TCP is left alone. Network and uplink have one MTU, so what fits
+//!   one fits the other. The errors above report a smaller MTU further away. (The user uplink ends
+//!   TCP connections and makes its own.)
+//! - Checksums are updated by difference (RFC 1624), never recomputed, so a frame damaged on the
+//!   way stays damaged.
 //!
 //! # Limits
-//! Each port of the switch has [`FLOWS_PER_SOURCE`] mappings, so a guest cannot spend its neighbours' share by
-//! inventing addresses. At that limit the port's own oldest half-open or closing connection, or silent datagram flow,
-//! goes first. When the ports of a protocol are used up by many such sources, the one with the most mappings makes room
-//! for the others. Connections through a forward are counted by forward and outside address (`forwarded`). A full share
-//! makes room among its own connections, unconfirmed ones first. A UDP peer that the guest has not answered is
-//! forgotten after 30 s. [`HELD`] frames of at most [`HELD_BYTES`] wait for guests. When all places are taken, the
-//! guest that has the most gives one up. So each of n guests is sure of its n-th part, and a guest alone may have them
-//! all. Each guest may have at most [`HELD_DATAGRAMS`] datagrams. Among a guest's own frames, the outside address with
-//! the most gives up its oldest. That is also the frame that the uplink gives up first. Beyond these limits frames are
-//! dropped with a reason. An idle mapping is removed after its time.
+//! Each port of the switch has [`FLOWS_PER_SOURCE`] mappings, so a guest cannot spend its
+//! neighbours' share by inventing addresses. At that limit the port's own oldest half-open or
+//! closing connection, or silent datagram flow, goes first. When the ports of a protocol are used
+//! up by many such sources, the one with the most mappings makes room for the others. Connections
+//! through a forward are counted by forward and outside address (`forwarded`). A full share makes
+//! room among its own connections, unconfirmed ones first. A UDP peer that the guest has not
+//! answered is forgotten after 30 s. [`HELD`] frames of at most [`HELD_BYTES`] wait for guests.
+//! When all places are taken, the guest that has the most gives one up. So each of n guests is sure
+//! of its n-th part, and a guest alone may have them all. Each guest may have at most
+//! [`HELD_DATAGRAMS`] datagrams. Among a guest's own frames, the outside address with the most
+//! gives up its oldest. That is also the frame that the uplink gives up first. Beyond these limits
+//! frames are dropped with a reason. An idle mapping is removed after its time.
 //!
 //! Time comes in as [`Nanos`]; one thread calls.
 
@@ -83,7 +96,8 @@ pub const HELD_DATAGRAMS: usize = 16;
 /// How often a guest is asked for, and a first segment repeated; and for how long.
 const REPEAT_NS: Nanos = Nanos(500_000_000);
 const HOLD_NS: Nanos = Nanos(20 * 1_000_000_000);
-/// How long the holder of an address has to answer for it when somebody else claims it; it is asked three times.
+/// How long the holder of an address has to answer for it when somebody else claims it; it is asked
+/// three times.
 const RIVAL_NS: Nanos = Nanos(1_500_000_000);
 /// The uplink's own address is asked for at most this often.
 const ASK_PEER_NS: Nanos = Nanos(1_000_000_000);
@@ -121,10 +135,11 @@ pub struct Config<A = Ipv4Addr> {
     pub prefix: u8,
     /// The address that the uplink knows.
     pub outside: A,
-    /// The uplink's own address: where frames are sent to, and as what the host's own connections come.
+    /// The uplink's own address: where frames are sent to, and as what the host's own connections
+    /// come.
     pub peer: A,
-    /// As what guests see `peer`, if it is a link-local address, which they would look for on their own link. An address
-    /// outside their network; of no account for IPv4.
+    /// As what guests see `peer`, if it is a link-local address, which they would look for on their
+    /// own link. An address outside their network; of no account for IPv4.
     pub host: A,
     /// Connections from outside that are let in, and to which guest.
     pub forwards: Vec<Forward<A>>,
@@ -137,7 +152,8 @@ pub enum Verdict {
     Pass,
     /// It was rewritten into an answer and goes back to the side that it came from.
     Reply,
-    /// It was not for the router, or it was taken in (an ARP answer, a frame that waits); nothing is sent.
+    /// It was not for the router, or it was taken in (an ARP answer, a frame that waits); nothing
+    /// is sent.
     Taken,
     /// The frame is dropped for this reason.
     Drop(Reason),
@@ -171,10 +187,12 @@ pub struct Nat<A: Address = Ipv4Addr> {
     held: VecDeque<Held<A>>,
     /// Held frames that were given up since the last poll.
     lost: u64,
-    /// Held frames that no guest has seen and that gave way to others, since they were last asked for.
+    /// Held frames that no guest has seen and that gave way to others, since they were last asked
+    /// for.
     displaced: u64,
     next_repeat: Nanos,
-    /// Frames of the router's own for the network: ARP questions, and what waited for their answers.
+    /// Frames of the router's own for the network: ARP questions, and what waited for their
+    /// answers.
     to_network: VecDeque<Vec<u8>>,
     /// Frames of the router's own for the uplink: ARP questions.
     to_uplink: VecDeque<Vec<u8>>,
@@ -236,7 +254,8 @@ impl<A: Address> Nat<A> {
         !self.to_network.is_empty()
     }
 
-    /// The uplink is a new one (its process was restarted): connections through the old one are forgotten.
+    /// The uplink is a new one (its process was restarted): connections through the old one are
+    /// forgotten.
     pub fn uplink_restarted(&mut self) {
         self.flows.clear();
         self.ports.clear();
@@ -249,8 +268,8 @@ impl<A: Address> Nat<A> {
         self.ask_peer(None);
     }
 
-    /// Names the guests that are away (their machines do not run), instead of those named before. What is held for them
-    /// is given up, and refused.
+    /// Names the guests that are away (their machines do not run), instead of those named before.
+    /// What is held for them is given up, and refused.
     pub fn set_away(&mut self, away: Vec<A>) {
         self.away = away;
         for held in std::mem::take(&mut self.held) {
@@ -287,7 +306,8 @@ impl<A: Address> Nat<A> {
         self.ask_peer(None);
     }
 
-    /// Whether the uplink has said where it is since it was started. One that has no IPv6 outside never does so for IPv6.
+    /// Whether the uplink has said where it is since it was started. One that has no IPv6 outside
+    /// never does so for IPv6.
     pub fn is_peer_known(&self) -> bool {
         self.peer_mac.is_some()
     }
@@ -309,8 +329,8 @@ impl<A: Address> Nat<A> {
         if A::HAS_SCOPES && seen == self.config.host { self.config.peer } else { seen }
     }
 
-    /// As what guests see an address behind the uplink; `None` for one that they could not answer, since it means
-    /// something on the uplink's link or machine only.
+    /// As what guests see an address behind the uplink; `None` for one that they could not answer,
+    /// since it means something on the uplink's link or machine only.
     fn seen(&self, outside: A) -> Option<A> {
         let seen = if A::HAS_SCOPES && outside == self.config.peer { self.config.host } else { outside };
         (!seen.is_scoped() && !seen.is_loopback()).then_some(seen)
@@ -328,7 +348,8 @@ impl<A: Address> Nat<A> {
             }
             // Its holder is there; who else claimed it did so wrongly.
             Some(known) if known.mac == mac => known.rival = None,
-            // A rival that repeats itself gains no time, and a second one has to wait for the first one's end.
+            // A rival that repeats itself gains no time, and a second one has to wait for the first
+            // one's end.
             Some(known) if known.rival.is_some() => {}
             Some(known) => {
                 let holder = known.mac;
@@ -547,8 +568,9 @@ impl<A: Address> Nat<A> {
         guest.is_some_and(|guest| self.away.contains(&guest))
     }
 
-    /// An error about a packet that a guest sent: it goes to that guest, who then knows its own packet in it. Where it
-    /// comes from stays as it is, which is what a traceroute shows. It neither keeps a mapping alive nor ends one.
+    /// An error about a packet that a guest sent: it goes to that guest, who then knows its own
+    /// packet in it. Where it comes from stays as it is, which is what a traceroute shows. It
+    /// neither keeps a mapping alive nor ends one.
     fn error_in(&self, ip: &Ip<A>, quote: &Quote<A>, seen: A, frame: &mut [u8]) -> Result<Verdict, Reason> {
         let peer = self.seen(quote.to).filter(|_| self.is_own(quote.from)).ok_or(Reason::NoDestination)?;
         let (inside, station) = match self.flows.get(&(quote.protocol, quote.from_port)) {
@@ -575,9 +597,11 @@ impl<A: Address> Nat<A> {
         Ok(Verdict::Pass)
     }
 
-    /// A guest's error about a packet that came to it: it leaves as if the uplink's address had got that packet.
+    /// A guest's error about a packet that came to it: it leaves as if the uplink's address had got
+    /// that packet.
     fn error_out(&self, station: Mac, ip: &Ip<A>, quote: &Quote<A>, frame: &mut [u8]) -> Result<Verdict, Reason> {
-        // It is about its own packet, and goes to that packet's sender: no host complains in another's name.
+        // It is about its own packet, and goes to that packet's sender: no host complains in
+        // another's name.
         if quote.to != ip.from || quote.from != ip.to {
             return Err(Reason::BadSource);
         }
@@ -599,7 +623,8 @@ impl<A: Address> Nat<A> {
         Ok(Verdict::Pass)
     }
 
-    /// Tells a guest that its packet's hops are used up, unless there was enough of that in this second.
+    /// Tells a guest that its packet's hops are used up, unless there was enough of that in this
+    /// second.
     fn complain(&mut self, now: Nanos, ip: &Ip<A>, frame: &[u8]) {
         if now.since(self.errors_left.0) >= Nanos::SECOND {
             self.errors_left = (now, ERRORS_PER_SECOND);
@@ -662,8 +687,9 @@ impl<A: Address> Nat<A> {
         (rivals || !self.held.is_empty()).then_some(self.next_repeat)
     }
 
-    /// Asks guests that have not answered again, and repeats what they have not answered; gives up what waited too
-    /// long. Returns how many frames were lost that no guest has seen, and when to be called again, if ever.
+    /// Asks guests that have not answered again, and repeats what they have not answered; gives up
+    /// what waited too long. Returns how many frames were lost that no guest has seen, and when to
+    /// be called again, if ever.
     pub fn poll(&mut self, now: Nanos) -> (u64, Option<Nanos>) {
         let (lost, forwarded) = (&mut self.lost, &mut self.forwarded);
         self.held.retain(|held| {

@@ -1,8 +1,8 @@
 //! The packets that [`super::Nat`] rewrites: Ethernet, IP and the transports, in place in a frame.
 //!
-//! A header that was checked ([`Ip::of`], [`Ip::transport`]) lies within its frame, so no accessor panics on the
-//! frame that it was read from. Checksums of forwarded packets are updated by difference (RFC 1624), never recomputed,
-//! so a frame damaged on the way stays damaged.
+//! A header that was checked ([`Ip::of`], [`Ip::transport`]) lies within its frame, so no accessor
+//! panics on the frame that it was read from. Checksums of forwarded packets are updated by
+//! difference (RFC 1624), never recomputed, so a frame damaged on the way stays damaged.
 
 use super::family::{Address, Header};
 use super::flow::Protocol;
@@ -11,7 +11,8 @@ use crate::frame::Mac;
 use tombolo_ring::checksum::{self, add, sum};
 
 pub(super) const BROADCAST: Mac = [0xff; 6];
-// Fields of the transports that are read or rewritten: RFC 9293 §3.1, RFC 768, RFC 792, RFC 4443 §4.
+// Fields of the transports that are read or rewritten: RFC 9293 §3.1, RFC 768, RFC 792, RFC 4443
+// §4.
 const SOURCE_PORT_AT: usize = 0;
 const DESTINATION_PORT_AT: usize = 2;
 const TCP_SEQUENCE_AT: usize = 4;
@@ -202,7 +203,8 @@ impl Transport {
         (frame[self.at + TCP_FLAGS_AT], data_at < self.end)
     }
 
-    /// The packet that refuses a TCP segment (RFC 9293 §3.10.7.1); none for a reset, nor for other protocols.
+    /// The packet that refuses a TCP segment (RFC 9293 §3.10.7.1); none for a reset, nor for other
+    /// protocols.
     pub(super) fn reset<A: Address>(&self, frame: &[u8], from: (A, u16), to: (A, u16)) -> Option<Vec<u8>> {
         if self.protocol != Protocol::Tcp {
             return None;

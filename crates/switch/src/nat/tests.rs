@@ -301,7 +301,8 @@ fn tcp(from: (&str, u16), to: (&str, u16), flags: u8) -> Vec<u8> {
     packet(ROUTER, sender, Protocol::Tcp, from, to, flags)
 }
 
-/// What the router sends into the network by itself: questions by whom they ask for, and other frames.
+/// What the router sends into the network by itself: questions by whom they ask for, and other
+/// frames.
 fn sent(nat: &mut Nat) -> (Vec<(Mac, Ipv4Addr)>, Vec<Vec<u8>>) {
     let all = std::iter::from_fn(|| nat.next_for_network());
     let (questions, frames): (Vec<_>, Vec<_>) = all.partition(|f| f[12..14] == [8, 6]);
@@ -387,7 +388,8 @@ fn what_is_held_has_limits_and_every_loss_is_counted() {
     assert_eq!(nat.flows(), 0, "nothing is left of connections that nobody answered");
 }
 
-/// A router with a TCP forward to 10.87.0.9:80 (port 1), a UDP one to 10.87.0.8:5000 (2) and a TCP one to 10.87.0.8:80 (3).
+/// A router with a TCP forward to 10.87.0.9:80 (port 1), a UDP one to 10.87.0.8:5000 (2) and a TCP
+/// one to 10.87.0.8:80 (3).
 fn with_forwards() -> Nat {
     let mut config = nat().config;
     config.forwards.extend([
@@ -801,7 +803,8 @@ fn every_port_is_given_once_and_the_search_says_when_there_is_none() {
     assert_eq!(taken.free_from(40_001), Some(40_000));
 }
 
-/// An ICMP error with right sums: its type and code, the word behind its sum, and the packet that it quotes.
+/// An ICMP error with right sums: its type and code, the word behind its sum, and the packet that
+/// it quotes.
 fn error(macs: (Mac, Mac), from: &str, to: &str, ttl: u8, kind: [u8; 2], word: [u8; 4], quoted: &[u8]) -> Vec<u8> {
     let mut body = [&kind[..], &[0, 0], &word, quoted].concat();
     let s = !sum(body.iter().copied());
@@ -838,7 +841,8 @@ fn an_error_about_a_guests_packet_reaches_it_with_its_own_packet_in_it() {
             let mut out = original.clone();
             assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
             assert_ne!(ends(&out).0.1, 4000);
-            // Eight bytes of it as RFC 792 has it, all of it as RFC 1812 has it, and just not TCP's sum.
+            // Eight bytes of it as RFC 792 has it, all of it as RFC 1812 has it, and just not TCP's
+            // sum.
             for quoted in [28, out.len() - 14, 36.min(out.len() - 14)] {
                 let quoted = 14..14 + quoted;
                 let way = ("203.0.113.9", "192.0.0.2");
@@ -922,7 +926,8 @@ fn errors_about_nothing_that_is_known_go_nowhere() {
     assert_eq!(nat.inbound(Nanos(0), &mut way(&whole[14..])), drop(Reason::NotTransformable));
     let mut redirect = error((ROUTER, PEER), "203.0.113.9", "192.0.0.2", 60, [5, 1], [0; 4], &out[14..]);
     assert_eq!(nat.inbound(Nanos(0), &mut redirect), drop(Reason::NotTransformable));
-    // A guest may complain only about packets that came to it, only to their sender, and not to the host itself.
+    // A guest may complain only about packets that came to it, only to their sender, and not to the
+    // host itself.
     let came = |from, to| packet(GUEST, ROUTER, Protocol::Udp, from, (to, 4000), 0);
     for (quoted, to, want) in [
         (came(far, "10.87.0.9"), "198.51.100.7", Verdict::Pass),

@@ -66,7 +66,8 @@ fn packet(to: Mac, from: Mac, protocol: Protocol, src: (&str, u16), dst: (&str, 
     ethernet::<Ipv6Addr>(to, from, &compose(number, ip(src.0), ip(dst.0), &body, sum_at))
 }
 
-/// The sum of a packet without extension headers, over its pseudo-header: zero and 0xffff are one number.
+/// The sum of a packet without extension headers, over its pseudo-header: zero and 0xffff are one
+/// number.
 fn essence(frame: &[u8]) -> u16 {
     let body = &frame[54..];
     let words = [&frame[22..54], &[0, frame[20]], &(body.len() as u16).to_be_bytes(), body].concat();
@@ -285,7 +286,8 @@ fn what_cannot_or_must_not_be_translated_is_dropped_with_a_reason() {
     assert_eq!(nat.outbound(Nanos(0), None, &mut arp), Verdict::Taken, "not this router's family");
 }
 
-/// An ICMPv6 error with right sums: its type and code, the word behind its sum, and the packet that it quotes.
+/// An ICMPv6 error with right sums: its type and code, the word behind its sum, and the packet that
+/// it quotes.
 fn error(macs: (Mac, Mac), from: &str, to: &str, hops: u8, kind: [u8; 2], word: [u8; 4], quoted: &[u8]) -> Vec<u8> {
     let body = [&kind[..], &[0, 0], &word, quoted].concat();
     let mut packet = compose(58, ip(from), ip(to), &body, 2);
@@ -461,7 +463,8 @@ fn connections_go_on_in_a_router_that_takes_the_table_over() {
     assert!(Nat::take_up(config(), &[1]).unwrap_err().contains("version 1, expected 129"));
 }
 
-/// What passt (Debian 12's, started with `-a fd99::2 -g fe80::1`) answered to this router's question.
+/// What passt (Debian 12's, started with `-a fd99::2 -g fe80::1`) answered to this router's
+/// question.
 #[test]
 fn passts_own_answer_is_believed() {
     let message = [0x88, 0, 0x98, 0x38, 0xe0, 0, 0, 0];

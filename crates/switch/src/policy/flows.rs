@@ -1,10 +1,12 @@
-//! The connections that a filter has let through, so that the frames that follow, and the answers, pass.
+//! The connections that a filter has let through, so that the frames that follow, and the answers,
+//! pass.
 //!
 //! # What a hostile port can do
-//! A connection is charged to the port that opened it. A port holds [`PER_PORT`] connections at most. At that limit,
-//! and when the table is full and the port holds its fair share or more, its own oldest connection makes room. A port
-//! below its share takes the place of the oldest connection of the port that holds most. So a flood of connections
-//! costs its own port. The hash is keyed.
+//! A connection is charged to the port that opened it. A port holds [`PER_PORT`] connections at
+//! most. At that limit, and when the table is full and the port holds its fair share or more, its
+//! own oldest connection makes room. A port below its share takes the place of the oldest
+//! connection of the port that holds most. So a flood of connections costs its own port. The hash
+//! is keyed.
 
 use super::tuple::{ACK, End, FIN, Kind, Plain, RST, SYN, TCP, Tuple};
 use crate::Nanos;
@@ -20,19 +22,20 @@ pub const CAPACITY: usize = 65_536;
 pub const PER_PORT: usize = 16_384;
 /// Places that are looked at for connections whose time is over, once per [`Tick`].
 const SWEEP: usize = 256;
-/// Pairs of places for directions of connections that had a frame in the present tick. A power of two; 512 KiB.
+/// Pairs of places for directions of connections that had a frame in the present tick. A power of
+/// two; 512 KiB.
 const RECENT: usize = 4_096;
 /// No place of the table.
 const NIL: u32 = u32::MAX;
 
-/// Names a connection, the same for both directions: the lower end's address (two words), the higher end's, the ends'
-/// ports and the switch's ports of both, protocol and fragment.
+/// Names a connection, the same for both directions: the lower end's address (two words), the
+/// higher end's, the ends' ports and the switch's ports of both, protocol and fragment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key([u64; 6]);
 
 impl PartialEq for Key {
-    /// Word by word: a key is compared right after its words were made, so they are still in registers. Comparing the
-    /// arrays would store them and wait for that.
+    /// Word by word: a key is compared right after its words were made, so they are still in
+    /// registers. Comparing the arrays would store them and wait for that.
     #[inline(always)]
     fn eq(&self, other: &Key) -> bool {
         let ([a, b, c, d, e, f], [g, h, i, j, k, l]) = (self.0, other.0);
@@ -44,7 +47,8 @@ impl Eq for Key {}
 
 impl Key {
     const PROTOCOL: usize = 5;
-    /// Beside the protocol: of the fragments of one packet, its identification and this mark; else zero.
+    /// Beside the protocol: of the fragments of one packet, its identification and this mark; else
+    /// zero.
     const FRAGMENT: u64 = 1 << 8;
 
     /// The key of packets with this tuple, and whether such a packet comes from the lower end.
@@ -103,9 +107,9 @@ impl Key {
     }
 }
 
-// Seconds without a frame after which a connection is forgotten. RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min
-// half-open), RFC 4787 REQ-5 for UDP; 30 s for datagrams without an answer, and for a packet's fragments (RFC 8200
-// §4.5: 60 s; IPv4 hosts give up after 15 to 30).
+// Seconds without a frame after which a connection is forgotten. RFC 5382 REQ-5 for TCP (2 h 4 min
+// established, 4 min half-open), RFC 4787 REQ-5 for UDP; 30 s for datagrams without an answer, and
+// for a packet's fragments (RFC 8200 §4.5: 60 s; IPv4 hosts give up after 15 to 30).
 const ESTABLISHED: u64 = 7_440;
 const HALF_OPEN: u64 = 240;
 const CLOSED: u64 = 60;
@@ -173,8 +177,8 @@ pub(super) struct Direction {
     pub(super) roles: Roles,
 }
 
-/// A direction of a connection that had a frame in some tick: as it stands in its frames, so that the next frame of the tick
-/// needs no key, no hash and no look at the connection. One cache line.
+/// A direction of a connection that had a frame in some tick: as it stands in its frames, so that
+/// the next frame of the tick needs no key, no hash and no look at the connection. One cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 struct Recent {
@@ -206,7 +210,8 @@ impl Recent {
         u64::from(now.number()) << 32 | u64::from(generation)
     }
 
-    /// Whether both are the same direction of the same connection, and equal in these bits of `kind`.
+    /// Whether both are the same direction of the same connection, and equal in these bits of
+    /// `kind`.
     #[inline(always)]
     fn is_of(&self, other: &Recent, kind: u32) -> bool {
         let ([a, b, c, d], [e, f, g, h]) = (self.addresses, other.addresses);
@@ -214,7 +219,8 @@ impl Recent {
         differ | u64::from((self.kind ^ other.kind) & kind) == 0
     }
 
-    /// Where it is. Directions that share a pair of places, also on purpose, cost each other only a look into the index.
+    /// Where it is. Directions that share a pair of places, also on purpose, cost each other only a
+    /// look into the index.
     #[inline(always)]
     fn pair(&self, secret: &[u64; 2]) -> usize {
         let [a, b, c, d] = self.addresses;
@@ -295,8 +301,9 @@ impl Flows {
         self.members = members.max(1);
     }
 
-    /// Whether the packet's direction of its connection had a frame in this tick, under these rules, from a port of these
-    /// roles. Then one that does not change its state needs nothing more.
+    /// Whether the packet's direction of its connection had a frame in this tick, under these
+    /// rules, from a port of these roles. Then one that does not change its state needs nothing
+    /// more.
     #[inline(always)]
     pub(super) fn is_recent(&self, now: Tick, generation: u32, direction: &Direction) -> bool {
         let when = Recent::when(now, generation);
@@ -305,15 +312,16 @@ impl Flows {
         pair.is_some_and(|pair| pair.iter().any(|recent| recent.when == when && recent.is_of(&frame, u32::MAX)))
     }
 
-    /// [`Flows::find`], and notes that the direction had a frame. Kept out of the path of most frames, which would save its
-    /// registers.
+    /// [`Flows::find`], and notes that the direction had a frame. Kept out of the path of most
+    /// frames, which would save its registers.
     #[inline(never)]
     pub(super) fn find_plain(&mut self, now: Tick, generation: u32, direction: &Direction, kind: Kind) -> Found {
         let (key, from_low) = Key::of(&direction.plain.tuple(), direction.from, direction.to);
         let found = self.find(now, generation, &key, from_low, kind);
         if found == Found::Open {
             let recent = Recent::new(direction, Recent::when(now, generation));
-            // Those of this tick stay. Where all are, as many directions as possible keep their place.
+            // Those of this tick stay. Where all are, as many directions as possible keep their
+            // place.
             if let Some(pair) = self.recent.get_mut(recent.pair(&self.secret))
                 && let Some(place) = pair.iter_mut().find(|place| place.when != recent.when)
             {
@@ -392,7 +400,8 @@ impl Flows {
         }
     }
 
-    /// Remembers a connection that `owner` opens; `false` where there is no room that the port may take.
+    /// Remembers a connection that `owner` opens; `false` where there is no room that the port may
+    /// take.
     pub(super) fn open(
         &mut self,
         now: Tick,

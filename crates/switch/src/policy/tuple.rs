@@ -1,5 +1,5 @@
-//! What a frame says about the connection that it belongs to: addresses, protocol, ports. Pure; looks only at the
-//! frame's head.
+//! What a frame says about the connection that it belongs to: addresses, protocol, ports. Pure;
+//! looks only at the frame's head.
 
 use crate::guard::{ETHERTYPE_ARP, ETHERTYPE_IPV4, ETHERTYPE_IPV6, network_layer};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -26,14 +26,16 @@ pub(super) fn mapped(ip: IpAddr) -> u128 {
     }
 }
 
-/// One end of a connection as the packet names it: address, and port or identifier (0 where the protocol has none).
+/// One end of a connection as the packet names it: address, and port or identifier (0 where the
+/// protocol has none).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct End {
     pub(super) ip: u128,
     pub(super) port: u16,
 }
 
-/// Both ends of a packet, and its protocol (the last header's number; ICMP and ICMPv6 by their own numbers).
+/// Both ends of a packet, and its protocol (the last header's number; ICMP and ICMPv6 by their own
+/// numbers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuple {
     pub(super) from: End,
@@ -67,7 +69,8 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Whether such a packet may change the state of a connection that has had one in the same direction.
+    /// Whether such a packet may change the state of a connection that has had one in the same
+    /// direction.
     #[inline(always)]
     pub(super) fn changes_state(self) -> bool {
         match self {
@@ -82,7 +85,8 @@ impl Kind {
 pub(super) enum Content {
     /// A packet that a rule can judge.
     Packet(Tuple, Kind),
-    /// An ICMP error, and the packet that it is about; `None` where what it quotes of that cannot be read.
+    /// An ICMP error, and the packet that it is about; `None` where what it quotes of that cannot
+    /// be read.
     Error(Tuple, Option<Tuple>),
     /// What the link itself needs: ARP, neighbour discovery, group membership.
     Link,
@@ -103,8 +107,8 @@ pub(super) fn read(head: &[u8]) -> Content {
     }
 }
 
-/// What a frame of the most common kinds says of its connection, as it stands in the frame: TCP or UDP, whole, without tags,
-/// options and extension headers.
+/// What a frame of the most common kinds says of its connection, as it stands in the frame: TCP or
+/// UDP, whole, without tags, options and extension headers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Plain {
     /// IPv6: source and destination, two words each. IPv4: both in the first word.
@@ -138,8 +142,8 @@ impl Plain {
     }
 }
 
-/// What a frame says of its connection, and the TCP flags where it is a segment, for the most common frames. Of all others
-/// `None`; [`read`] reads those too, and these alike.
+/// What a frame says of its connection, and the TCP flags where it is a segment, for the most
+/// common frames. Of all others `None`; [`read`] reads those too, and these alike.
 #[inline(always)]
 pub(super) fn quick(head: &[u8]) -> Option<(Plain, Kind)> {
     // Ethernet 14, then IPv4 20 or IPv6 40, then what of TCP goes up to its flags.
@@ -174,8 +178,8 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Addresses, protocol and the offset of what follows the header; of fragments, whether it is the first, and the
-/// identification.
+/// Addresses, protocol and the offset of what follows the header; of fragments, whether it is the
+/// first, and the identification.
 struct Header {
     from: u128,
     to: u128,

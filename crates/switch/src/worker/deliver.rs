@@ -13,8 +13,9 @@ use crate::overflow::{HOLD, LONGEST_HOLD, Overflow};
 use crate::port::{Caps, Fault, FaultKind, Port, Sent};
 
 impl Core {
-    /// Has a destination that slept look at the time, and at what its control side left. Inner ports act on frames
-    /// within `transmit`, and what they time (leases, queries, mappings) would be timed from the past.
+    /// Has a destination that slept look at the time, and at what its control side left. Inner
+    /// ports act on frames within `transmit`, and what they time (leases, queries, mappings) would
+    /// be timed from the past.
     #[inline]
     pub(super) fn catch_up(&mut self, to: u16) {
         let now = self.now;
@@ -41,8 +42,8 @@ impl Core {
         self.slots[to as usize] = Some(slot);
     }
 
-    /// Hands the frames that are planned for `to` to it, merged only if `may_merge`; returns how many copies and segments they
-    /// became, or `None` where there is no such port.
+    /// Hands the frames that are planned for `to` to it, merged only if `may_merge`; returns how
+    /// many copies and segments they became, or `None` where there is no such port.
     #[inline]
     pub(super) fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary, may_merge: bool) -> Option<u64> {
         let mut which = self.plan.frames_to(to);
@@ -159,7 +160,8 @@ impl Core {
                 }
             }
             Err(failure) => {
-                // Frames that were not counted yet were lost with the port's rings; see `Port::transmit`.
+                // Frames that were not counted yet were lost with the port's rings; see
+                // `Port::transmit`.
                 drops.count(Reason::Reset, total.saturating_sub(drops.total() + queued));
                 slot.counters.add_tx_drops(&mut drops);
                 self.fault_of(to, failure);
@@ -245,7 +247,8 @@ fn drain(
     done.map(drop)
 }
 
-/// [`Port::transmit`] of the frames that the port's limit lets pass now. It refuses the others, so that they wait.
+/// [`Port::transmit`] of the frames that the port's limit lets pass now. It refuses the others, so
+/// that they wait.
 #[inline]
 fn transmit_within(
     limit: &mut Meter,
@@ -284,8 +287,8 @@ fn refuse(drops: &mut Drops, which: &[u16], limited: Option<Limited>) {
     }
 }
 
-/// A port's code has lost frames without accounting for them, or counted some twice. This is a defect in this
-/// project, and it costs that port only.
+/// A port's code has lost frames without accounting for them, or counted some twice. This is a
+/// defect in this project, and it costs that port only.
 #[cold]
 fn unaccounted(sent: Sent, drops: &Drops, total: u64) -> Fault {
     let detail = format!(

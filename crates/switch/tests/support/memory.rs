@@ -1,4 +1,5 @@
-//! A port that costs next to nothing: its frames lie in memory, and what it is given is copied into a buffer that stays hot.
+//! A port that costs next to nothing: its frames lie in memory, and what it is given is copied into
+//! a buffer that stays hot.
 #![allow(missing_docs, unreachable_pub)]
 
 use tombolo_ring::mem::{Foreign, ForeignMut};

@@ -1,5 +1,5 @@
-//! A worker under a virtual clock, and ports whose peers are the test. Time moves only when the worker sleeps or the
-//! test says so. Nothing here waits in real time.
+//! A worker under a virtual clock, and ports whose peers are the test. Time moves only when the
+//! worker sleeps or the test says so. Nothing here waits in real time.
 #![allow(dead_code, missing_docs, unreachable_pub)] // each test file uses its own part
 
 use std::collections::VecDeque;
@@ -106,7 +106,8 @@ pub struct PeerState {
     pub refuses: bool,
     /// It says that segments of one stream are worth looking for.
     pub may_merge: bool,
-    /// Rings that it spreads frames over, by the last byte of their senders' addresses; zero is one.
+    /// Rings that it spreads frames over, by the last byte of their senders' addresses; zero is
+    /// one.
     pub rings: u8,
     /// One of them is full: its frames are refused.
     pub full_ring: Option<u8>,
@@ -128,7 +129,8 @@ pub struct PeerState {
     pub resets: u64,
     pub flushes: u64,
     pub unflushed: usize,
-    /// Wants one more look after each sleep and each unsent signal, as a port whose peer shares memory.
+    /// Wants one more look after each sleep and each unsent signal, as a port whose peer shares
+    /// memory.
     pub rechecks: bool,
     pub wants_recheck: bool,
     /// Rechecks that the worker made.
@@ -474,7 +476,8 @@ pub fn frame(to: Mac, from: Mac, len: usize, tag: u32) -> Vec<u8> {
     bytes
 }
 
-/// A TCP packet of `payload` bytes that is to be cut into segments of `size`, with the offload state of a guest's driver.
+/// A TCP packet of `payload` bytes that is to be cut into segments of `size`, with the offload
+/// state of a guest's driver.
 pub fn large(to: [u8; 6], from: [u8; 6], payload: usize, size: u16) -> (Vec<u8>, Offload) {
     let mut f = [&to[..], &from, &[8, 0, 0x45, 0]].concat();
     f.extend_from_slice(&((40 + payload) as u16).to_be_bytes());

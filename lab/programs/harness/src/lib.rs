@@ -1,9 +1,10 @@
-//! What the benches of calls share, ours and the peers' alike: a second process, both pinned, calls in a closed loop, and one JSON object
-//! a row on standard output.
+//! What the benches of calls share, ours and the peers' alike: a second process, both pinned, calls
+//! in a closed loop, and one JSON object a row on standard output.
 //!
-//! A program of a bench starts itself again as the other end ([`Other`]), with `--other` as the first of its arguments; that end says
-//! [`ready`] once it serves. From then on a thread of it answers for its CPU time and learns of its parent's end, however that comes: no
-//! process outlives its bench. The thread sleeps while calls are measured.
+//! A program of a bench starts itself again as the other end ([`Other`]), with `--other` as the
+//! first of its arguments; that end says [`ready`] once it serves. From then on a thread of it
+//! answers for its CPU time and learns of its parent's end, however that comes: no process outlives
+//! its bench. The thread sleeps while calls are measured.
 //!
 //! [`peer`] has the rows of each peer.
 //!
@@ -177,7 +178,8 @@ impl Row {
         self.times.push(start.elapsed().as_nanos().min(u128::from(u32::MAX)) as u32);
     }
 
-    /// Ends the measurement and prints the row. Rows without times of single calls have a rate only.
+    /// Ends the measurement and prints the row. Rows without times of single calls have a rate
+    /// only.
     ///
     /// # Errors
     /// Where the other end does not answer for its CPU time.
@@ -210,7 +212,8 @@ impl Row {
     }
 }
 
-/// Calls as fast as they go, many at a time, for their rate and what they cost: a fifth of them to warm up, then all of them.
+/// Calls as fast as they go, many at a time, for their rate and what they cost: a fifth of them to
+/// warm up, then all of them.
 ///
 /// # Errors
 /// The first call's that fails.

@@ -1,4 +1,5 @@
-//! The rows of a peer: the same work for each of them, a request of N bytes that comes back as it is.
+//! The rows of a peer: the same work for each of them, a request of N bytes that comes back as it
+//! is.
 //!
 //! | row | CPUs | |
 //! | --- | --- | --- |
@@ -43,7 +44,8 @@ fn is_wanted(name: &str) -> bool {
     only.is_none_or(|only| only == name)
 }
 
-/// The `main` of a peer's program, with the options `--calls N` and `--only ROW`. `serve` makes its end, calls [`crate::ready`], and serves until [`crate::ended`]; `connect` makes a caller. Both
+/// The `main` of a peer's program, with the options `--calls N` and `--only ROW`. `serve` makes its
+/// end, calls [`crate::ready`], and serves until [`crate::ended`]; `connect` makes a caller. Both
 /// are given the variant's name and a folder for sockets.
 ///
 /// # Errors

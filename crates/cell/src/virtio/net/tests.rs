@@ -112,7 +112,8 @@ fn pair(offered: u64, legacy: bool) -> (VirtioNet, Peer) {
 }
 
 impl Peer {
-    /// Writes `frame` behind `header` into as many buffers as it takes, and says that they were `told`.
+    /// Writes `frame` behind `header` into as many buffers as it takes, and says that they were
+    /// `told`.
     fn deliver(&mut self, mut header: NetHeaderRepr, frame: &[u8], told: Option<u16>) {
         header.num_buffers = 0;
         let long = self.registers.agreed.get() & (VERSION_1 | MRG_RXBUF) != 0;

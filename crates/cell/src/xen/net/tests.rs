@@ -364,7 +364,8 @@ fn each_vif_carries_its_own_addresses_and_a_stuck_one_stops_no_other() {
         // The stack's own source address was some other one.
         assert!(at == 0 || bytes[6..12] == [0, 0x16, 0x3e, 0, 0, 1]);
     }
-    // To the second vif's card; the stack sees the first one's address. What is for the other vif's address is not taken.
+    // To the second vif's card; the stack sees the first one's address. What is for the other vif's
+    // address is not taken.
     for (at, to) in [(1, second), (1, first), (0, second)] {
         let frame = ipv4([10, 7, 0, 1], to, 2);
         give(&device.outgoing.fronts[at].queues[0], &mut backends[at][0], &frame, Checksum::None, None, false);

@@ -139,7 +139,8 @@ impl Fixture for GuestFixture {
     }
 
     fn spoil_transmit(&mut self) -> Violation {
-        // Behind as many good buffers as the port takes at a time: one that is no descriptor of the ring.
+        // Behind as many good buffers as the port takes at a time: one that is no descriptor of the
+        // ring.
         let available = self.guest().view(16 * u64::from(RING_SIZE), 518);
         available.store_u16(4 + 2 * 40, RING_SIZE, Ordering::Release).unwrap();
         Violation::Faulted(FaultKind::Ring)

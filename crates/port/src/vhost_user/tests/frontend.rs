@@ -1,5 +1,5 @@
-//! A vhost-user frontend with a guest's driver, written from the specification and not from the crate that the port
-//! uses. It says what it is told to, right or wrong.
+//! A vhost-user frontend with a guest's driver, written from the specification and not from the
+//! crate that the port uses. It says what it is told to, right or wrong.
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -44,7 +44,8 @@ pub(crate) const GUEST_BASE: u64 = 0x4000_0000;
 pub(crate) const FRONTEND_BASE: u64 = 0x7f00_0000_0000;
 pub(crate) const MEMORY_BYTES: u64 = 1 << 23;
 pub(crate) const RING_SIZE: u16 = 256;
-/// Rings at the start of memory, one every 64 KiB; buffers in the upper half: receive buffers first, then frames to be sent.
+/// Rings at the start of memory, one every 64 KiB; buffers in the upper half: receive buffers
+/// first, then frames to be sent.
 const RING_STRIDE: u64 = 1 << 16;
 const BUFFERS: u64 = 1 << 22;
 /// Frames of up to 128 KiB that may be on their way from the guest.
@@ -102,8 +103,8 @@ impl Frontend {
         bytes
     }
 
-    /// Sends a request and waits for the acknowledgement, where that was agreed on. False if it was refused, or the
-    /// connection ended.
+    /// Sends a request and waits for the acknowledgement, where that was agreed on. False if it was
+    /// refused, or the connection ended.
     pub(crate) fn tell(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
         let flags = VERSION | if self.reply_ack { NEED_REPLY } else { 0 };
         if self.raw(&Self::message(request, flags, payload), fds).is_err() {
@@ -244,7 +245,8 @@ impl Guest {
         [state(index, flags), words(&[at(layout.descriptors), at(layout.used), at(layout.available), 0])].concat()
     }
 
-    /// Attaches with memory as one table; `base` is what the frontend believes the rings' index to be.
+    /// Attaches with memory as one table; `base` is what the frontend believes the rings' index to
+    /// be.
     pub(crate) fn attach(&self, frontend: &mut Frontend, base: u32) {
         frontend.negotiate(self.features);
         assert!(frontend.tell(SET_MEM_TABLE, &self.mem_table(), &[self.file.as_fd()]));
@@ -263,7 +265,8 @@ impl Guest {
         }
     }
 
-    /// Sends a frame behind `header`, in pieces of `cuts` bytes and the rest; kicks only if the port wants that.
+    /// Sends a frame behind `header`, in pieces of `cuts` bytes and the rest; kicks only if the
+    /// port wants that.
     pub(crate) fn send(&mut self, header: &[u8], frame: &[u8], cuts: &[usize]) {
         assert!(self.try_send(header, frame, cuts), "no room for a frame");
     }
@@ -296,8 +299,8 @@ impl Guest {
         self.rings[1].add(&segments, 0)
     }
 
-    /// The next frame with its header, within [`TIMEOUT`], sleeping on the call descriptor. Mergeable buffers are put
-    /// together.
+    /// The next frame with its header, within [`TIMEOUT`], sleeping on the call descriptor.
+    /// Mergeable buffers are put together.
     pub(crate) fn receive(&mut self) -> (Vec<u8>, Vec<u8>) {
         self.receive_within(TIMEOUT).expect("a frame in time")
     }

@@ -50,7 +50,8 @@ struct Seen {
     sleeps: u64,
 }
 
-/// A thread that forwards between two ports as a switch's worker would: drain, arm, look again, sleep.
+/// A thread that forwards between two ports as a switch's worker would: drain, arm, look again,
+/// sleep.
 struct Worker {
     seen: Shared<Seen>,
     stop: Arc<AtomicBool>,
@@ -356,7 +357,8 @@ fn a_frontend_dies_and_another_takes_its_place() {
 
 #[test]
 fn the_backend_restarts_under_a_live_guest() {
-    // Neither a frontend that remembers the right base, nor one that is ahead or behind, loses the guest's frames.
+    // Neither a frontend that remembers the right base, nor one that is ahead or behind, loses the
+    // guest's frames.
     for (number, base) in [0u32, 7, 1000].into_iter().enumerate() {
         let name = format!("restart{number}");
         let worker = Worker::new(&name, 1);
@@ -432,7 +434,8 @@ fn memory_comes_and_goes_in_slots_while_rings_run() {
     assert_eq!(worker.fault(0, 0).kind, FaultKind::Protocol);
 }
 
-/// User-mode Linux 6.1: a table of fixed length with unused entries, and pipes instead of call eventfds.
+/// User-mode Linux 6.1: a table of fixed length with unused entries, and pipes instead of call
+/// eventfds.
 #[test]
 fn user_mode_linux_is_taken() {
     let worker = Worker::new("uml", 1);
@@ -459,7 +462,8 @@ fn user_mode_linux_is_taken() {
     assert!(worker.fault(0, 0).detail.contains("expected an eventfd"));
 }
 
-/// A descriptor whose `close` blocks, with a message that has none: the port goes on, and lets itself be removed.
+/// A descriptor whose `close` blocks, with a message that has none: the port goes on, and lets
+/// itself be removed.
 #[test]
 fn a_descriptor_whose_close_blocks_holds_nothing_up() {
     let worker = Worker::new("close", 1);
@@ -487,7 +491,8 @@ fn lingering() -> (std::net::TcpStream, std::net::TcpStream) {
     (slow, peer)
 }
 
-/// QEMU 7.2's network device enables rings first, and acknowledges no protocol features in SET_FEATURES.
+/// QEMU 7.2's network device enables rings first, and acknowledges no protocol features in
+/// SET_FEATURES.
 #[test]
 fn the_order_of_qemu_is_taken() {
     let worker = Worker::new("qemu", 1);
@@ -508,7 +513,8 @@ fn the_order_of_qemu_is_taken() {
     talk(&mut a, &mut b);
 }
 
-/// A frontend that changes the call descriptor late, as QEMU does, hears at once: what came in between went to the old one.
+/// A frontend that changes the call descriptor late, as QEMU does, hears at once: what came in
+/// between went to the old one.
 #[test]
 fn a_new_call_descriptor_is_rung() {
     let worker = Worker::new("call", 1);
@@ -562,8 +568,8 @@ fn several_queue_pairs_are_served() {
     assert!(fa.tell(SET_MEM_TABLE, &a.mem_table(), &[a.file.as_fd()]));
     a.start_rings(&fa, 0);
     talk(&mut a, &mut b);
-    // A second pair with rings that have nothing in them, enabled for the guest's receive side: half of the flows go
-    // there, find no buffer, and are counted.
+    // A second pair with rings that have nothing in them, enabled for the guest's receive side:
+    // half of the flows go there, find no buffer, and are counted.
     let extra = Guest::vring_addr(4);
     for index in [4u32, 5] {
         assert!(fa.tell(SET_VRING_NUM, &state(index, 8), &[]));
@@ -782,10 +788,11 @@ fn a_socket_in_use_is_refused_and_a_stale_one_taken_over() {
     assert!(!path.exists());
 }
 
-/// A guest as QEMU before 8.1 makes it of one with one CPU: its read of the port's request overtakes its publishing of a frame. Here
-/// it always does, and the frame becomes visible only when the port has gone to sleep, so it is not announced. A store leaves a
-/// processor's buffer in far less than the port's second look takes to come; a test's thread may be held up for longer, and
-/// then announces its frame like a guest that is in order.
+/// A guest as QEMU before 8.1 makes it of one with one CPU: its read of the port's request
+/// overtakes its publishing of a frame. Here it always does, and the frame becomes visible only
+/// when the port has gone to sleep, so it is not announced. A store leaves a processor's buffer in
+/// far less than the port's second look takes to come; a test's thread may be held up for longer,
+/// and then announces its frame like a guest that is in order.
 #[test]
 fn a_guest_whose_fences_do_nothing_never_stalls() {
     const FRAMES: u16 = 100;
@@ -802,7 +809,8 @@ fn a_guest_whose_fences_do_nothing_never_stalls() {
     let mut guest = Guest::new(MODERN | ring::EVENT_IDX, 2048);
     let mut frontend = Frontend::connect(&folder.join("0"));
     guest.attach(&mut frontend, 0);
-    // The first frame makes the descriptor; every available entry names it, since a fresh ring is zero.
+    // The first frame makes the descriptor; every available entry names it, since a fresh ring is
+    // zero.
     guest.send(&PLAIN, &frame(60, 1), &[]);
     let layout = Layout::new(RING_SIZE);
     let word = |offset: usize| guest.view((1 << 16) + offset as u64, 2);
@@ -833,7 +841,8 @@ fn a_guest_whose_fences_do_nothing_never_stalls() {
     let _ = std::fs::remove_dir_all(&folder);
 }
 
-/// Each guest that has had traffic is looked at once more after its port went to sleep, and then no more.
+/// Each guest that has had traffic is looked at once more after its port went to sleep, and then no
+/// more.
 #[test]
 fn idle_guests_cost_less_than_one_percent_of_a_core() {
     const GUESTS: usize = 128;

@@ -109,7 +109,8 @@ impl World {
         self.lock().hides_names = true;
     }
 
-    /// From now on XenStore answers with this error where something is to be written or watched, or no more.
+    /// From now on XenStore answers with this error where something is to be written or watched, or
+    /// no more.
     pub(super) fn deny(&self, errno: Option<&'static str>) {
         self.lock().denial = errno;
     }
@@ -652,14 +653,16 @@ impl Frontend {
         self.world.lock().notified.remove(&(self.domain, port)).is_some()
     }
 
-    /// Writes `count` random requests and lets the backend see them: of any content where they are `wild`, else single packets whose
-    /// grants, lengths and flags alone are random. What the frontend itself knows of its ring is wrong from here on.
+    /// Writes `count` random requests and lets the backend see them: of any content where they are
+    /// `wild`, else single packets whose grants, lengths and flags alone are random. What the
+    /// frontend itself knows of its ring is wrong from here on.
     pub(super) fn scribble(&mut self, index: usize, random: &mut tombolo_testing::Random, count: u32, wild: bool) {
         use tombolo_ring::xen::ring::{REQ_PROD, RING_SLOTS, SLOTS};
         let page = self.queues[index].tx_page;
         let produced = page.as_foreign().load_u32(REQ_PROD, Ordering::Relaxed).unwrap();
         for n in 0..count {
-            // struct netif_tx_request: gref, offset, flags, id, size; an extra info has its kind in the first byte.
+            // struct netif_tx_request: gref, offset, flags, id, size; an extra info has its kind in
+            // the first byte.
             let slot = SLOTS + (produced.wrapping_add(n) % RING_SLOTS) as usize * 12;
             let gref =
                 if random.chance(4) { random.next_u64() as u32 } else { buffer_gref(index, random.below(64) as u32) };

@@ -30,7 +30,8 @@ fn every_word_of_a_frame_is_checked() {
         let result = received(|_, own| own.store_u16(avail + 2, got, Ordering::Relaxed).unwrap());
         match got {
             0 | 1 => assert_eq!(result, Ok(usize::from(got))),
-            // Entries that were not written are zeros: the same frame again, which is the peer's own affair.
+            // Entries that were not written are zeros: the same frame again, which is the peer's
+            // own affair.
             64 => assert_eq!(result, Ok(64)),
             _ => assert_eq!(result, Err(E::AvailableJump { next: 0, got, num })),
         }
@@ -42,7 +43,8 @@ fn every_word_of_a_frame_is_checked() {
         let result = received(|_, own| own.store_u16(avail + 4, got, Ordering::Relaxed).unwrap());
         assert_eq!(result, Err(E::AvailableEntry { index: 0, got, num }));
     }
-    // The descriptor's offset: before the data, at its edges, beyond, and so that a sum would overflow.
+    // The descriptor's offset: before the data, at its edges, beyond, and so that a sum would
+    // overflow.
     for address in [0, 1, u64::from(from) - 1, u64::from(to) - 59, u64::from(to), 1 << 32, 1 << 63, u64::MAX] {
         let result = received(|_, own| own.store_u64(0, address, Ordering::Relaxed).unwrap());
         assert_eq!(result, Err(E::DescriptorRange { id: 0, address, len: 60, from, to }), "{address:#x}");
@@ -143,7 +145,8 @@ fn event_words_of_any_value_only_ring_or_do_not() {
     }
 }
 
-/// With v1 devices the peer can write our own section too: what we sent and remember does not change.
+/// With v1 devices the peer can write our own section too: what we sent and remember does not
+/// change.
 #[test]
 fn a_peer_that_writes_our_section_changes_nothing_of_ours() {
     let (geometry, mut a, mut b) = link(0x4000);
@@ -165,7 +168,8 @@ fn a_peer_that_writes_our_section_changes_nothing_of_ours() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any bytes at all in the peer's section, mostly near-valid: no panic, no view outside, work bounded.
+    /// Any bytes at all in the peer's section, mostly near-valid: no panic, no view outside, work
+    /// bounded.
     #[test]
     fn garbage_is_survived(
         seed in prop::collection::vec(any::<u8>(), 4096),

@@ -1,4 +1,5 @@
-//! Both ends of a link against each other, against a simple model, and against garbage; regions and states.
+//! Both ends of a link against each other, against a simple model, and against garbage; regions and
+//! states.
 
 mod hostile;
 mod model;
@@ -186,7 +187,8 @@ fn rings_follow_the_peers_request_both_ways() {
     }
 }
 
-/// Linux's sender writes its request after buffers returned, does not look again, and sends one frame more: its return rings.
+/// Linux's sender writes its request after buffers returned, does not look again, and sends one
+/// frame more: its return rings.
 #[test]
 fn a_request_that_comes_late_is_heard_with_the_next_return() {
     let (geometry, mut a, mut b) = link(0x4000);
@@ -210,7 +212,8 @@ fn a_request_that_comes_late_is_heard_with_the_next_return() {
     assert!(!b.receiver.release(&b.sections, 1), "and heard once");
 }
 
-/// A sender that never writes a request, such as Zephyr's, is rung once for each turn of the index, not once for each frame.
+/// A sender that never writes a request, such as Zephyr's, is rung once for each turn of the index,
+/// not once for each frame.
 #[test]
 fn a_request_that_stays_at_zero_costs_one_ring_in_65536() {
     let (_, mut a, mut b) = link(0x4000);

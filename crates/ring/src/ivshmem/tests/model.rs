@@ -61,7 +61,8 @@ fn run_model(ops: Vec<(Op, bool)>, pages: usize) {
                 stamp += 1;
                 let bytes: Vec<u8> = (0..u32::from(len)).map(|i| (i.wrapping_mul(stamp) >> 3) as u8).collect();
                 let sent = ends[me].send(&bytes);
-                // Where the model cannot say without doing the same sums: a small frame in a section that is half empty fits.
+                // Where the model cannot say without doing the same sums: a small frame in a
+                // section that is half empty fits.
                 let half = ends[me].sender.taken_bytes() <= geometry.data_bytes() / 2;
                 let few = models[me].out() < ends[me].sender.depth();
                 assert!(sent || !(half && few && u32::from(len) < geometry.data_bytes() / 8));

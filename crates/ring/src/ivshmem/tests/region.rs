@@ -69,7 +69,8 @@ fn impossible_headers_are_refused_by_name() {
     for got in [0, 1, 65, u32::MAX] {
         assert_eq!(with(16, &got.to_le_bytes()), E::Peers { got });
     }
-    // Offsets and lengths: not of pages, into the one before, beyond the end, and so that a sum would overflow.
+    // Offsets and lengths: not of pages, into the one before, beyond the end, and so that a sum
+    // would overflow.
     for (at, part, values) in [
         (24, Section::StateTable, &[1, 0x1800, u64::MAX, !0xfff][..]),
         (32, Section::ReadWrite, &[0, 0x1000, 0x2001, !0xfff]),

@@ -6,7 +6,8 @@ use std::vec::Vec;
 
 use super::super::state::{Action, Cause, Duty, Machine, Offloads, State};
 
-/// The table at the head of `state.rs`, row by row: own, the peer's word, what is done, and what the own state is then.
+/// The table at the head of `state.rs`, row by row: own, the peer's word, what is done, and what
+/// the own state is then.
 #[test]
 fn every_row_of_the_state_table() {
     use Action as A;
@@ -58,7 +59,8 @@ fn every_row_of_the_state_table() {
     }
 }
 
-/// A guest says in each word but RESET that it takes offloads, and only where they were offered it may.
+/// A guest says in each word but RESET that it takes offloads, and only where they were offered it
+/// may.
 #[test]
 fn offloads_are_agreed_on_by_the_guests_words() {
     use State::{Init, Ready, Reset, Run};
@@ -96,8 +98,8 @@ fn offloads_are_agreed_on_by_the_guests_words() {
     }
 }
 
-/// Two machines, served in any order, from any states in which one's driver may have been replaced: they meet in RUN,
-/// and neither clears its section while the other one runs.
+/// Two machines, served in any order, from any states in which one's driver may have been replaced:
+/// they meet in RUN, and neither clears its section while the other one runs.
 #[test]
 fn two_machines_meet_from_wherever_they_are() {
     use State::{Init, Ready, Reset, Run};
@@ -131,7 +133,8 @@ enum Seen {
     Tell(u32),
 }
 
-/// Follows a peer whose word is `words` one after the other, the last of them for ever; refuses `refused`.
+/// Follows a peer whose word is `words` one after the other, the last of them for ever; refuses
+/// `refused`.
 fn follow(machine: &mut Machine, words: &[u32], refused: Option<Duty>) -> (Result<bool, Duty>, Vec<Seen>) {
     let (seen, at) = (RefCell::new(Vec::new()), Cell::new(0));
     let look = || {
@@ -148,8 +151,8 @@ fn follow(machine: &mut Machine, words: &[u32], refused: Option<Duty>) -> (Resul
     (result, seen.into_inner())
 }
 
-/// The section is cleared before READY is written, the peer's is checked before RUN, and what is known of it is forgotten
-/// before RESET.
+/// The section is cleared before READY is written, the peer's is checked before RUN, and what is
+/// known of it is forgotten before RESET.
 #[test]
 fn a_peer_is_followed_in_the_order_of_the_table() {
     use Seen::{Act, Look, Tell};

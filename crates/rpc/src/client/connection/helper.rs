@@ -1,8 +1,9 @@
 //! The two threads that wait on behalf of futures, and the books of those futures.
 //!
-//! Futexes are in no reactor. So the first future of a connection starts a thread that takes answers and wakes futures, until the last
-//! client has gone. Deadlines have a thread of their own. The first one may sleep on the ring's futex, where a wake-up that comes just
-//! before the sleep is lost. The second one sleeps on a condition variable with the lock, where none is.
+//! Futexes are in no reactor. So the first future of a connection starts a thread that takes
+//! answers and wakes futures, until the last client has gone. Deadlines have a thread of their own.
+//! The first one may sleep on the ring's futex, where a wake-up that comes just before the sleep is
+//! lost. The second one sleeps on a condition variable with the lock, where none is.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
@@ -23,7 +24,8 @@ use crate::sync::lock;
 pub(super) struct Futures {
     /// Calls under way that have a waker.
     under_way: u32,
-    /// No future's call ends by itself before this instant; the thread of deadlines looks for those that do, then.
+    /// No future's call ends by itself before this instant; the thread of deadlines looks for those
+    /// that do, then.
     end_ns: u64,
     /// Wakers of futures that are done.
     woken: Vec<Waker>,
@@ -57,7 +59,8 @@ impl Futures {
 }
 
 impl State {
-    /// Leaves the wakers of futures whose calls have ended by themselves in `woken`: who polls them finds that.
+    /// Leaves the wakers of futures whose calls have ended by themselves in `woken`: who polls them
+    /// finds that.
     fn end_futures(&mut self, now: u64) {
         let State { slots, futures, .. } = self;
         if now < futures.end_ns {
@@ -155,13 +158,15 @@ impl ClientConnection {
         lock(&self.state)
     }
 
-    /// Takes the answers of futures and wakes them. Where no thread could be started for their deadlines, it looks after those as well.
+    /// Takes the answers of futures and wakes them. Where no thread could be started for their
+    /// deadlines, it looks after those as well.
     fn wait_for_answers(&self, has_timer: bool) {
         let mut state = lock(&self.state);
         loop {
             state = self.wake_futures(state);
             if self.is_closing() || state.broken.is_some() {
-                // Under the lock, so that the other thread either sees it or sleeps already and is woken.
+                // Under the lock, so that the other thread either sees it or sleeps already and is
+                // woken.
                 return;
             }
             if state.futures.under_way == 0 {

@@ -1,13 +1,15 @@
-//! One connection, and the only owner of what its users share: its sections, its calls under way, and the wait for their answers.
+//! One connection, and the only owner of what its users share: its sections, its calls under way,
+//! and the wait for their answers.
 //!
-//! Clients, futures, loans and replies hold a [`ClientConnection`] and use it through its methods. None of them sees its lock or what
-//! the lock protects. The module has three parts:
+//! Clients, futures, loans and replies hold a [`ClientConnection`] and use it through its methods.
+//! None of them sees its lock or what the lock protects. The module has three parts:
 //!
 //! * this file: requests out, answers in, cancellation, and what a call ends with;
 //! * [`wait`]: how threads wait for answers, one of them on behalf of all;
 //! * [`helper`]: the two threads that wait on behalf of futures.
 //!
-//! The slot table is [`tombolo_calls::slots`], which both ends of a link use too. It is only used under the lock.
+//! The slot table is [`tombolo_calls::slots`], which both ends of a link use too. It is only used
+//! under the lock.
 //!
 //! # Wakers
 //! A future's waker is foreign code, which may poll or drop futures immediately. So it is called
@@ -16,8 +18,8 @@
 //! of futures does so, since it hears of each answer.
 //!
 //! # Forks
-//! In a forked child the connection is its parent's, with all locks as they were at that instant. Each method looks at that first
-//! ([`ClientConnection::is_ours`]), and touches nothing there.
+//! In a forked child the connection is its parent's, with all locks as they were at that instant.
+//! Each method looks at that first ([`ClientConnection::is_ours`]), and touches nothing there.
 
 mod helper;
 mod wait;
@@ -54,7 +56,8 @@ use crate::sync::lock;
 use helper::Futures;
 use wait::{Lead, Limit};
 
-/// Messages that are read in search of one memory: more than a socket's buffer holds (each costs it 768 of 212,992 bytes at least).
+/// Messages that are read in search of one memory: more than a socket's buffer holds (each costs it
+/// 768 of 212,992 bytes at least).
 const MESSAGES: usize = 1024;
 
 /// What is kept with a call until its answer.
@@ -169,8 +172,8 @@ impl ClientConnection {
         &self.socket
     }
 
-    /// Whether this process made the connection. A forked child has it from its parent, with all locks
-    /// as they were at that instant.
+    /// Whether this process made the connection. A forked child has it from its parent, with all
+    /// locks as they were at that instant.
     #[inline]
     pub(super) fn is_ours(&self) -> bool {
         // Relaxed: stored before any other thread has the connection.
@@ -187,13 +190,15 @@ impl ClientConnection {
         }
     }
 
-    /// The last client has gone: the connection ends, also where replies are still held, and the helper with it.
+    /// The last client has gone: the connection ends, also where replies are still held, and the
+    /// helper with it.
     pub(super) fn close(&self) {
         self.closing.store(true, Ordering::SeqCst);
         if !self.is_ours() {
             return;
         }
-        // The provider sees it, and so does the thread that watches the socket: it wakes the helper.
+        // The provider sees it, and so does the thread that watches the socket: it wakes the
+        // helper.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         let _state = lock(&self.state);
         self.turn.notify_all();
@@ -272,7 +277,8 @@ impl ClientConnection {
         }
     }
 
-    /// Sends a request. With its answer the block of an arena payload is free again, and `shared` is dropped.
+    /// Sends a request. With its answer the block of an arena payload is free again, and `shared`
+    /// is dropped.
     ///
     /// # Errors
     /// [`CallError`]: nothing was sent.
@@ -504,7 +510,8 @@ impl ClientConnection {
         ended.or_else(|| self.failure(&state).map(|_| 0))
     }
 
-    /// Asks the provider to cancel a call. False where the token names no call under way, or too many cancellations are under way.
+    /// Asks the provider to cancel a call. False where the token names no call under way, or too
+    /// many cancellations are under way.
     pub(super) fn cancel(&self, token: Token) -> bool {
         if !self.is_ours() {
             return false;
@@ -516,8 +523,8 @@ impl ClientConnection {
         said.is_some()
     }
 
-    /// Writes a cancellation, once for each call, and says whether the doorbell is to be rung. `None` where the token names no call under
-    /// way, or there is no room.
+    /// Writes a cancellation, once for each call, and says whether the doorbell is to be rung.
+    /// `None` where the token names no call under way, or there is no room.
     fn say_cancel(&self, state: &mut State, token: Token) -> Option<bool> {
         let to_say = state.slots.to_cancel(token)?;
         if self.failure(state).is_some() {

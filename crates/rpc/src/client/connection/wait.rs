@@ -66,7 +66,8 @@ impl ClientConnection {
     #[inline]
     pub(super) fn tell(&self, state: &State) {
         if state.lead.taken {
-            // The one that sleeps may be the one whose answer this was; and it is not armed any more.
+            // The one that sleeps may be the one whose answer this was; and it is not armed any
+            // more.
             futex::wake(self.peer.view(), PUBLISHED);
         }
         if state.lead.followers > 0 {
@@ -82,7 +83,8 @@ impl ClientConnection {
         mut ready: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
         loop {
-            // Before the answers are taken: what a provider wrote before it went is still an answer.
+            // Before the answers are taken: what a provider wrote before it went is still an
+            // answer.
             let gone = self.is_gone();
             self.drain(&mut state);
             if ready(&mut state) || gone || state.broken.is_some() || limit.over {
@@ -122,7 +124,8 @@ impl ClientConnection {
             let gained = found.is_some();
             state = lock(&self.state);
             state.lead.poller.learn(gained);
-            // Another thread may have taken what came meanwhile, the answer that this one waits for too.
+            // Another thread may have taken what came meanwhile, the answer that this one waits for
+            // too.
             if gained || self.polling == Polling::Always || state.answers.index() != index {
                 return state;
             }

@@ -1,12 +1,14 @@
 //! Router advertisements (RFC 4861 §6.2, RFC 8106): what they say, and when they are sent.
 //!
-//! One is sent to all when the gateway starts, and then every [`INTERVAL`]. The interval is the longest that the RFC
-//! allows: nothing here changes by itself, and a sleeping cell is woken by each. A solicitation is answered at once, to
-//! the station that sent it alone, so that it wakes nobody else.
+//! One is sent to all when the gateway starts, and then every [`INTERVAL`]. The interval is the
+//! longest that the RFC allows: nothing here changes by itself, and a sleeping cell is woken by
+//! each. A solicitation is answered at once, to the station that sent it alone, so that it wakes
+//! nobody else.
 //!
-//! Lifetimes are multiples of the interval, so that one or two lost advertisements end nothing. The router's lifetime is
-//! that of the configuration: zero as long as the network has no way out for IPv6, so that no guest has a default route
-//! to nowhere. What is withdrawn is advertised once more with lifetimes of zero.
+//! Lifetimes are multiples of the interval, so that one or two lost advertisements end nothing. The
+//! router's lifetime is that of the configuration: zero as long as the network has no way out for
+//! IPv6, so that no guest has a default route to nowhere. What is withdrawn is advertised once more
+//! with lifetimes of zero.
 
 use crate::Nanos;
 use crate::frame::Mac;
@@ -14,7 +16,8 @@ use std::net::Ipv6Addr;
 
 /// Time between advertisements to all.
 pub(super) const INTERVAL: Nanos = Nanos::SECOND.times(1800);
-/// How long the prefix is valid, and preferred for new connections, in seconds (RFC 4861 §6.2.1 has a month and a week).
+/// How long the prefix is valid, and preferred for new connections, in seconds (RFC 4861 §6.2.1 has
+/// a month and a week).
 pub(super) const VALID_SECS: u32 = 7 * 86_400;
 pub(super) const PREFERRED_SECS: u32 = 86_400;
 /// How long the name server may be used: three intervals (RFC 8106 §5.1).

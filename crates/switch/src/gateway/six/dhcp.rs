@@ -1,10 +1,13 @@
-//! The DHCPv6 messages (RFC 8415, name servers RFC 3646, names RFC 4704) that the gateway reads and writes.
+//! The DHCPv6 messages (RFC 8415, name servers RFC 3646, names RFC 4704) that the gateway reads and
+//! writes.
 //!
-//! Reading takes what a server needs of a message, checks that a message of its kind may have it (RFC 8415 §16), and skips
-//! unknown options. Lists are bounded: a message asks for at most [`MAX_ASSOCIATIONS`] associations with
-//! [`MAX_ADDRESSES`] addresses each. Relayed messages are refused.
+//! Reading takes what a server needs of a message, checks that a message of its kind may have it
+//! (RFC 8415 §16), and skips unknown options. Lists are bounded: a message asks for at most
+//! [`MAX_ASSOCIATIONS`] associations with [`MAX_ADDRESSES`] addresses each. Relayed messages are
+//! refused.
 //!
-//! There is no library for this that fits: smoltcp has no DHCPv6, and the crate dhcproto brings a DNS implementation with it.
+//! There is no library for this that fits: smoltcp has no DHCPv6, and the crate dhcproto brings a
+//! DNS implementation with it.
 
 use super::super::boot::{BootClient, HTTP_CLIENT};
 use super::advertise::write_name;

@@ -1,14 +1,15 @@
-//! Addresses that members gave themselves (SLAAC), as heard from their neighbour discovery: what AAAA and PTR are answered
-//! from besides leases and the file.
+//! Addresses that members gave themselves (SLAAC), as heard from their neighbour discovery: what
+//! AAAA and PTR are answered from besides leases and the file.
 //!
-//! A host that takes an address asks all others whether they have it (RFC 4862 §5.4), and the gateway hears that. Whether
-//! the host may claim it was checked before, by the guard of its port. An address belongs to the MAC address that it was
-//! first heard from. It is given up when the host does not answer for it any more: that is looked into when somebody asks
-//! for the name or the address, so that nobody is woken for nothing. It is also given up when the file gives it to another
-//! member, and not heard for one that the file does not give it to.
+//! A host that takes an address asks all others whether they have it (RFC 4862 §5.4), and the
+//! gateway hears that. Whether the host may claim it was checked before, by the guard of its port.
+//! An address belongs to the MAC address that it was first heard from. It is given up when the host
+//! does not answer for it any more: that is looked into when somebody asks for the name or the
+//! address, so that nobody is woken for nothing. It is also given up when the file gives it to
+//! another member, and not heard for one that the file does not give it to.
 //!
-//! Limits: [`PER_SOURCE`] addresses of one port of the switch, where a new one takes the place of the one that was not heard
-//! from for longest; [`MAX_ADDRESSES`] in all.
+//! Limits: [`PER_SOURCE`] addresses of one port of the switch, where a new one takes the place of
+//! the one that was not heard from for longest; [`MAX_ADDRESSES`] in all.
 
 use crate::Nanos;
 use crate::frame::Mac;

@@ -1,12 +1,13 @@
-//! What the gateway does for IPv6: router advertisements, neighbour discovery of its own addresses, echo, DHCPv6, and DNS at
-//! its address.
+//! What the gateway does for IPv6: router advertisements, neighbour discovery of its own addresses,
+//! echo, DHCPv6, and DNS at its address.
 //!
 //! # Addresses
-//! The gateway has ::1 of the network's prefix and the link-local address of its MAC address. DHCPv6 leases addresses whose
-//! last 32 bits are a number: for a member with a fixed IPv4 address they are that address, for others one of
-//! [`DYNAMIC`]. So one table of leases ([`super::lease`]) serves both families, with the same quota, names and store.
-//! A client is known by its MAC address, as over IPv4. Its DUID is repeated to it and means nothing else: a client can make
-//! up any number of them, and a machine has another one in its firmware than later.
+//! The gateway has ::1 of the network's prefix and the link-local address of its MAC address.
+//! DHCPv6 leases addresses whose last 32 bits are a number: for a member with a fixed IPv4 address
+//! they are that address, for others one of [`DYNAMIC`]. So one table of leases ([`super::lease`])
+//! serves both families, with the same quota, names and store. A client is known by its MAC
+//! address, as over IPv4. Its DUID is repeated to it and means nothing else: a client can make up
+//! any number of them, and a machine has another one in its firmware than later.
 //!
 //! # Invariants
 //! * Every answer goes to the MAC address that the question came from, as a frame to one station.
@@ -45,7 +46,8 @@ use wire::{Inbound, ON_LINK, Route};
 pub(super) const DYNAMIC: (u32, u32) = (0x1_0000, 0x1_ffff);
 /// Most addresses of one name in an answer.
 const MAX_ANSWERS: usize = 8;
-/// One solicitation of a source is answered in that time, and so many at once. A Linux guest sends three, 4 s apart.
+/// One solicitation of a source is answered in that time, and so many at once. A Linux guest sends
+/// three, 4 s apart.
 const SOLICITATION_SPAN: Nanos = Nanos::SECOND;
 const SOLICITATION_BURST: u64 = 8;
 
@@ -198,14 +200,16 @@ impl Gateway {
         let _ = self.send(frame);
     }
 
-    /// Tells members that the router, the prefix and the name server are no longer there. Nothing is advertised after that.
+    /// Tells members that the router, the prefix and the name server are no longer there. Nothing
+    /// is advertised after that.
     pub fn withdraw(&mut self) {
         self.advertise(true);
         self.counters.router_withdrawals.add(u64::from(self.six.is_some()));
         self.six = None;
     }
 
-    /// Sets the router that advertisements speak for, and for how long members may use it; 0: there is no way out.
+    /// Sets the router that advertisements speak for, and for how long members may use it; 0: there
+    /// is no way out.
     pub fn set_router6(&mut self, router: Option<Mac>, secs: u16) {
         let Some(six) = &mut self.six else { return };
         let secs = secs.min(9000);
@@ -298,7 +302,8 @@ impl Gateway {
         }
     }
 
-    /// A question's source must be a host of the network other than the gateway, or a link-local address.
+    /// A question's source must be a host of the network other than the gateway, or a link-local
+    /// address.
     fn check_source6(&self, source: Ipv6Addr) -> Result<(), Reason> {
         let Some(six) = &self.six else { return Err(Reason::GatewayRefused) };
         let own = source == six.address || source == six.link_local;
@@ -347,7 +352,8 @@ impl Gateway {
             6 => {
                 let segment = TcpPacket::new_checked(inbound.payload).map_err(|_| Reason::GatewayRefused)?;
                 let right = segment.verify_checksum(&route.source.into(), &route.destination.into());
-                // The stack reads the packet again, and expects its segment right behind the header.
+                // The stack reads the packet again, and expects its segment right behind the
+                // header.
                 let plain = inbound.packet.len() == inbound.payload.len() + 40;
                 if super::packet::must_verify(checksum) && !right || !plain {
                     return Err(Reason::GatewayRefused);
@@ -426,7 +432,8 @@ impl Gateway {
         let Some(six) = &mut self.six else { return Ok(()) };
         let ours = target == six.address || target == six.link_local;
         let (mac, anonymous) = (route.source_mac, route.source.is_unspecified());
-        // An announcement, an answer to us, or somebody who wants to know whether it may have the address.
+        // An announcement, an answer to us, or somebody who wants to know whether it may have the
+        // address.
         let claims = kind == NEIGHBOUR_ADVERTISEMENT || anonymous;
         if claims && !ours && six.config.holds(target) && !self.members.is_others6(target, mac) {
             six.learned.hear(target, mac, source, kind == NEIGHBOUR_ADVERTISEMENT, now);
@@ -496,7 +503,8 @@ impl Gateway {
         self.send(wire::udp(&to, dhcp::SERVER_PORT, dhcp::CLIENT_PORT, &answer))
     }
 
-    /// The number of the address that the file gives to this client: that of its IPv6 address, or of its IPv4 one.
+    /// The number of the address that the file gives to this client: that of its IPv6 address, or
+    /// of its IPv4 one.
     fn fixed6(&self, six: &Six, leases: &Leases, mac: Mac, name: Option<&str>) -> Option<Ipv4Addr> {
         let named = || self.members.named(name?).filter(|member| member.mac.is_none());
         let member = self.members.of_mac(mac).or_else(named);
@@ -684,7 +692,8 @@ impl Gateway {
         let leased = || six.leases.as_ref().and_then(|leases| Some(leases.at(leases.named(name)?)?.mac));
         let mac = match member {
             Some(member) => member.mac.or_else(|| {
-                // A member without a MAC address of the file is the client that leases its address by its name.
+                // A member without a MAC address of the file is the client that leases its address
+                // by its name.
                 let lease = self.leases.as_ref()?.at(member.address?)?;
                 (lease.name.as_deref() == Some(name)).then_some(lease.mac)
             }),

@@ -203,7 +203,8 @@ fn what_is_no_solicitation_gets_no_answer() {
         frame[at] = value;
         frame
     };
-    // The hop limit of a packet that was routed, another code, a wrong sum, a short option, our own source.
+    // The hop limit of a packet that was routed, another code, a wrong sum, a short option, our own
+    // source.
     let option = [&[133, 0, 0, 0, 0, 0, 0, 0][..], &[1, 0, 2, 0, 0, 0, 1, 1]].concat();
     let other = [&[133, 0, 0, 0, 0, 0, 0, 0][..], &[1, 1, 2, 9, 9, 9, 9, 9]].concat();
     let all = "ff02::2".parse().unwrap();
@@ -318,7 +319,8 @@ fn a_client_leases_renews_and_gives_back() {
     let name: Vec<&str> = name.iter().map(String::as_str).collect();
     assert_eq!(world.resolve(9, &name, 12), (0, vec![b"\x03web\x03lab\x08internal\0".to_vec()]));
     assert_eq!(world.resolve(9, &["nobody"], 28).0, 3);
-    // The same client with another association, as of its firmware, has the same address; not two at once.
+    // The same client with another association, as of its firmware, has the same address; not two
+    // at once.
     let two = world.ask(1, 3, true, &[(6, &[]), (7, &[])], "").unwrap();
     assert_eq!((&two.addresses[..], &two.status[..]), (&[(address, 3600)][..], &[2][..]));
     let renewed = world.ask(1, 5, true, &[(6, &[address, host(0x1_0042)])], "").unwrap();
@@ -408,7 +410,8 @@ fn addresses_that_members_gave_themselves_have_names() {
         assert!(world.put(3, &detect(3, target)).is_empty());
     }
     assert_eq!(world.resolve(9, &["cam"], 28), (0, vec![host(0xabc).octets().to_vec()]));
-    // It is asked whether it is still there once somebody asks for it, and given up where it is silent.
+    // It is asked whether it is still there once somebody asks for it, and given up where it is
+    // silent.
     world.now = world.now.after(learned::FRESH_SPAN);
     assert_eq!(world.resolve(9, &["cam"], 28).1.len(), 1);
     for _ in 0..5 {

@@ -1,7 +1,8 @@
 //! Reading IPv6 that reaches the gateway, and writing its answers, over smoltcp's wire types.
 //!
-//! As for IPv4, nothing here keeps state: an answer goes to the MAC address that the question came from. That holds for
-//! answers to a group as well, which RFC 6085 allows: the frame is one station's, and wakes nobody else.
+//! As for IPv4, nothing here keeps state: an answer goes to the MAC address that the question came
+//! from. That holds for answers to a group as well, which RFC 6085 allows: the frame is one
+//! station's, and wakes nobody else.
 
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
@@ -14,7 +15,8 @@ use smoltcp::wire::{
 use std::net::Ipv6Addr;
 
 const IPV6_BYTES: usize = 40;
-/// Hop limit of neighbour discovery, by which a receiver knows that nobody routed it (RFC 4861 §3.1).
+/// Hop limit of neighbour discovery, by which a receiver knows that nobody routed it (RFC 4861
+/// §3.1).
 pub(super) const ON_LINK: u8 = 255;
 /// Extension headers that are passed over before the payload.
 const MAX_EXTENSIONS: usize = 4;
@@ -61,8 +63,9 @@ pub(super) fn group_mac(group: Ipv6Addr) -> Mac {
     [0x33, 0x33, bytes[12], bytes[13], bytes[14], bytes[15]]
 }
 
-/// Whether a frame with this head, to an IPv6 group, may matter to a gateway: neighbour discovery, and DHCPv6 clients'
-/// messages. A look at fixed places, so that what is flooded otherwise costs no copy.
+/// Whether a frame with this head, to an IPv6 group, may matter to a gateway: neighbour discovery,
+/// and DHCPv6 clients' messages. A look at fixed places, so that what is flooded otherwise costs no
+/// copy.
 pub(crate) fn is_for_gateway(head: &[u8]) -> bool {
     if head.get(..2) != Some(&[0x33, 0x33]) || head.get(12..14) != Some(&[0x86, 0xdd]) {
         return false;
@@ -98,7 +101,8 @@ pub(super) fn read(frame: &[u8], own: Mac) -> Result<Option<Inbound<'_>>, Reason
                 let Some(&[next, units]) = packet.get(at..at + 2) else { return Err(Reason::GatewayRefused) };
                 (protocol, at) = (next, at + 8 * (usize::from(units) + 1));
             }
-            // No message to the gateway is long enough to need fragments, and neighbour discovery may not come in any (RFC 6980).
+            // No message to the gateway is long enough to need fragments, and neighbour discovery
+            // may not come in any (RFC 6980).
             FRAGMENT => return Err(Reason::GatewayRefused),
             _ => break,
         }

@@ -14,7 +14,8 @@ fn discover(n: u8, options: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// What an answer says of boot: next-server, the field `file`, options 60, 66 and 67; and its length.
+/// What an answer says of boot: next-server, the field `file`, options 60, 66 and 67; and its
+/// length.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Told {
     next: [u8; 4],
@@ -65,7 +66,8 @@ fn world(all: BootConfig, of: &[(u8, BootConfig)]) -> World {
     world
 }
 
-/// What firmware sends: the parameters that it asks for, the size that it takes, its class and its architecture.
+/// What firmware sends: the parameters that it asks for, the size that it takes, its class and its
+/// architecture.
 fn firmware(class: &[u8], architecture: u8) -> Vec<u8> {
     let head = [&[55, 4, 1, 3, 66, 67, 57, 2, 5, 192, 60, class.len() as u8][..], class].concat();
     [&head[..], &[93, 2, 0, architecture]].concat()

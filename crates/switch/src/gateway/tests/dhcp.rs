@@ -150,7 +150,8 @@ fn wrong_requests_get_a_nak_and_change_nothing() {
     }
     assert_eq!(world.gateway.leases().leases.len(), 1);
     assert_eq!(world.count("dhcp_naks"), 12);
-    // An address of the range that is free is granted to a client that remembers it, even if we do not.
+    // An address of the range that is free is granted to a client that remembers it, even if we do
+    // not.
     let said = world.ask(Ask { requested: Some(ip(20)), ..Ask::new(2, Request) });
     if first != ip(20) {
         assert_eq!(said.unwrap().kind, Ack);
@@ -341,7 +342,8 @@ fn what_no_direct_client_sends_is_refused() {
 
 #[test]
 fn a_change_of_one_lease_costs_the_same_whatever_the_table_holds() {
-    // A /16 with `others` leases of other clients, each behind a port of its own as in a network of many guests.
+    // A /16 with `others` leases of other clients, each behind a port of its own as in a network of
+    // many guests.
     let world = |others: u32| {
         let range = (Ipv4Addr::new(10, 9, 1, 0), Ipv4Addr::new(10, 9, 255, 254));
         let dhcp = Some(DhcpConfig { range, lease_secs: 3600, leases_per_port: None });

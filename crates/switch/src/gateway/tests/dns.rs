@@ -203,7 +203,8 @@ fn outstanding_queries_are_bounded_per_source_and_in_all() {
             failed += u64::from(answer.is_some_and(|a| a[3] & 15 == 2));
         }
     }
-    // Three ports have their 64 each, and each further one half of what is left: some is left for a seventh.
+    // Three ports have their 64 each, and each further one half of what is left: some is left for a
+    // seventh.
     let taken = 64 * 3 + 32 + 16 + 8;
     assert_eq!(world.gateway.take_queries().len(), taken);
     assert_eq!((failed, world.count("dns_failures")), (6 * 70 - taken as u64, 6 * 70 - taken as u64));

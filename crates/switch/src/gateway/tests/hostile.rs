@@ -40,7 +40,8 @@ fn every_valid_frame_is_taken_and_every_shorter_one_does_no_harm() {
         assert!(world.put(&frame).is_ok());
         for cut in 0..frame.len() {
             for checksum in [Checksum::Unverified, Checksum::Valid] {
-                // A cut frame may still be whole for what it says of itself; it must only not panic.
+                // A cut frame may still be whole for what it says of itself; it must only not
+                // panic.
                 let done = world.gateway.input(world.now, &frame[..cut], checksum, None);
                 assert!(cut >= 14 || done == Err(Reason::Runt));
             }

@@ -1,4 +1,5 @@
-//! A whole client, smoltcp's, at the gateway's port: DHCP, DNS over UDP and TCP, ping, under one virtual clock.
+//! A whole client, smoltcp's, at the gateway's port: DHCP, DNS over UDP and TCP, ping, under one
+//! virtual clock.
 
 use super::*;
 use crate::drop::Drops;
@@ -100,7 +101,8 @@ impl Net {
         Net { port, handle, now, drops: Drops::default() }
     }
 
-    /// One turn of a worker: what the client sends goes to the port, what the port sends to the client.
+    /// One turn of a worker: what the client sends goes to the port, what the port sends to the
+    /// client.
     fn turn(&mut self, client: &mut Client) {
         client.interface.poll(instant(self.now), &mut client.card, &mut client.sockets);
         self.port.service(self.now).unwrap();

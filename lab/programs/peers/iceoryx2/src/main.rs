@@ -1,5 +1,6 @@
-//! iceoryx2: its request-response ports, with an event service each way for what sleeps, by a listener's blocking wait and by a WaitSet;
-//! and polled. That is what its users put together: it has no blocking call of its own.
+//! iceoryx2: its request-response ports, with an event service each way for what sleeps, by a
+//! listener's blocking wait and by a WaitSet; and polled. That is what its users put together: it
+//! has no blocking call of its own.
 
 use std::path::Path;
 use std::time::Duration;
@@ -54,7 +55,8 @@ impl Wake {
         match &self.how[..] {
             "iceoryx2_polled" => std::hint::spin_loop(),
             "iceoryx2_waitset" => {
-                // The attachment would be kept by a program with more to wait for; here it borrows what it waits on.
+                // The attachment would be kept by a program with more to wait for; here it borrows
+                // what it waits on.
                 let _guard = self.waitset.attach_notification(&self.listener)?;
                 let heard = |_| {
                     let _ = self.listener.try_wait(|_| ());

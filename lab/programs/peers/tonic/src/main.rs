@@ -1,4 +1,5 @@
-//! gRPC by tonic: unary calls over a Unix socket, each end on a runtime of one thread, windows large enough that none waits for them.
+//! gRPC by tonic: unary calls over a Unix socket, each end on a runtime of one thread, windows
+//! large enough that none waits for them.
 
 use std::path::Path;
 use std::time::Duration;

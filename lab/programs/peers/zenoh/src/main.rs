@@ -1,4 +1,5 @@
-//! zenoh: queries between two peers over a Unix socket, requests and replies in buffers of its shared memory.
+//! zenoh: queries between two peers over a Unix socket, requests and replies in buffers of its
+//! shared memory.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
