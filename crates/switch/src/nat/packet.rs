@@ -21,6 +21,14 @@ const TCP_DATA_AT: usize = 12;
 const TCP_FLAGS_AT: usize = 13;
 const TCP_SUM_AT: usize = 16;
 const TCP_BYTES: usize = 20;
+// Its options (RFC 9293 §3.2): the end of the list, one byte of nothing, the largest segment.
+const END_OF_OPTIONS: u8 = 0;
+const NO_OPTION: u8 = 1;
+const MSS_OPTION: u8 = 2;
+const MSS_BYTES: usize = 4;
+/// The smallest segment size that a peer is told of: that of Linux (`tcp_min_snd_mss`), which does
+/// not send smaller ones either. passt of Debian 12 ends by a division by zero where it is below 4.
+const LEAST_MSS: u16 = 48;
 const UDP_SUM_AT: usize = 6;
 const UDP_BYTES: usize = 8;
 const ECHO_SUM_AT: usize = 2;
@@ -245,6 +253,36 @@ impl Transport {
         if self.protocol == Protocol::Udp && word(frame, sum_at) == 0 {
             frame[sum_at..sum_at + 2].copy_from_slice(&[0xff, 0xff]);
         }
+        if self.protocol == Protocol::Tcp && frame[self.at + TCP_FLAGS_AT] & SYN != 0 {
+            self.raise_mss(frame);
+        }
+    }
+
+    /// Raises the largest segment size that a SYN asks for to [`LEAST_MSS`].
+    fn raise_mss(&self, frame: &mut [u8]) {
+        let end = self.end.min(self.at + usize::from(frame[self.at + TCP_DATA_AT] >> 4) * 4);
+        let mut at = self.at + TCP_BYTES;
+        while at < end && frame[at] != END_OF_OPTIONS {
+            if frame[at] == NO_OPTION {
+                at += 1;
+                continue;
+            }
+            let Some(bytes) = frame[..end].get(at + 1).map(|bytes| usize::from(*bytes)) else { return };
+            if bytes < 2 || at + bytes > end {
+                return;
+            }
+            if frame[at] == MSS_OPTION && bytes == MSS_BYTES {
+                let old = word(frame, at + 2);
+                if old < LEAST_MSS {
+                    frame[at + 2..at + MSS_BYTES].copy_from_slice(&LEAST_MSS.to_be_bytes());
+                    // The sum is over words from the header's start: at an odd place a value is in two of them.
+                    let is_odd = (at - self.at) % 2 == 1;
+                    let [old, new] = [old, LEAST_MSS].map(|word| if is_odd { word.swap_bytes() } else { word });
+                    update(frame, self.at + TCP_SUM_AT, &[old], &[new]);
+                }
+            }
+            at += bytes;
+        }
     }
 }
 
@@ -359,6 +397,50 @@ mod tests {
         is_rewritten_as_by_the_kernel(V4, v4("10.87.0.9"), v4("198.51.100.7"), v4("192.0.0.2"));
         let v6 = |text: &str| text.parse::<Ipv6Addr>().unwrap();
         is_rewritten_as_by_the_kernel(V6, v6("fd87::9"), v6("2001:db8::7"), v6("fd92::2"));
+    }
+
+    /// A frame from a guest to a peer with a TCP header of these flags and options.
+    fn segment(flags: u8, options: &[u8]) -> Vec<u8> {
+        let (guest, peer) = (Ipv4Addr::new(10, 87, 0, 2), Ipv4Addr::new(192, 0, 2, 9));
+        let words = (5 + options.len() / 4) as u8;
+        let body =
+            [&[0x9c, 0x40, 0, 80, 0, 0, 0, 1, 0, 0, 0, 0, words << 4, flags, 1, 0, 0, 0, 0, 0], options].concat();
+        ethernet::<Ipv4Addr>([2; 6], [4; 6], &compose(6, guest, peer, &body, TCP_SUM_AT))
+    }
+
+    #[test]
+    fn a_segment_size_that_no_one_can_send_is_raised() {
+        let rewritten = |mut frame: Vec<u8>| {
+            let ip = Ip::<Ipv4Addr>::of(&frame).unwrap();
+            let transport = ip.transport(&frame).unwrap();
+            let nothing = Readdressed { old: 0, new: 0 };
+            transport.rewrite::<Ipv4Addr>(&mut frame, transport.source_at(), 0x9c40, nothing);
+            frame
+        };
+        let option = |size: u16| [&[MSS_OPTION, 4][..], &size.to_be_bytes()].concat();
+        for (size, told) in [(0, 48), (1, 48), (3, 48), (47, 48), (48, 48), (1460, 1460)] {
+            // Alone, behind another option, and at an odd place.
+            let behind = |before: &[u8], after: &[u8], size| [before, &option(size), after].concat();
+            let places: [(&[u8], &[u8]); 3] = [(&[], &[]), (&[3, 3, 7, 1], &[]), (&[1], &[3, 3, 7])];
+            for (before, after) in places {
+                for flags in [SYN, SYN | ACK] {
+                    let frame = rewritten(segment(flags, &behind(before, after, size)));
+                    assert_eq!(frame, segment(flags, &behind(before, after, told)), "{size} {before:?}");
+                }
+                let other = segment(ACK, &behind(before, after, size));
+                assert_eq!(rewritten(other.clone()), other, "it is only in a SYN that it says anything");
+            }
+        }
+        // Options that are none, or go on behind their end.
+        for options in [
+            [MSS_OPTION, 0, 0, 1],
+            [MSS_OPTION, 5, 0, 1],
+            [1, 1, 1, MSS_OPTION],
+            [3, 200, MSS_OPTION, 4],
+            [0, MSS_OPTION, 4, 0],
+        ] {
+            assert_eq!(rewritten(segment(SYN, &options)), segment(SYN, &options), "{options:?}");
+        }
     }
 
     fn is_refused_when_cut<A: Address>(pairs: [[&str; 2]; 3]) {
