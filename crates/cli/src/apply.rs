@@ -29,7 +29,7 @@ pub(crate) struct Apply {
 
 impl Apply {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        let path = std::path::absolute(select.fabric_file(self.path.as_ref(), &self.of)?)?;
+        let path = std::path::absolute(select.fabric_file(self.path.as_ref())?)?;
         // The rest of the file is for the daemon to judge, which may know other folders of images.
         let name = file::name_of(&path, self.of.which())?;
         if let Some(other) = select.fabric.as_ref().filter(|other| **other != name) {

@@ -11,7 +11,7 @@ use tombolo_host::{preflight, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::select::{DEFAULT_FILE, OfMachine, Select};
+use crate::select::{OfMachine, Select};
 
 #[derive(Args, Debug)]
 pub(crate) struct Check {
@@ -49,10 +49,7 @@ struct Fault<'a> {
 
 impl Check {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        // A file that lies here is looked at, whatever fabric TOMBOLO_FABRIC is about.
-        let here = Path::new(DEFAULT_FILE);
-        let named = self.path.as_ref().or(select.file.as_ref()).cloned().or_else(|| here.exists().then(|| here.into()));
-        let path = select.fabric_file(named.as_ref(), &self.of)?;
+        let path = select.fabric_file(self.path.as_ref())?;
         // Without a named one the file is checked all the same, for all of its machines.
         let which = self.of.machine.as_deref().map_or(Which::Any, Which::Named);
         let (spec, places) = match file::load_with_places(&path, which) {

@@ -112,15 +112,13 @@ impl Select {
     }
 
     /// The fabric file of a command: the one that it names, else ./tombolo.toml, else that of the
-    /// running fabric. Where another fabric is named than that of ./tombolo.toml, it is that one's
-    /// file too.
-    pub(crate) fn fabric_file(&self, named: Option<&PathBuf>, of: &OfMachine) -> Result<PathBuf, Failure> {
+    /// running fabric.
+    pub(crate) fn fabric_file(&self, named: Option<&PathBuf>) -> Result<PathBuf, Failure> {
         if let Some(path) = named.or(self.file.as_ref()) {
             return Ok(path.clone());
         }
         let here = PathBuf::from(DEFAULT_FILE);
-        let is_other = |fabric: &String| file::name_of(&here, of.which()).is_ok_and(|name| name != *fabric);
-        if here.exists() && !self.fabric.as_ref().is_some_and(is_other) {
+        if here.exists() {
             return Ok(here);
         }
         let root = rundir::runtime_root()?;

@@ -73,13 +73,13 @@ fn additions_are_checked_with_the_whole() {
 #[test]
 fn a_range_has_an_address_for_each_machine_of_the_file() {
     let read = |subnet: &str| {
-        let text = format!("[network.lan]\nsubnet = \"{subnet}\"\n[vm.v]\nkernel = \"Cargo.toml\"\ncount = 20\n");
+        let text = format!("[network.lan]\nsubnet = \"{subnet}\"\n[cell.v]\nimage = \"Cargo.toml\"\ncount = 20\n");
         file::parse(&text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).map_err(|error| error.to_string())
     };
     assert!(read("10.87.0.0/24").is_ok());
     let error = read("10.87.0.0/29").unwrap_err();
     assert!(
-        error.contains("network.lan.dhcp: expected a range with an address for each machine, found 10.87.0."),
+        error.contains("network.lan.dhcp: expected a range with an address for each cell, found 10.87.0."),
         "{error}"
     );
     assert!(error.contains("too few"), "{error}");

@@ -166,8 +166,6 @@ pub struct Drops {
 pub(crate) struct Limited {
     /// How long until it lets the next one pass.
     pub(crate) wait: Nanos,
-    /// How long they may wait.
-    pub(crate) hold: Nanos,
 }
 
 impl Default for Drops {
@@ -197,6 +195,11 @@ impl Drops {
     /// [`Drops::refuse`] for a rate limit, which says when it lets more pass.
     pub(crate) fn hold_back(&mut self, which: &[u16], limited: Limited) {
         self.refuse(which);
+        self.set_limited(limited);
+    }
+
+    /// Says that a rate limit lets nothing pass.
+    pub(crate) fn set_limited(&mut self, limited: Limited) {
         self.limited = Some(limited);
     }
 

@@ -85,6 +85,8 @@ pub(crate) struct Overflow {
     /// When it is tried next, or, where it is empty, when its memory is freed.
     pub(crate) next_try: Nanos,
     pause: Nanos,
+    /// How long a frame may wait where the port has a rate limit; else [`HOLD`].
+    limit_hold: Option<Nanos>,
     /// Whether the worker has it on its list.
     pub(crate) listed: bool,
 }
@@ -467,7 +469,7 @@ impl Overflow {
         drops.take_refused(|index| {
             let frame = &batch.frames()[usize::from(index)];
             let ring = ring_of(frame);
-            if *stalled & bit(ring) != 0 && limited.is_none() {
+            if *stalled & bit(ring) != 0 {
                 return Err(Reason::NoBuffer);
             }
             let store = store.get_or_insert_with(|| Store::new(caps));
@@ -558,27 +560,36 @@ impl Overflow {
             }
             debug_assert!(full != before || store.picks.iter().any(|first| *first != NIL), "each look gets further");
         }
+        self.stalled &= !moved;
         if moved != 0 {
             (self.progress, self.pause) = (now, FIRST_TRY);
         } else if full != 0 {
             self.pause = Nanos(self.pause.0 * 2).min(LAST_TRY);
         }
-        self.next_try = match drops.limited() {
-            Some(limited) => now.after(limited.wait.max(FIRST_TRY).min(HOLD)),
-            None => now.after(self.pause),
-        };
-        self.expire(now, drops);
+        self.next_try = now.after(self.pause);
+        self.rest(now, drops);
         Ok(sent)
+    }
+
+    /// Says how long a frame may wait for the port's rate limit; `None` where it has none.
+    pub(crate) fn set_limit_hold(&mut self, hold: Option<Nanos>) {
+        self.limit_hold = hold;
+    }
+
+    /// Leaves what waits where it is, until the limit that `drops` tells of lets more pass.
+    pub(crate) fn rest(&mut self, now: Nanos, drops: &mut Drops) {
+        if let Some(limited) = drops.limited() {
+            self.next_try = now.after(limited.wait.max(FIRST_TRY).min(HOLD));
+        }
+        self.expire(now, drops);
     }
 
     /// Drops what waited for too long. Frees the memory of a queue that was empty for [`KEEP`].
     fn expire(&mut self, now: Nanos, drops: &mut Drops) {
         let Some(store) = &mut self.store else { return };
         let (mut late, mut of) = (0, 0);
-        let (hold, reason) = match drops.limited() {
-            Some(limited) => (limited.hold, Reason::RateLimit),
-            None => (HOLD, Reason::QueueTimeout),
-        };
+        let hold = self.limit_hold.unwrap_or(HOLD);
+        let reason = if drops.limited().is_some() { Reason::RateLimit } else { Reason::QueueTimeout };
         for lane in 0..store.lanes.len() {
             loop {
                 let first = store.lanes[lane].first;
@@ -586,7 +597,7 @@ impl Overflow {
                     break;
                 }
                 let ring = store.lanes[lane].ring;
-                if reason == Reason::QueueTimeout && now.since(store.rings[usize::from(ring)].progress) >= HOLD {
+                if reason == Reason::QueueTimeout && now.since(store.rings[usize::from(ring)].progress) >= hold {
                     of |= bit(ring);
                 }
                 store.remove(first);

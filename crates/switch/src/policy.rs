@@ -23,7 +23,7 @@
 //!
 //! A frame of a connection that had one in the same direction since the last tick is not asked
 //! again, neither here nor for the roles of its port ([`crate::guard::Roles`]): what both depend on
-//! is the same in both frames ([`Policy::is_recent`]).
+//! is the same in both frames (`Policy::is_recent`).
 //!
 //! A frame to a group opens no connection. Fragments pass once the first one did. Frames that hold
 //! no IP are judged by the rules that name no protocol, port or address. IP whose headers do not

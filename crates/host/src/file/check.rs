@@ -686,7 +686,7 @@ impl Check<'_, '_, '_> {
             let found = format!("{} to {}, {lacking} too few", dhcp.from, dhcp.to);
             let hint = Some("give the network a larger `subnet` or range, or have fewer machines".to_string());
             let leans_on = [(at, "subnet"), (at, "gateway"), (at, "router")];
-            self.fault((at, "dhcp"), &leans_on, "a range with an address for each machine", found, hint);
+            self.fault((at, "dhcp"), &leans_on, "a range with an address for each cell", found, hint);
         }
     }
 
@@ -1038,7 +1038,7 @@ fn section_of_member(fabric: &Fabric, name: &str) -> String {
 
 /// Gives every device without an address one of its network's range: a place that depends on its
 /// MAC, or the next free one, so that a device keeps its address when others come and go. Returns
-/// the network of each one for which there is none.
+/// the network of each cell for which there is none.
 fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) -> Vec<String> {
     let (networks, mut without) = (fabric.networks.clone(), Vec::new());
     for machine in &mut fabric.machines {
@@ -1060,7 +1060,9 @@ fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) ->
                     taken.insert((net.name.clone(), ip), machine.name.clone());
                     nic.ip = Some(ip);
                 }
-                None => without.push(net.name.clone()),
+                // A guest of one's own may have an address that nobody leases.
+                None if matches!(machine.boot, Boot::Cell(_)) => without.push(net.name.clone()),
+                None => {}
             }
         }
     }

@@ -48,14 +48,17 @@ impl Look<'_> {
         for m in &fabric.machines {
             let at = section_of(m);
             let Boot::Vm { disks, .. } = &m.boot else { continue };
+            // Its own arguments may have QEMU share the disk, or not write it.
+            if !m.qemu.is_empty() {
+                continue;
+            }
             for ((path, _), key) in disks.iter().zip(keys()) {
                 let Some(ident) = ident(path) else { continue };
                 let expected = "a disk that nothing else writes";
                 if let Some((_, other)) = had.iter().find(|(had, _)| *had == ident) {
-                    let whose =
-                        if *other == m.name { "a second time".into() } else { format!("a disk of \"{other}\"") };
+                    let whose = if *other == m.name { "the machine".into() } else { format!("\"{other}\"") };
                     let hint = Some("give each machine an image of its own".into());
-                    self.say((&at, key), expected, format!("{}, which is {whose}", path.display()), hint);
+                    self.say((&at, key), expected, format!("{}, which {whose} has already", path.display()), hint);
                 } else if is_locked(&locks, ident) && !self.is_own(ident) {
                     let real = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
                     let who =
@@ -123,9 +126,9 @@ mod tests {
         let alone = format!("[vm.v]\ndisk = \"{}\"\n", at("a.raw"));
         assert_eq!(found(&format!("{alone}[vm.w]\ndisk = \"{}\"\n", at("b.raw"))), []);
         let both = found(&format!("{alone}[vm.w]\nkernel = \"Cargo.toml\"\ndisks = \"{}\"\n", at("link.raw")));
-        assert_eq!(both, [("vm.w".into(), "disk", format!("{}, which is a disk of \"v\"", at("link.raw")))]);
+        assert_eq!(both, [("vm.w".into(), "disk", format!("{}, which \"v\" has already", at("link.raw")))]);
         let twice = found(&format!("{alone}disks = [\"{}\", \"{}\"]\n", at("b.raw"), at("a.raw")));
-        assert_eq!(twice, [("vm.v".into(), "disks", format!("{}, which is a second time", at("a.raw")))]);
+        assert_eq!(twice, [("vm.v".into(), "disks", format!("{}, which the machine has already", at("a.raw")))]);
     }
 
     #[test]

@@ -160,6 +160,10 @@ pub(super) fn quick(head: &[u8]) -> Option<(Plain, Kind)> {
         }
         [0x86, 0xdd, version] if version >> 4 == 6 => {
             let head: &[u8; SIX] = head.first_chunk()?;
+            // A payload that is no header of these protocols hides what it is.
+            if u16::from_be_bytes([head[18], head[19]]) < 8 {
+                return None;
+            }
             (false, head[20], [word(22)?, word(30)?, word(38)?, word(46)?], SIX)
         }
         _ => return None,

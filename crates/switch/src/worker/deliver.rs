@@ -183,22 +183,25 @@ impl Core {
                 self.waiting.swap_remove(at);
                 continue;
             };
-            let mut failure = None;
+            let (mut answers, mut failure) = (false, None);
             if slot.overflow.next_try <= now
                 && let Some(port) = &mut slot.port
             {
                 let (overflow, taps, counters) = (&mut slot.overflow, &mut slot.taps, &slot.counters);
                 let limit = &mut slot.receive.whole;
                 let rechecks = &mut self.rechecks;
-                failure = catch_panic(|| {
+                let result = catch_panic(|| {
                     drain(overflow, &mut **port, now, taps, counters, limit)?;
                     port.flush()?;
                     if port.take_recheck() {
                         rechecks.note(index);
                     }
-                    Ok(())
-                })
-                .err();
+                    Ok(port.answers())
+                });
+                (answers, failure) = match result {
+                    Ok(answers) => (answers && !slot.active, None),
+                    Err(failure) => (false, Some(failure)),
+                };
             }
             if slot.overflow.is_live() && failure.is_none() {
                 self.waiting_at = self.waiting_at.min(slot.overflow.next_try);
@@ -208,6 +211,8 @@ impl Core {
             }
             if let Some(failure) = failure {
                 self.fault_of(index, failure);
+            } else if answers {
+                self.activate(index);
             }
         }
     }
@@ -224,6 +229,15 @@ fn drain(
     limit: &mut Meter,
 ) -> Result<(), Fault> {
     let mut drops = Drops::reusing(overflow.spare());
+    overflow.set_limit_hold(limit.is_on().then(|| HOLD.after(limit.longest_wait()).min(LONGEST_HOLD)));
+    if let Some(limited) = limited(limit, now) {
+        // Nothing may go, so nothing is looked at.
+        drops.set_limited(limited);
+        overflow.rest(now, &mut drops);
+        counters.add_tx_drops(&mut drops);
+        overflow.keep_spare(drops.into_spare());
+        return Ok(());
+    }
     let caps = port.caps();
     let mut shown = Vec::new();
     let done = overflow.drain(now, caps, &mut drops, |batch, which, drops| {
@@ -277,7 +291,7 @@ fn transmit_within(
 /// What the limit says of frames now, where it lets none pass.
 fn limited(limit: &Meter, now: Nanos) -> Option<Limited> {
     let wait = limit.wait(now);
-    (wait != Nanos(0)).then(|| Limited { wait, hold: HOLD.after(limit.longest_wait()).min(LONGEST_HOLD) })
+    (wait != Nanos(0)).then_some(Limited { wait })
 }
 
 fn refuse(drops: &mut Drops, which: &[u16], limited: Option<Limited>) {
