@@ -158,14 +158,8 @@ pub struct Drops {
     /// Frames of the batch in hand that are counted as [`Reason::NoBuffer`] and may be queued
     /// instead.
     refused: Vec<u16>,
-    limited: Option<Limited>,
-}
-
-/// What a rate limit says of frames that it holds back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Limited {
-    /// How long until it lets the next one pass.
-    pub(crate) wait: Nanos,
+    /// As [`Drops::note_limit`] was told.
+    limited: Option<Nanos>,
 }
 
 impl Default for Drops {
@@ -192,20 +186,16 @@ impl Drops {
         self.refused.extend_from_slice(which);
     }
 
-    /// [`Drops::refuse`] for a rate limit, which says when it lets more pass.
-    pub(crate) fn hold_back(&mut self, which: &[u16], limited: Limited) {
-        self.refuse(which);
-        self.set_limited(limited);
+    /// Says how long the port's rate limit still lets nothing pass; zero where it does.
+    pub(crate) fn note_limit(&mut self, wait: Nanos) {
+        if wait != Nanos(0) {
+            self.limited = Some(wait);
+        }
     }
 
-    /// Says that a rate limit lets nothing pass.
-    pub(crate) fn set_limited(&mut self, limited: Limited) {
-        self.limited = Some(limited);
-    }
-
-    /// The rate limit that held frames back, if one did.
+    /// How long the port's rate limit lets nothing pass, where it held frames back.
     #[inline]
-    pub(crate) fn limited(&self) -> Option<Limited> {
+    pub(crate) fn limited(&self) -> Option<Nanos> {
         self.limited
     }
 

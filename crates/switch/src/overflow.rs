@@ -578,8 +578,8 @@ impl Overflow {
 
     /// Leaves what waits where it is, until the limit that `drops` tells of lets more pass.
     pub(crate) fn rest(&mut self, now: Nanos, drops: &mut Drops) {
-        if let Some(limited) = drops.limited() {
-            self.next_try = now.after(limited.wait.max(FIRST_TRY).min(HOLD));
+        if let Some(wait) = drops.limited() {
+            self.next_try = now.after(wait.max(FIRST_TRY).min(HOLD));
         }
         self.expire(now, drops);
     }

@@ -10,6 +10,8 @@
 //! give their files another device there (btrfs, some overlays) a lock is not seen, and QEMU tells
 //! it.
 
+use std::cell::LazyCell;
+use std::collections::HashSet;
 use std::os::linux::fs::MetadataExt;
 use std::path::Path;
 use std::{fs, iter};
@@ -45,6 +47,7 @@ impl Look<'_> {
         let mut had: Vec<(Ident, &str)> = Vec::new();
         let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
         let fabric = self.fabric;
+        let own = LazyCell::new(|| own_disks(&fabric.name));
         for m in &fabric.machines {
             let at = section_of(m);
             let Boot::Vm { disks, .. } = &m.boot else { continue };
@@ -59,7 +62,7 @@ impl Look<'_> {
                     let whose = if *other == m.name { "the machine".into() } else { format!("\"{other}\"") };
                     let hint = Some("give each machine an image of its own".into());
                     self.say((&at, key), expected, format!("{}, which {whose} has already", path.display()), hint);
-                } else if is_locked(&locks, ident) && !self.is_own(ident) {
+                } else if is_locked(&locks, ident) && !own.contains(&ident) {
                     let real = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
                     let who =
                         holding(&real).map_or_else(String::new, |(pid, name)| format!(" (process {pid}, {name})"));
@@ -75,14 +78,14 @@ impl Look<'_> {
             }
         }
     }
+}
 
-    /// Whether a machine of this fabric runs with the disk, also one that a killed daemon left.
-    fn is_own(&self, disk: Ident) -> bool {
-        let Ok(root) = rundir::runtime_root() else { return false };
-        let of_word = |word: &String| ident(Path::new(&word.split_once("file=")?.1.replace(",,", ",")));
-        let has = |words: &[String]| words.iter().any(|word| of_word(word) == Some(disk));
-        process::machines(&self.fabric.name, &root.join(&self.fabric.name)).iter().any(|(.., words)| has(words))
-    }
+/// The disks with which machines of the fabric run, also those that a killed daemon left.
+fn own_disks(fabric: &str) -> HashSet<Ident> {
+    let Ok(root) = rundir::runtime_root() else { return HashSet::new() };
+    let of_word = |word: &String| ident(Path::new(&word.split_once("file=")?.1.replace(",,", ",")));
+    let machines = process::machines(fabric, &root.join(fabric));
+    machines.iter().flat_map(|(.., words)| words.iter().filter_map(of_word)).collect()
 }
 
 /// Whether a table of locks (proc_locks(5)) has one by which QEMU keeps others from writing the

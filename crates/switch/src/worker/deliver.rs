@@ -4,7 +4,7 @@ use super::{Core, NEVER, PortFailure, SERVICE_INTERVAL, catch_panic};
 use crate::Nanos;
 use crate::capture::Tap;
 use crate::counters::PortCounters;
-use crate::drop::{Drops, Limited, Reason};
+use crate::drop::{Drops, Reason};
 use crate::frame::Batch;
 use crate::limit::Meter;
 use crate::network::Summary;
@@ -81,11 +81,11 @@ impl Core {
                 let mut ready = which;
                 if overflow.waits() {
                     apart.clear();
-                    let limited = limited(limit, now);
+                    drops.note_limit(limit.wait(now));
                     for index in which {
                         if overflow.waits_for(ring_of(&**port, *index)) {
                             // Behind those that wait already.
-                            refuse(drops, &[*index], limited);
+                            drops.refuse(&[*index]);
                         } else {
                             apart.push(*index);
                         }
@@ -230,9 +230,9 @@ fn drain(
 ) -> Result<(), Fault> {
     let mut drops = Drops::reusing(overflow.spare());
     overflow.set_limit_hold(limit.is_on().then(|| HOLD.after(limit.longest_wait()).min(LONGEST_HOLD)));
-    if let Some(limited) = limited(limit, now) {
+    drops.note_limit(limit.wait(now));
+    if drops.limited().is_some() {
         // Nothing may go, so nothing is looked at.
-        drops.set_limited(limited);
         overflow.rest(now, &mut drops);
         counters.add_tx_drops(&mut drops);
         overflow.keep_spare(drops.into_spare());
@@ -283,22 +283,10 @@ fn transmit_within(
         limit.charge(now, sent.frames, sent.bytes);
     }
     if !later.is_empty() {
-        refuse(drops, later, limited(limit, now));
+        drops.note_limit(limit.wait(now));
+        drops.refuse(later);
     }
     Ok(sent)
-}
-
-/// What the limit says of frames now, where it lets none pass.
-fn limited(limit: &Meter, now: Nanos) -> Option<Limited> {
-    let wait = limit.wait(now);
-    (wait != Nanos(0)).then_some(Limited { wait })
-}
-
-fn refuse(drops: &mut Drops, which: &[u16], limited: Option<Limited>) {
-    match limited {
-        Some(limited) => drops.hold_back(which, limited),
-        None => drops.refuse(which),
-    }
 }
 
 /// A port's code has lost frames without accounting for them, or counted some twice. This is a
