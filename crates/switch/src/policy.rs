@@ -484,10 +484,9 @@ impl Policy {
     /// nothing else of such a frame: addresses, protocol, ports and roles.
     #[inline(always)]
     pub(crate) fn is_recent(&self, now: Tick, (from, roles): (PortNumber, Roles), to: PortNumber, head: &[u8]) -> bool {
-        tuple::quick(head).is_some_and(|(plain, kind)| {
-            let direction = Direction { plain, from, to, roles };
-            !kind.changes_state() && self.flows.is_recent(now, self.generation, &direction)
-        })
+        let Some((plain, kind)) = tuple::quick(head) else { return false };
+        let direction = Direction { plain, from, to, roles };
+        !kind.changes_state() && self.flows.is_recent(now, self.generation, &direction)
     }
 
     /// For a change of what the roles of ports are about.

@@ -8,7 +8,7 @@
 //! connection of the port that holds most. So a flood of connections costs its own port. The hash
 //! is keyed.
 
-use super::tuple::{ACK, End, FIN, Kind, Plain, RST, SYN, TCP, Tuple};
+use super::tuple::{ACK, End, FIN, Fields, Kind, Plain, RST, SYN, TCP, Tuple};
 use crate::Nanos;
 use crate::guard::Roles;
 use crate::mac::{PortNumber, Tick};
@@ -22,8 +22,8 @@ pub const CAPACITY: usize = 65_536;
 pub const PER_PORT: usize = 16_384;
 /// Places that are looked at for connections whose time is over, once per [`Tick`].
 const SWEEP: usize = 256;
-/// Pairs of places for directions of connections that had a frame in the present tick. A power of
-/// two; 512 KiB.
+/// Pairs of places for directions of connections that had a frame in the present tick, per family.
+/// A power of two; 256 KiB for IPv4, 512 KiB for IPv6.
 const RECENT: usize = 4_096;
 /// No place of the table.
 const NIL: u32 = u32::MAX;
@@ -178,56 +178,114 @@ pub(super) struct Direction {
 }
 
 /// A direction of a connection that had a frame in some tick: as it stands in its frames, so that
-/// the next frame of the tick needs no key, no hash and no look at the connection. One cache line.
+/// the next frame of the tick needs no key, no hash and no look at the connection.
 #[derive(Clone, Copy, Debug)]
-#[repr(align(64))]
-struct Recent {
-    addresses: [u64; 4],
+struct Recent<const WORDS: usize> {
+    addresses: [u64; WORDS],
     /// The packet's ports and the switch's.
     ends: u64,
     when: u64,
-    /// Protocol, family, and the roles of the port that the frame came from.
+    /// Protocol, and the roles of the port that the frame came from.
     kind: u32,
 }
 
-impl Recent {
+/// Two of them: one cache line for IPv4, two for IPv6.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Pair<const WORDS: usize>([Recent<WORDS>; 2]);
+
+impl<const WORDS: usize> Recent<WORDS> {
     /// No connection: without addresses, from a port to itself.
-    const NONE: Recent = Recent { addresses: [0; 4], ends: 0, when: u64::MAX, kind: 0 };
+    const NONE: Recent<WORDS> = Recent { addresses: [0; WORDS], ends: 0, when: u64::MAX, kind: 0 };
     /// The part of `kind` that says nothing of roles.
     const CONNECTION: u32 = 0xffff;
 
     #[inline(always)]
-    fn new(direction: &Direction, when: u64) -> Recent {
-        let Direction { plain, from, to, roles } = direction;
-        let ends = u64::from(plain.ports) << 32 | u64::from(*from) << 16 | u64::from(*to);
-        let kind = u32::from(plain.protocol) | u32::from(plain.is_ipv4) << 8 | u32::from(roles.bits()) << 16;
-        Recent { addresses: plain.addresses, ends, when, kind }
-    }
-
-    /// When it was, for comparison only.
-    #[inline(always)]
-    fn when(now: Tick, generation: u32) -> u64 {
-        u64::from(now.number()) << 32 | u64::from(generation)
+    fn new(fields: &Fields<WORDS>, direction: &Direction, when: u64) -> Recent<WORDS> {
+        let Direction { from, to, roles, .. } = direction;
+        let ends = u64::from(fields.ports) << 32 | u64::from(*from) << 16 | u64::from(*to);
+        let kind = u32::from(fields.protocol) | u32::from(roles.bits()) << 16;
+        Recent { addresses: fields.addresses, ends, when, kind }
     }
 
     /// Whether both are the same direction of the same connection, and equal in these bits of
-    /// `kind`.
+    /// `kind`. Here and below words are counted, not iterated over: so they stay in registers.
     #[inline(always)]
-    fn is_of(&self, other: &Recent, kind: u32) -> bool {
-        let ([a, b, c, d], [e, f, g, h]) = (self.addresses, other.addresses);
-        let differ = (a ^ e) | (b ^ f) | (c ^ g) | (d ^ h) | (self.ends ^ other.ends);
-        differ | u64::from((self.kind ^ other.kind) & kind) == 0
+    fn is_of(&self, other: &Recent<WORDS>, kind: u32) -> bool {
+        let mut differ = (self.ends ^ other.ends) | u64::from((self.kind ^ other.kind) & kind);
+        let mut at = 0;
+        while at < WORDS {
+            differ |= self.addresses[at] ^ other.addresses[at];
+            at += 1;
+        }
+        differ == 0
     }
 
     /// Where it is. Directions that share a pair of places, also on purpose, cost each other only a
     /// look into the index.
     #[inline(always)]
     fn pair(&self, secret: &[u64; 2]) -> usize {
-        let [a, b, c, d] = self.addresses;
-        let (left, right) = (a ^ c.rotate_left(32) ^ secret[0], b ^ d.rotate_left(32) ^ self.ends ^ secret[1]);
+        let (mut left, mut right) = (secret[0], self.ends ^ secret[1]);
+        let mut at = 0;
+        while at < WORDS {
+            let word = self.addresses[at].rotate_left(32 * (at as u32 / 2));
+            if at % 2 == 0 {
+                left ^= word;
+            } else {
+                right ^= word;
+            }
+            at += 1;
+        }
         let product = u128::from(left) * u128::from(right);
         ((product >> 64) as u64 ^ product as u64) as usize % RECENT
     }
+}
+
+/// The directions of one family.
+#[derive(Debug)]
+struct Recents<const WORDS: usize> {
+    pairs: Box<[Pair<WORDS>]>,
+    secret: [u64; 2],
+}
+
+impl<const WORDS: usize> Recents<WORDS> {
+    fn new(pairs: usize, secret: [u64; 2]) -> Recents<WORDS> {
+        Recents { pairs: vec![Pair([Recent::NONE; 2]); pairs].into(), secret }
+    }
+
+    #[inline(always)]
+    fn has(&self, recent: &Recent<WORDS>) -> bool {
+        let pair = self.pairs.get(recent.pair(&self.secret));
+        pair.is_some_and(|Pair(pair)| {
+            pair.iter().any(|place| place.when == recent.when && place.is_of(recent, u32::MAX))
+        })
+    }
+
+    /// Those of this tick stay. Where all are, as many directions as possible keep their place.
+    fn note(&mut self, recent: Recent<WORDS>) {
+        if let Some(Pair(pair)) = self.pairs.get_mut(recent.pair(&self.secret))
+            && let Some(place) = pair.iter_mut().find(|place| place.when != recent.when)
+        {
+            *place = recent;
+        }
+    }
+
+    /// Forgets the direction, whatever the roles of its port.
+    fn forget(&mut self, recent: &Recent<WORDS>) {
+        let Some(Pair(pair)) = self.pairs.get_mut(recent.pair(&self.secret)) else { return };
+        let gone = pair.iter_mut().filter(|place| place.is_of(recent, Recent::<WORDS>::CONNECTION));
+        gone.for_each(|place| *place = Recent::NONE);
+    }
+
+    fn forget_all(&mut self) {
+        self.pairs.fill(Pair([Recent::NONE; 2]));
+    }
+}
+
+/// When a frame was let through, for comparison only.
+#[inline(always)]
+fn when(now: Tick, generation: u32) -> u64 {
+    u64::from(now.number()) << 32 | u64::from(generation)
 }
 
 /// A port's connections, in order of age.
@@ -266,8 +324,8 @@ pub(super) struct Flows {
     shares: Vec<Share>,
     members: usize,
     capacity: usize,
-    recent: Box<[[Recent; 2]]>,
-    secret: [u64; 2],
+    recent_four: Recents<1>,
+    recent_six: Recents<4>,
     swept: usize,
     swept_at: Tick,
 }
@@ -275,10 +333,12 @@ pub(super) struct Flows {
 impl Flows {
     pub(super) fn new(capacity: usize, seed: u64) -> Flows {
         let hasher = FixedState::with_seed(seed);
+        let secret = [1, 2].map(|n: u64| hasher.hash_one(n));
+        let pairs = if capacity == 0 { 0 } else { RECENT };
         Flows {
             index: HashTable::with_capacity(capacity),
-            recent: vec![[Recent::NONE; 2]; if capacity == 0 { 0 } else { RECENT }].into(),
-            secret: [1, 2].map(|n: u64| hasher.hash_one(n)),
+            recent_four: Recents::new(pairs, secret),
+            recent_six: Recents::new(pairs, secret),
             hasher,
             places: Vec::with_capacity(capacity),
             links: Vec::with_capacity(capacity),
@@ -306,10 +366,11 @@ impl Flows {
     /// more.
     #[inline(always)]
     pub(super) fn is_recent(&self, now: Tick, generation: u32, direction: &Direction) -> bool {
-        let when = Recent::when(now, generation);
-        let frame = Recent::new(direction, when);
-        let pair = self.recent.get(frame.pair(&self.secret));
-        pair.is_some_and(|pair| pair.iter().any(|recent| recent.when == when && recent.is_of(&frame, u32::MAX)))
+        let when = when(now, generation);
+        match &direction.plain {
+            Plain::Four(fields) => self.recent_four.has(&Recent::new(fields, direction, when)),
+            Plain::Six(fields) => self.recent_six.has(&Recent::new(fields, direction, when)),
+        }
     }
 
     /// [`Flows::find`], and notes that the direction had a frame. Kept out of the path of most
@@ -319,13 +380,10 @@ impl Flows {
         let (key, from_low) = Key::of(&direction.plain.tuple(), direction.from, direction.to);
         let found = self.find(now, generation, &key, from_low, kind);
         if found == Found::Open {
-            let recent = Recent::new(direction, Recent::when(now, generation));
-            // Those of this tick stay. Where all are, as many directions as possible keep their
-            // place.
-            if let Some(pair) = self.recent.get_mut(recent.pair(&self.secret))
-                && let Some(place) = pair.iter_mut().find(|place| place.when != recent.when)
-            {
-                *place = recent;
+            let when = when(now, generation);
+            match &direction.plain {
+                Plain::Four(fields) => self.recent_four.note(Recent::new(fields, direction, when)),
+                Plain::Six(fields) => self.recent_six.note(Recent::new(fields, direction, when)),
             }
         }
         found
@@ -337,17 +395,19 @@ impl Flows {
             for is_ipv4 in [true, false] {
                 let ((from, to), tuple) = tuple;
                 let plain = Plain::of(&tuple, is_ipv4);
-                let recent = Recent::new(&Direction { plain, from, to, roles: Roles::default() }, 0);
-                let Some(pair) = self.recent.get_mut(recent.pair(&self.secret)) else { return };
-                let gone = pair.iter_mut().filter(|place| place.is_of(&recent, Recent::CONNECTION));
-                gone.for_each(|place| *place = Recent::NONE);
+                let direction = Direction { plain, from, to, roles: Roles::default() };
+                match &plain {
+                    Plain::Four(fields) => self.recent_four.forget(&Recent::new(fields, &direction, 0)),
+                    Plain::Six(fields) => self.recent_six.forget(&Recent::new(fields, &direction, 0)),
+                }
             }
         }
     }
 
     /// No direction is recent any more.
     pub(super) fn forget_all_recent(&mut self) {
-        self.recent.fill([Recent::NONE; 2]);
+        self.recent_four.forget_all();
+        self.recent_six.forget_all();
     }
 
     fn place_of(&self, key: &Key) -> Option<u32> {

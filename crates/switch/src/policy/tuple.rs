@@ -110,35 +110,46 @@ pub(super) fn read(head: &[u8]) -> Content {
 /// What a frame of the most common kinds says of its connection, as it stands in the frame: TCP or
 /// UDP, whole, without tags, options and extension headers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Plain {
-    /// IPv6: source and destination, two words each. IPv4: both in the first word.
-    pub(super) addresses: [u64; 4],
+pub(super) enum Plain {
+    /// IPv4: source and destination address in one word.
+    Four(Fields<1>),
+    /// IPv6: two words each.
+    Six(Fields<4>),
+}
+
+/// The fields of a [`Plain`] frame that name its connection and direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fields<const WORDS: usize> {
+    pub(super) addresses: [u64; WORDS],
     /// Source port above, destination port below.
     pub(super) ports: u32,
     pub(super) protocol: u8,
-    pub(super) is_ipv4: bool,
 }
 
 impl Plain {
     /// What such a frame of this tuple has; of each family where both have the same tuple.
     pub(super) fn of(tuple: &Tuple, is_ipv4: bool) -> Plain {
-        let [from, to] = [tuple.from.ip, tuple.to.ip];
-        let addresses = match is_ipv4 {
-            true => [u64::from(from as u32) << 32 | u64::from(to as u32), 0, 0, 0],
-            false => [(from >> 64) as u64, from as u64, (to >> 64) as u64, to as u64],
-        };
+        let ([from, to], protocol) = ([tuple.from.ip, tuple.to.ip], tuple.protocol);
         let ports = u32::from(tuple.from.port) << 16 | u32::from(tuple.to.port);
-        Plain { addresses, ports, protocol: tuple.protocol, is_ipv4 }
+        if is_ipv4 {
+            let addresses = [u64::from(from as u32) << 32 | u64::from(to as u32)];
+            return Plain::Four(Fields { addresses, ports, protocol });
+        }
+        let addresses = [(from >> 64) as u64, from as u64, (to >> 64) as u64, to as u64];
+        Plain::Six(Fields { addresses, ports, protocol })
     }
 
     pub(super) fn tuple(&self) -> Tuple {
-        let [a, b, c, d] = self.addresses;
-        let (from, to) = match self.is_ipv4 {
-            true => (MAPPED | u128::from(a >> 32), MAPPED | u128::from(a as u32)),
-            false => (u128::from(a) << 64 | u128::from(b), u128::from(c) << 64 | u128::from(d)),
+        let (from, to, ports, protocol) = match *self {
+            Plain::Four(Fields { addresses: [both], ports, protocol }) => {
+                (MAPPED | u128::from(both >> 32), MAPPED | u128::from(both as u32), ports, protocol)
+            }
+            Plain::Six(Fields { addresses: [a, b, c, d], ports, protocol }) => {
+                (u128::from(a) << 64 | u128::from(b), u128::from(c) << 64 | u128::from(d), ports, protocol)
+            }
         };
-        let [from_port, to_port] = [(self.ports >> 16) as u16, self.ports as u16];
-        Tuple { from: End { ip: from, port: from_port }, to: End { ip: to, port: to_port }, protocol: self.protocol }
+        let [from_port, to_port] = [(ports >> 16) as u16, ports as u16];
+        Tuple { from: End { ip: from, port: from_port }, to: End { ip: to, port: to_port }, protocol }
     }
 }
 
@@ -146,36 +157,64 @@ impl Plain {
 /// common frames. Of all others `None`; [`read`] reads those too, and these alike.
 #[inline(always)]
 pub(super) fn quick(head: &[u8]) -> Option<(Plain, Kind)> {
-    // Ethernet 14, then IPv4 20 or IPv6 40, then what of TCP goes up to its flags.
-    const FOUR: usize = 14 + 20;
-    const SIX: usize = 14 + 40;
-    let word = |at: usize| head.get(at..)?.first_chunk().copied().map(u64::from_be_bytes);
-    let (is_ipv4, protocol, addresses, rest) = match head.get(12..15)? {
-        [0x08, 0x00, 0x45] => {
-            let head: &[u8; FOUR] = head.first_chunk()?;
-            if u16::from_be_bytes([head[20], head[21]]) & 0x3fff != 0 {
-                return None;
-            }
-            (true, head[23], [word(26)?, 0, 0, 0], FOUR)
-        }
-        [0x86, 0xdd, version] if version >> 4 == 6 => {
-            let head: &[u8; SIX] = head.first_chunk()?;
-            // A payload that is no header of these protocols hides what it is.
-            if u16::from_be_bytes([head[18], head[19]]) < 8 {
-                return None;
-            }
-            (false, head[20], [word(22)?, word(30)?, word(38)?, word(46)?], SIX)
-        }
-        _ => return None,
-    };
-    let rest = &head[rest..];
-    let kind = match protocol {
-        TCP => Kind::Segment(*rest.get(13)?),
-        UDP => Kind::Datagram,
-        _ => return None,
-    };
-    let ports = u32::from_be_bytes(*rest.first_chunk()?);
-    Some((Plain { addresses, ports, protocol, is_ipv4 }, kind))
+    match head.get(12..14)? {
+        [0x08, 0x00] => match head.first_chunk() {
+            Some(frame) => quick_four(frame, head.len()),
+            None => quick_four(&padded(head), head.len()),
+        },
+        [0x86, 0xdd] => match head.first_chunk() {
+            Some(frame) => quick_six(frame, head.len()),
+            None => quick_six(&padded(head), head.len()),
+        },
+        _ => None,
+    }
+}
+
+/// What [`quick`] looks at: Ethernet 14, IPv4 20 or IPv6 40, and of TCP what goes up to its flags.
+const FOUR: usize = 14 + 20;
+const SIX: usize = 14 + 40;
+const TRANSPORT: usize = 14;
+
+/// A head that is shorter, which few are.
+#[cold]
+fn padded<const BYTES: usize>(head: &[u8]) -> [u8; BYTES] {
+    std::array::from_fn(|at| head.get(at).copied().unwrap_or(0))
+}
+
+#[inline(always)]
+fn quick_four(frame: &[u8; FOUR + TRANSPORT], len: usize) -> Option<(Plain, Kind)> {
+    let [.., version, _, _, _, _, _, fragment, offset, _, protocol, _, _] = *frame.first_chunk::<26>()?;
+    if version != 0x45 || u16::from_be_bytes([fragment, offset]) & 0x3fff != 0 {
+        return None;
+    }
+    let [ports @ .., _, _, _, _, _, _, _, _, _, flags] = *frame.last_chunk::<TRANSPORT>()?;
+    let kind = quick_kind(protocol, flags, len, FOUR)?;
+    let addresses = [u64::from_be_bytes(*frame[26..].first_chunk()?)];
+    Some((Plain::Four(Fields { addresses, ports: u32::from_be_bytes(ports), protocol }), kind))
+}
+
+#[inline(always)]
+fn quick_six(frame: &[u8; SIX + TRANSPORT], len: usize) -> Option<(Plain, Kind)> {
+    let [.., version, _, _, _, high, low, protocol, _] = *frame.first_chunk::<22>()?;
+    // A payload that is no header of these protocols hides what it is.
+    if version >> 4 != 6 || u16::from_be_bytes([high, low]) < 8 {
+        return None;
+    }
+    let [ports @ .., _, _, _, _, _, _, _, _, _, flags] = *frame.last_chunk::<TRANSPORT>()?;
+    let kind = quick_kind(protocol, flags, len, SIX)?;
+    let word = |at: usize| frame[at..].first_chunk().copied().map(u64::from_be_bytes);
+    let addresses = [word(22)?, word(30)?, word(38)?, word(46)?];
+    Some((Plain::Six(Fields { addresses, ports: u32::from_be_bytes(ports), protocol }), kind))
+}
+
+/// What a frame of `len` bytes, whose transport header begins `at`, means for its connection.
+#[inline(always)]
+fn quick_kind(protocol: u8, flags: u8, len: usize, at: usize) -> Option<Kind> {
+    match protocol {
+        TCP if len >= at + TRANSPORT => Some(Kind::Segment(flags)),
+        UDP if len >= at + 4 => Some(Kind::Datagram),
+        _ => None,
+    }
 }
 
 fn word(bytes: &[u8], at: usize) -> Option<u16> {
@@ -386,7 +425,7 @@ pub(super) mod tests {
             if let Some((plain, kind)) = quick(&f) {
                 quick_ones += 1;
                 assert_eq!(read(&f), Content::Packet(plain.tuple(), kind), "{f:?}");
-                assert_eq!(Plain::of(&plain.tuple(), plain.is_ipv4), plain);
+                assert_eq!(Plain::of(&plain.tuple(), matches!(plain, Plain::Four(_))), plain);
             }
         }
         assert!(quick_ones > 5_000, "{quick_ones}");
