@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 use tombolo_port::tap::TapError;
-use tombolo_port::worker::WorkerError;
 use tombolo_shm::memory::MemoryError;
 use tombolo_switch::control::ControlError;
+use tombolo_worker::thread::WorkerError;
 
 /// Why the agent could not do what it was asked. Its text is for the guest's administrator.
 #[derive(Debug, thiserror::Error)]

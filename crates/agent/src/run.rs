@@ -8,12 +8,12 @@ use signal_hook::iterator::Signals;
 use tombolo_ivshmem::end::{LinkEnd, PeerDoorbells};
 use tombolo_port::ivshmem::{Ivshmem, PollSettings};
 use tombolo_port::tap::{TapConfig, TapPort};
-use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
+use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
 impl PeerDoorbells for Registers {
     fn ring(&self, peer: u32, vector: u16) {

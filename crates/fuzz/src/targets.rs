@@ -6,7 +6,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
-use tombolo_port::reactor::Reactor;
 use tombolo_port::stream::StreamPort;
 use tombolo_port::vxlan::{Answer, answer_to};
 use tombolo_ring::ivshmem::channel::{self, Channel, Shape};
@@ -30,6 +29,7 @@ use tombolo_switch::policy;
 use tombolo_switch::port::{Caps, Port, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 use tombolo_switch::wait::Token;
+use tombolo_worker::reactor::Reactor;
 
 use crate::{Behaviour, records};
 

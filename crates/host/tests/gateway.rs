@@ -16,7 +16,6 @@ use tokio::sync::Notify;
 use tombolo_host::resolver::{Resolver, Servers, Timing};
 use tombolo_port::link::Netns;
 use tombolo_port::tap::{TapConfig, TapPort};
-use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{PortSettings, PortStatus};
 use tombolo_switch::drop::Reason;
@@ -25,6 +24,7 @@ use tombolo_switch::gateway::{
 };
 use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::mac::MacSettings;
+use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
 const TAP: &str = "tmbgw0";
 const TAP_MAC: [u8; 6] = [2, 0x7b, 0, 0, 0, 1];

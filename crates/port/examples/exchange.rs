@@ -17,13 +17,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tombolo_port::link::{Interface, Netns};
 use tombolo_port::packet::{PacketConfig, PacketPort};
-use tombolo_port::reactor::Reactor;
 use tombolo_port::stream::StreamPort;
 use tombolo_port::tap::{TapConfig, TapPort};
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::Batch;
 use tombolo_switch::port::Port;
 use tombolo_switch::wait::{Token, Waiter};
+use tombolo_worker::reactor::Reactor;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 const BUDGET: usize = 64;

@@ -13,13 +13,13 @@
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-use tombolo_port::reactor::Reactor;
 use tombolo_port::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::Batch;
 use tombolo_switch::port::{Fault, Port};
 use tombolo_switch::wait::{Token, Waiter};
+use tombolo_worker::reactor::Reactor;
 
 /// Frames per turn, as testpmd's burst.
 const BUDGET: usize = 32;

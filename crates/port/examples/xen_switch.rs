@@ -13,13 +13,13 @@ use std::error::Error;
 use std::io::BufRead;
 
 use tombolo_port::tap::{TapConfig, TapPort};
-use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_port::xen::{XenConfig, XenPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::Port;
+use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -22,7 +22,6 @@
 pub mod checks;
 
 use crate::pair::OwnedFrame;
-use crate::reactor::{Reactor, Registration};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -34,6 +33,7 @@ use tombolo_switch::port::{Fault, FaultKind, Link, Port};
 use tombolo_switch::wait::{Token, Waiter};
 use tombolo_switch::worker::SERVICE_INTERVAL;
 use tombolo_testing::Random;
+use tombolo_worker::reactor::{Reactor, Registration};
 
 /// How long anything may take before a check fails.
 pub const DEADLINE: Duration = Duration::from_secs(20);

@@ -4,7 +4,6 @@
 use crate::conformance::{Abilities, DEADLINE, Fixture, Violation, number};
 use crate::link::{Interface, Netns};
 use crate::pair::OwnedFrame;
-use crate::reactor::Registration;
 use crate::sys::{self, Headers, Piece, Received, Slots};
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -13,6 +12,7 @@ use std::process::Command;
 use std::time::Instant;
 use tombolo_switch::frame::{MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::Port;
+use tombolo_worker::reactor::Registration;
 
 /// Why a test that makes interfaces cannot run here.
 pub(crate) fn missing() -> Option<String> {

@@ -1,25 +1,22 @@
 //! Attachments: each kind of port, behind the one trait of the switch
-//! ([`tombolo_switch::port::Port`]).
+//! ([`tombolo_switch::port::Port`]). A worker of `tombolo_worker` serves them.
 //!
 //! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
 //! * [`ivshmem`]: a cell, a guest or a process over a shared region, by the frames of the
 //!   ivshmem-net drivers; a port around `tombolo_ivshmem`.
-//! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
 //! * [`stream`]: QEMU's stream sockets, which passt speaks too.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
-//! * [`uplink`]: a router with address translation before an uplink that knows one guest.
 //! * [`packet`]: an interface that exists, such as a network card or a veth.
 //! * [`vxlan`]: networks of other machines, through a VXLAN tunnel over UDP.
 //! * [`xen`]: a guest of Xen whose network frontend we are the backend of.
-//! * [`worker`]: a switch worker on a thread of its own.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 //! * [`child`]: child processes that die with the one that started them.
 //!
 //! ```
 //! use std::time::Duration;
 //! use tombolo_port::pair::{PairConfig, pair};
-//! use tombolo_port::worker::{WorkerConfig, WorkerThread};
+//! use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 //! use tombolo_switch::control::PortSettings;
 //! use tombolo_switch::frame::Offload;
 //! use tombolo_switch::mac::MacSettings;
@@ -57,14 +54,12 @@ pub mod link;
 pub mod packet;
 mod pages;
 pub mod pair;
-pub mod reactor;
-mod repeats;
 mod spread;
 pub mod stream;
 mod sys;
 pub mod tap;
-pub mod uplink;
+#[cfg(test)]
+mod uplink;
 pub mod vhost_user;
 pub mod vxlan;
-pub mod worker;
 pub mod xen;

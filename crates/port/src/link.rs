@@ -12,7 +12,6 @@
 //!   messages can be lost when many come, so the port asks for the state it needs. A
 //!   level-triggered interrupt is served in the same way.
 
-use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest as Request};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -26,6 +25,7 @@ use std::sync::Arc;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::Mac;
 use tombolo_switch::port::Link;
+use tombolo_worker::reactor::{Registration, Watch};
 
 const IFF_UP: u16 = 1;
 const IFF_RUNNING: u16 = 0x40;

@@ -21,7 +21,6 @@
 //! busy, and the host's captures do not see them.
 
 use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
-use crate::reactor::{Registration, Watch};
 use crate::sys::{self, Headers, Piece, Received, Slots};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -34,6 +33,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
+use tombolo_worker::reactor::{Registration, Watch};
 
 /// Frames that one call receives.
 pub const SLOTS: usize = 64;

@@ -17,7 +17,6 @@
 //! Threads: the port belongs to its worker, the peer to its holder. There is a mutex per pair, held
 //! for a push or a pop of one batch.
 
-use crate::reactor::Registration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -31,6 +30,7 @@ use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_worker::reactor::Registration;
 
 /// What a pair is made of.
 #[derive(Clone, Copy, Debug)]

@@ -24,7 +24,6 @@
 
 use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
 use crate::pages::{PAGE_BYTES, Pages};
-use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest, Piece, TunValue, TunWord};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -37,6 +36,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
+use tombolo_worker::reactor::{Registration, Watch};
 
 // linux/if_tun.h
 const IFF_TAP: u16 = 0x0002;
@@ -698,7 +698,7 @@ mod tests {
         crate::conformance_suite!(super::TapFixture);
     }
 
-    fn registration(reactor: &crate::reactor::Reactor) -> Registration {
+    fn registration(reactor: &tombolo_worker::reactor::Reactor) -> Registration {
         reactor.registrar().registration(tombolo_switch::wait::Token(1))
     }
 
@@ -776,7 +776,7 @@ mod tests {
     fn a_tap_stays_only_where_it_was_asked_to() {
         crate::conformance::run::<TapFixture>("a_tap_stays_only_where_it_was_asked_to", |_| {
             let netns = kernel_side::quiet_namespace();
-            let reactor = crate::reactor::Reactor::new().unwrap();
+            let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
             let exists = |name: &str| Interface::open(Some(&netns), name).is_ok();
             for (name, persist) in [("stays", true), ("goes", false)] {
                 let mac = Some([2, 0, 0, 0, 0, 7]);
@@ -808,7 +808,7 @@ mod tests {
 
     #[test]
     fn what_is_no_tap_is_not_taken() {
-        let reactor = crate::reactor::Reactor::new().unwrap();
+        let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
         let null = std::fs::File::open("/dev/null").unwrap();
         let refused = TapPort::adopt(null.into(), registration(&reactor)).map(drop);
         assert!(matches!(refused, Err(TapError::NotATap { .. })), "{refused:?}");

@@ -12,7 +12,6 @@ use tombolo_ivshmem::links::{Config, Door, Event, Links};
 use tombolo_ivshmem::peer::NetPeer;
 use tombolo_ivshmem::server::{Dialect, Seat, Shape};
 use tombolo_port::ivshmem::{Handle, Ivshmem, PollSettings};
-use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
 use tombolo_ring::ivshmem::state::Offloads;
@@ -21,6 +20,7 @@ use tombolo_switch::control::{NetworkId, PortSettings};
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::Link as PortLink;
 use tombolo_testing::until;
+use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const BYTES: u64 = 1 << 20;

@@ -10,7 +10,6 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use tombolo_port::reactor::{Reactor, Registration};
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
@@ -18,6 +17,7 @@ use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::port::{Link, Port};
 use tombolo_switch::wait::{Token, Waiter};
+use tombolo_worker::reactor::{Reactor, Registration};
 
 const DEADLINE: Duration = Duration::from_secs(30);
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];

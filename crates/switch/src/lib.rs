@@ -2,7 +2,7 @@
 //!
 //! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with
 //!   its source; the offload state that travels with each.
-//! * [`nat`]: many guests behind the one address that an uplink knows.
+//! * [`nat`]: many guests behind the one address that an uplink knows, and the router that is a port.
 //! * [`policy`]: which members may exchange what: isolation, rules with memory of connections,
 //!   mirrors.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.

@@ -66,9 +66,9 @@ use tombolo_bypass::attachment::AttachError;
 use tombolo_ivshmem::links::LinkError;
 use tombolo_ivshmem::store::Store;
 use tombolo_port::link::{Interface, LinkError as TapError};
-use tombolo_port::worker::{WorkerError, WorkerThread};
 use tombolo_switch::control::ControlError;
 use tombolo_switch::guard::link_local;
+use tombolo_worker::thread::{WorkerError, WorkerThread};
 
 use crate::config::Document;
 use crate::file::{self, Fabric, FileError, Which};

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
-use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
 use tombolo_switch::gateway::{
@@ -22,6 +21,7 @@ use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::policy::Labels;
 use tombolo_switch::worker::Restart;
+use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
 use super::events::{GivenLeases, LeaseWatch};
 use super::leases::{LeaseFiles, LeaseKeeper};

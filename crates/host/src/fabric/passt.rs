@@ -14,13 +14,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{StreamFeed, StreamPort};
-use tombolo_port::uplink::{self, Away, Beat, NatPort};
 use tombolo_switch::guard::link_local;
 use tombolo_switch::nat;
+use tombolo_switch::nat::uplink::{self, Away, Beat, NatPort};
 use tombolo_switch::port::Port;
 use tombolo_switch::worker::Restart;
+use tombolo_worker::reactor::Registration;
 
 use super::backoff::Backoff;
 use super::events::{Facts, Kind};

@@ -6,7 +6,6 @@ use std::os::fd::OwnedFd;
 use tombolo_port::ivshmem::Handle;
 use tombolo_port::link::{Interface, Netns};
 use tombolo_port::packet::{PacketConfig, PacketPort};
-use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
 use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
@@ -16,6 +15,7 @@ use tombolo_switch::control::PortSettings;
 use tombolo_switch::port::{HandOver, Port};
 use tombolo_switch::wait::{CONTROL, Token};
 use tombolo_switch::worker::Restart;
+use tombolo_worker::reactor::Registration;
 
 use super::containers::check_place;
 use super::parked::Parked;
@@ -361,10 +361,10 @@ mod tests {
     use super::super::injected::{Injected, InjectedPort};
     use super::*;
     use std::os::unix::net::UnixStream;
-    use tombolo_port::worker::{WorkerConfig, WorkerThread};
     use tombolo_switch::mac::MacSettings;
     use tombolo_switch::port::Link;
     use tombolo_testing::until;
+    use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
     #[test]
     fn a_port_in_which_a_bug_showed_is_open_again_to_its_peers_next_connection() {

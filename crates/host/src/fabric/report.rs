@@ -427,9 +427,9 @@ mod tests {
     use super::super::injected::{Injected, InjectedPort};
     use super::*;
     use std::time::{Duration, Instant};
-    use tombolo_port::worker::{WorkerConfig, WorkerThread};
     use tombolo_switch::control::PortSettings;
     use tombolo_switch::mac::MacSettings;
+    use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
     fn bad(shows: Injected) -> Box<InjectedPort> {
         Box::new(InjectedPort { kind: "gateway", link: Link::Up, shows, _holds: None })

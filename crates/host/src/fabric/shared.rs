@@ -12,11 +12,11 @@ use tombolo_ivshmem::end::{EventDoorbells, LinkEnd, PeerDoorbells};
 use tombolo_ivshmem::links::{Config, Event, LinkStatus, Links};
 use tombolo_ivshmem::server::Dialect;
 use tombolo_port::ivshmem::{Handle, Ivshmem, PollSettings};
-use tombolo_port::reactor::Registration;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::memory::Mapping;
+use tombolo_worker::reactor::Registration;
 
 use super::events::{Facts, Kind, Ration};
 use super::fdstore::{self, Finder};

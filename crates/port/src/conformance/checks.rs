@@ -2,7 +2,6 @@
 
 use super::{DEADLINE, Fixture, Rig, Violation, isolated, partial_frame, plain, same};
 use crate::pair::OwnedFrame;
-use crate::reactor::Reactor;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -12,6 +11,7 @@ use tombolo_switch::frame::{Offload, SegmentKind};
 use tombolo_switch::port::{Fault, FaultKind, Link, Rechecked};
 use tombolo_switch::wait::Token;
 use tombolo_testing::{Random, until};
+use tombolo_worker::reactor::Reactor;
 
 fn not_applicable(name: &str, reason: &str) {
     println!("not applicable: {name}: {reason}");

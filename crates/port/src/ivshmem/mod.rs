@@ -62,8 +62,8 @@ use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offlo
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, RingFill, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
-use crate::reactor::{Registration, Watch};
 use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
+use tombolo_worker::reactor::{Registration, Watch};
 
 /// Frames taken from the ring before they are looked at: as many cache misses are under way at a
 /// time.

@@ -292,12 +292,12 @@ mod polled {
 // --- peers that break each rule ---
 
 use crate::conformance::{Rig, plain};
-use crate::reactor::Reactor;
 use std::cell::RefCell;
 use std::rc::Rc;
 use tombolo_ring::ivshmem::net::Geometry;
 use tombolo_switch::port::Link;
 use tombolo_switch::wait::Token;
+use tombolo_worker::reactor::Reactor;
 
 /// A value of the port's status.
 fn detail(port: &dyn Port, name: &str) -> String {

@@ -34,7 +34,6 @@ mod framing;
 
 pub use endpoint::Address;
 
-use crate::reactor::{Registration, Watch};
 use crate::sys::{self, Piece};
 use endpoint::{Listener, Progress};
 use framing::{BadLength, Inbox, LENGTH_BYTES};
@@ -50,6 +49,7 @@ use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
+use tombolo_worker::reactor::{Registration, Watch};
 
 /// The first wait before a new attempt to connect.
 const FIRST_RETRY: Nanos = Nanos(10_000_000);

@@ -355,7 +355,7 @@ fn a_second_peer_waits_until_the_first_is_gone() {
 #[test]
 fn attempts_to_connect_become_fewer() {
     let folder = Folder::new();
-    let reactor = crate::reactor::Reactor::new().unwrap();
+    let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
     let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
     let mut port = StreamPort::connect(&Address::Unix(folder.path("nobody")), 1500, registration);
     // A virtual clock: the port is called exactly when it asked to be.
@@ -371,7 +371,7 @@ fn attempts_to_connect_become_fewer() {
 
 #[test]
 fn what_is_no_stream_socket_is_not_taken() {
-    let reactor = crate::reactor::Reactor::new().unwrap();
+    let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
     let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
     let (_port, feed) = StreamPort::given(1500, registration);
     let (pipe, _other) = rustix::pipe::pipe().unwrap();

@@ -14,7 +14,7 @@ use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::port::Fault;
 
 use super::memory::GuestTable;
-use crate::reactor::{Registration, Watch};
+use tombolo_worker::reactor::{Registration, Watch};
 
 /// A ring to be run.
 #[derive(Debug)]

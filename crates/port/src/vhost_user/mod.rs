@@ -87,13 +87,13 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, MAX_RINGS, Port, Rechecked, Sent};
 
-use crate::reactor::Registration;
 use crate::spread::{Spread, queue_of};
 use control::Connection;
 pub use kept::Shelf;
 use mailbox::{Answer, Command, Mailbox, StartRing};
 use memory::GuestTable;
 use ring::{Framing, Gate, Ring, Segments, recycle};
+use tombolo_worker::reactor::Registration;
 
 /// Most queue pairs of a port.
 pub const MAX_QUEUE_PAIRS: u16 = 128;

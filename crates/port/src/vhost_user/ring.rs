@@ -11,7 +11,7 @@ use tombolo_switch::port::Sent;
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 use super::memory::GuestTable;
-use crate::reactor::Watch;
+use tombolo_worker::reactor::Watch;
 
 /// Chains taken from a ring before their frames are looked at: as many cache misses are under way
 /// at a time.

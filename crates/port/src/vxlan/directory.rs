@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tombolo_switch::frame::Mac;
 use tombolo_switch::limit::Storm;
 
-use crate::reactor::Registration;
+use tombolo_worker::reactor::Registration;
 
 /// Members behind one tunnel.
 pub const MAX_PLACES: usize = 16_384;
@@ -183,9 +183,9 @@ impl Known {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reactor::Reactor;
     use tombolo_switch::Nanos;
     use tombolo_switch::wait::{Token, Waiter};
+    use tombolo_worker::reactor::Reactor;
 
     fn end(n: u8) -> IpAddr {
         IpAddr::from([192, 0, 2, n])

@@ -75,7 +75,6 @@ use tombolo_switch::limit::Storm;
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
 
 use crate::link::{Condition, Interface, LinkError, Monitor, Netns, drop_reason};
-use crate::reactor::{Registration, Watch};
 use crate::sys::udp::{self, Datagram, Inbox, MAX_SEGMENTS, Message, Outbox};
 use crate::sys::{self, Piece};
 pub use answer::{Answer, answer_to};
@@ -84,6 +83,7 @@ pub use directory::{Directory, MAX_ADDRESSES, MAX_PLACES, Places};
 use share::Shares;
 use table::Table;
 pub use table::{AGE, MAX_ENTRIES};
+use tombolo_worker::reactor::{Registration, Watch};
 
 /// Datagrams that one call receives.
 pub const SLOTS: usize = 64;

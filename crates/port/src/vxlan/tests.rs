@@ -220,7 +220,7 @@ fn an_address_that_was_heard_from_a_remote_is_sent_to_that_remote_alone() {
     for learning in [true, false] {
         let ends = remotes.iter().map(|socket| socket.local_addr().unwrap()).collect();
         let config = VxlanConfig { learning, ..tunnel(SocketAddr::new(here(0), PORT), ends) };
-        let mut reactor = crate::reactor::Reactor::new().unwrap();
+        let mut reactor = tombolo_worker::reactor::Reactor::new().unwrap();
         let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
         let mut port = VxlanPort::open(&config, registration, None).unwrap();
         let mut drops = Drops::default();
@@ -262,7 +262,7 @@ fn a_hostile_remote_takes_no_room_from_the_others_and_is_named() {
     let ends = remotes.iter().map(|socket| socket.local_addr().unwrap()).collect();
     let config =
         VxlanConfig { storm: Storm::default(), learning: false, ..tunnel(SocketAddr::new(here(0), PORT), ends) };
-    let reactor = crate::reactor::Reactor::new().unwrap();
+    let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
     let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
     let mut port = VxlanPort::open(&config, registration, None).unwrap();
     port.service(Nanos(1)).unwrap();
@@ -358,7 +358,7 @@ fn flows_have_their_own_source_ports_and_keep_their_order() {
 
 #[test]
 fn remotes_that_make_no_tunnel_are_refused() {
-    let reactor = crate::reactor::Reactor::new().unwrap();
+    let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
     let open = |local: &str, remotes: &[&str]| {
         let remotes = remotes.iter().map(|remote| remote.parse().unwrap()).collect();
         let config = tunnel(local.parse().unwrap(), remotes);
@@ -376,7 +376,7 @@ fn remotes_that_make_no_tunnel_are_refused() {
 
 #[test]
 fn a_port_that_takes_over_receives_what_came_meanwhile() {
-    let reactor = crate::reactor::Reactor::new().unwrap();
+    let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
     let registration = || reactor.registrar().registration(tombolo_switch::wait::Token(1));
     let remote = UdpSocket::bind("127.78.0.2:4789").unwrap();
     let config = tunnel("127.78.0.1:4789".parse().unwrap(), vec![remote.local_addr().unwrap()]);
@@ -400,7 +400,7 @@ fn a_port_that_takes_over_receives_what_came_meanwhile() {
 
 /// A tunnel with ends that the test reads itself, and a directory.
 struct Ends {
-    reactor: crate::reactor::Reactor,
+    reactor: tombolo_worker::reactor::Reactor,
     port: VxlanPort,
     remotes: Vec<UdpSocket>,
     directory: Directory,
@@ -414,7 +414,7 @@ impl Ends {
         remotes.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
         let ends = remotes.iter().map(|socket| socket.local_addr().unwrap()).collect();
         let config = VxlanConfig { learning, ..tunnel(SocketAddr::new(here(0), PORT), ends) };
-        let reactor = crate::reactor::Reactor::new().unwrap();
+        let reactor = tombolo_worker::reactor::Reactor::new().unwrap();
         let registration = reactor.registrar().registration(tombolo_switch::wait::Token(1));
         let directory = config.directory.clone();
         let mut port = VxlanPort::open(&config, registration, None).unwrap();

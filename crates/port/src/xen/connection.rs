@@ -7,7 +7,6 @@
 
 use super::platform::{Guest, Page};
 use super::transport;
-use crate::reactor::Watch;
 use crate::spread;
 use crate::sys::{GrantCopy, recycle_copies};
 use tombolo_ring::mem::{Foreign, ForeignMut};
@@ -17,6 +16,7 @@ use tombolo_ring::xen::{Checksum, Gso, PAGE_BYTES, Packet, RingPage, RxBack, TxB
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, Mac};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Rechecked, Sent};
+use tombolo_worker::reactor::Watch;
 
 /// Memory for the packets of one turn: eight of the longest, wherever in a page they begin.
 pub(super) const ARENA_BYTES: usize = 8 * LONGEST_BYTES;

@@ -2,11 +2,11 @@
 //! withdrawn.
 
 use super::connection::Connection;
-use crate::reactor::Registration;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::port::Fault;
+use tombolo_worker::reactor::Registration;
 
 /// The port is gone.
 #[derive(Debug)]

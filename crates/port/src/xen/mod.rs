@@ -83,7 +83,7 @@ use tombolo_switch::frame::{Batch, Frame, Mac};
 use tombolo_switch::port::{Caps, Fault, Link, MAX_RINGS, Port, Rechecked, Sent};
 
 use crate::pages::Pages;
-use crate::reactor::Registration;
+use tombolo_worker::reactor::Registration;
 
 /// The device files of Xen that a port needs.
 pub const DEVICES: [&str; 3] = ["/dev/xen/xenbus", "/dev/xen/evtchn", "/dev/xen/gntdev"];

@@ -5,13 +5,13 @@ mod world;
 use super::{XenConfig, XenPort};
 use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, partial_frame, plain, same};
 use crate::pair::OwnedFrame;
-use crate::reactor::Registration;
 use tombolo_ring::xen::netif::Extra;
 use tombolo_switch::Nanos;
 use tombolo_switch::detail::Detail;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Offload, SegmentKind};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_worker::reactor::Registration;
 use world::{Frontend, Machine, World};
 
 /// A frontend in a domain named "guest" that is made with its domain.

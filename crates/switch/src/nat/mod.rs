@@ -6,6 +6,8 @@
 //! port there get each other's resets (docs/decisions/0008-user-uplink.md). This module puts one
 //! address in front of many guests.
 //!
+//! [`uplink`] makes a port of it: a router that has another port, its uplink, inside.
+//!
 //! # What it is not
 //! No router between networks, no firewall, no translation between families, no application
 //! helpers. Fragments are not translated (only the first has ports); they are dropped as
@@ -68,6 +70,8 @@ mod icmp;
 mod kept;
 mod mapping;
 mod packet;
+mod repeats;
+pub mod uplink;
 
 pub use family::Address;
 pub use flow::Protocol;

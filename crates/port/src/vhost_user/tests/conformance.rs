@@ -3,7 +3,6 @@
 use super::frontend::*;
 use crate::conformance::{Abilities, Fixture, Violation};
 use crate::pair::OwnedFrame;
-use crate::reactor::Registration;
 use crate::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,6 +12,7 @@ use tombolo_ring::virtio::features as ring;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::Offload;
 use tombolo_switch::port::{FaultKind, Port};
+use tombolo_worker::reactor::Registration;
 
 /// The frontend speaks in a thread of its own, since the port answers only while it is served.
 struct GuestFixture {

@@ -6,7 +6,6 @@ mod frontend;
 mod restart;
 
 use super::{Socket, VhostUserConfig, VhostUserPort};
-use crate::reactor::{Reactor, Registration};
 use frontend::*;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
@@ -29,6 +28,7 @@ use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Fault, FaultKind, Link, Port};
 use tombolo_switch::wait::{Token, Waiter};
 use tombolo_testing::until;
+use tombolo_worker::reactor::{Reactor, Registration};
 
 const MODERN: u64 = ring::VERSION_1 | ring::INDIRECT_DESC;
 const FULL: u64 = MODERN
@@ -798,7 +798,7 @@ fn a_guest_whose_fences_do_nothing_never_stalls() {
     const FRAMES: u16 = 100;
     let folder = std::env::temp_dir().join(format!("tombolo-vu-{}-fences", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let thread = crate::worker::WorkerThread::start(&crate::worker::WorkerConfig::default()).unwrap();
+    let thread = tombolo_worker::thread::WorkerThread::start(&tombolo_worker::thread::WorkerConfig::default()).unwrap();
     let network = thread.handle().add_network("net", MacSettings::default()).unwrap();
     let reserved = thread.handle().reserve().unwrap();
     let socket = Socket::Listen(folder.join("0"));
@@ -848,7 +848,7 @@ fn idle_guests_cost_less_than_one_percent_of_a_core() {
     const GUESTS: usize = 128;
     let folder = std::env::temp_dir().join(format!("tombolo-vu-{}-idle", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let thread = crate::worker::WorkerThread::start(&crate::worker::WorkerConfig::default()).unwrap();
+    let thread = tombolo_worker::thread::WorkerThread::start(&tombolo_worker::thread::WorkerConfig::default()).unwrap();
     let network = thread.handle().add_network("net", MacSettings::default()).unwrap();
     let mut guests: Vec<(Guest, Frontend)> = (0..GUESTS)
         .map(|number| {

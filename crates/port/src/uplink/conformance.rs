@@ -5,19 +5,22 @@
 //! and the other way round. One frame is one datagram. So what the suite checks of frames, budgets,
 //! drops and wake-ups it checks of the router's port.
 
-use super::tests::{GUEST, PASST, arp_answer, config, ipv4};
-use super::*;
+use super::{GUEST, PASST, arp_answer, config, ipv4};
 use crate::conformance::{Abilities, Fixture, Violation, frame};
 use crate::pair::OwnedFrame;
-use crate::reactor::Registration;
 use crate::stream::tests::Peer;
 use crate::stream::{StreamFeed, StreamPort};
 use std::os::unix::net::UnixStream;
+use tombolo_ring::mem::Foreign;
+use tombolo_switch::Nanos;
 use tombolo_switch::detail::Details;
-use tombolo_switch::frame::MAX_FRAME_BYTES;
-use tombolo_switch::nat::{Forward, Protocol};
-use tombolo_switch::port::FaultKind;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, MAX_FRAME_BYTES, Offload};
+use tombolo_switch::nat::uplink::NatPort;
+use tombolo_switch::nat::{Config, Forward, Protocol};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use tombolo_switch::wait::Token;
+use tombolo_worker::reactor::Registration;
 
 /// Headers of a datagram's frame: Ethernet, IPv4, UDP.
 const WRAPPING_BYTES: usize = 14 + 20 + 8;

@@ -21,11 +21,11 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
-use tombolo_switch::Nanos;
+use crate::Nanos;
 
-/// So many unprovoked frames without news in a flow, at no less than [`STORM_PER_SECOND`] for
-/// [`STORM_NS`], are a storm.
-pub(crate) const STORM_REPEATS: u64 = 5000;
+/// So many unprovoked frames without news in a flow, at no less than 1000 a second for at least a
+/// second, are a storm.
+pub const STORM_REPEATS: u64 = 5000;
 const STORM_PER_SECOND: u64 = 1000;
 const STORM_NS: u64 = SECOND_NS;
 const SECOND_NS: u64 = Nanos::SECOND.0;
