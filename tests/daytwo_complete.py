@@ -161,9 +161,11 @@ name = "{name}"
 [network.inner]
 subnet = "10.235.0.0/24"
 uplink = "user"
+ipv6 = "fd81:7:3::/64"
 [port.front]
 kind = "stream"
 ip = "10.235.0.9"
+ip6 = "fd81:7:3::9"
 mac = "52:54:00:00:00:09"
 groups = ["webs", "all"]
 [port.back]
@@ -174,6 +176,9 @@ to = "front:80"
 [[forward]]
 proto = "udp"
 listen = "127.81.7.3:18081"
+to = "front:80"
+[[forward]]
+listen = "[::1]:18082"
 to = "front:80"
 [[rule]]
 action = "deny"
@@ -205,6 +210,13 @@ def test_bash_zsh_and_fish_complete_values_of_rules_forwards_and_keys():
                 # Where bash takes the word apart.
                 prompt.complete("tombolo forward rm 127.81.7.3:1", "rm 127.81.7.3:18080 ")
                 prompt.complete("tombolo forward rm 127.81.7.3:", "rm 127.81.7.3:18080 ")
+                if shell == "bash":
+                    # Brackets are no pattern, whether or not a file fits or patterns without one vanish.
+                    (elsewhere / "1:18082").touch()
+                    for option in ("-u", "-s"):
+                        prompt.run(f"shopt {option} nullglob")
+                        prompt.complete("tombolo forward rm [", "rm [::1]:18082 ")
+                    prompt.run("shopt -u nullglob")
                 prompt.complete("tombolo forward rm 127.81.7.3:18080 --proto ud", "rm 127.81.7.3:18080 --proto udp ")
                 prompt.complete("tombolo set port.front.cla", "set port.front.class=")
                 prompt.complete("tombolo set port.front.class=ur", "set port.front.class=urgent ")

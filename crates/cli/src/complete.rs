@@ -157,7 +157,8 @@ pub(crate) fn script(shell: &str) -> io::Result<String> {
 
 /// What the script for bash has in place of clap's. Bash breaks words at `:` and `=`, so that
 /// `127.0.0.1:8080`, `web:80` and `--from=web` come as three. Those are one word for the program,
-/// and of what it offers bash wants the last part only.
+/// and of what it offers bash wants the last part only. The answer is not split as words are:
+/// `[::1]:80` would be a pattern for names of files.
 const BASH: &[(&str, &str)] = &[
     (
         r#"    local words=("${COMP_WORDS[@]}")
@@ -183,11 +184,17 @@ const BASH: &[(&str, &str)] = &[
     _CLAP_COMPLETE_INDEX=$((${#words[@]} - 1))
 "#,
     ),
+    ("    COMPREPLY=( $( \\\n", "    local reply\n    reply=$( \\\n"),
     (
-        r"    if [[ $? != 0 ]]; then
+        r"    ) )
+    if [[ $? != 0 ]]; then
         unset COMPREPLY
 ",
-        r#"    if [[ $? != 0 ]]; then
+        r#"    )
+    local status=$?
+    COMPREPLY=()
+    [[ -z $reply ]] || IFS=$IFS read -r -d '' -a COMPREPLY < <(printf '%s\0' "$reply")
+    if [[ $status != 0 ]]; then
         unset COMPREPLY
     elif [[ -n $cut ]]; then
         COMPREPLY=("${COMPREPLY[@]#"$cut"}")
