@@ -119,7 +119,9 @@ def test_addresses_rates_and_faults_of_the_runtime():
         with Namespace() as two:
             assert "10.236.1.77" in refused(100, cni, "ADD", "d", path(two), runtimeConfig={"ips": ["10.236.1.77"]})
             assert "eth0" not in two.ip("link")
-            refused(100, cni, "ADD", "d", path(two), runtimeConfig={"ips": ["10.99.0.1"]})
+            said = refused(100, cni, "ADD", "d", path(two), runtimeConfig={"ips": ["10.99.0.1"]})
+            assert said.startswith("the address that the runtime asked for (ips): expected ") and "10.99.0.1" in said, said
+            assert "request" not in said, said
         # Of a flood a container is given its rate and no more: a datagram of 1000 bytes 4000 times
         # is 32 Mbit.
         with Namespace() as two:

@@ -232,7 +232,7 @@ fn add(environment: &Environment, config: &Config, caller: &Caller) -> Result<Va
     delete_device(&netns, &device_name(&netns, interface, config, own)?, own)?;
     if Interface::open(Some(&netns), name).is_ok() {
         let what = format!("the container has an interface \"{name}\" already; choose another name for this one");
-        return Err(CniError::Config(what));
+        return Err(CniError::Environment { name: "CNI_IFNAME", what });
     }
     let is_monitored = config.vm.is_some();
     let device = TapConfig {

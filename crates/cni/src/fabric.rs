@@ -74,14 +74,28 @@ impl From<ClientError> for CniError {
     }
 }
 
+fn said(p: &ProblemReport) -> String {
+    let hint = p.hint.as_ref().map_or_else(String::new, |hint| format!("; {hint}"));
+    format!("expected {}, found {}{hint}", p.expected, p.found)
+}
+
+/// What is wrong with the addresses that the runtime asked for, if the fabric refused them and
+/// nothing else.
+fn fault_of_addresses(fault: &Fault, config: &Config) -> Option<String> {
+    let is_asked = |p: &ProblemReport| match p.key.rsplit('.').next() {
+        Some("ip") => config.ip.is_some(),
+        Some("ip6") => config.ip6.is_some(),
+        _ => false,
+    };
+    let is_so = !fault.problems.is_empty() && fault.problems.iter().all(is_asked);
+    let texts = || fault.problems.iter().map(said).collect::<Vec<_>>().join("; ");
+    is_so.then(|| format!("the address that the runtime asked for (ips): {}", texts()))
+}
+
 /// What is wrong with the port mappings, if the fabric refused them. It names them as the runtime
 /// gave them, not as the fabric has them.
 fn fault_of_mappings(fault: &Fault) -> Option<String> {
     let is_of_forward = |p: &&ProblemReport| p.key.starts_with("forward[");
-    let said = |p: &ProblemReport| {
-        let hint = p.hint.as_ref().map_or_else(String::new, |hint| format!("; {hint}"));
-        format!("expected {}, found {}{hint}", p.expected, p.found)
-    };
     let problems: Vec<_> = fault.problems.iter().filter(is_of_forward).map(said).collect();
     let text = match &fault.error {
         _ if !problems.is_empty() => problems.join("; "),
@@ -339,7 +353,8 @@ impl<'c> Fabric<'c> {
                 // Another call was faster, or a member that is no port has the name or address.
                 Err(ClientError::Refused { status: status @ (400 | 409), fault }) => {
                     // With another address a port of the host is no more free.
-                    if let Some(what) = fault_of_mappings(&fault) {
+                    let named = fault_of_mappings(&fault).or_else(|| fault_of_addresses(&fault, self.config));
+                    if let Some(what) = named {
                         return Err(CniError::Refused(what));
                     }
                     let error = ClientError::Refused { status, fault };

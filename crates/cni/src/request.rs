@@ -499,13 +499,16 @@ pub(crate) fn parse(command: Command, input: &[u8]) -> Result<Config, CniError> 
     if !is_name(&name) {
         return Err(wrong("name", NAME, &name));
     }
-    let fabric = raw.fabric.unwrap_or_default();
+    const FABRIC: &str = "the name of a running fabric (`tombolo ls`)";
+    let Some(fabric) = raw.fabric else {
+        return Err(CniError::Config(format!("fabric: expected {FABRIC}, found no such key")));
+    };
     let is_word = |text: &str| {
         (1..=24).contains(&text.len())
             && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
     };
     if !is_word(&fabric) {
-        return Err(wrong("fabric", "the name of a running fabric (`tombolo ls`)", &fabric));
+        return Err(wrong("fabric", FABRIC, &fabric));
     }
     if let Some(network) = network.as_deref().filter(|n| !is_word(n)) {
         return Err(wrong("network", "the name of a network of the fabric", network));
