@@ -474,11 +474,17 @@ def test_forwards_of_a_machine_that_is_stopped_are_out_of_force_until_it_runs():
             listeners = home.run("ss", "-Hltn").stdout
             return "dport 8001" in rules, ":8002" in listeners
 
+        def faults():
+            return [one["fault"] for one in fabric.status()["forwards"]]
+
         with Fabric(folder, STOPPED.format(name=f"stopped{os.getpid()}"), netns=home) as fabric:
             until("its forwards", lambda: in_force() == (True, True))
             for _ in range(2):
+                assert faults() == [None, None], faults()
                 fabric.cli("cell", "stop", "web")
                 assert in_force() == (False, False)
+                assert faults() == ["web does not run: connections are refused until it does"] * 2, faults()
+                assert fabric.cli("forward", "ls").stdout.count("does not work: web does not run") == 2
                 # Other changes do not bring them back.
                 fabric.cli("apply", fabric.file, check=False)
                 assert in_force() == (False, False) or fabric.machine("web")["pid"]

@@ -962,14 +962,25 @@ impl Running {
     /// The forwards of kernel uplinks that lead to machines which do not run: the host answers for
     /// itself at their ports, and nothing that takes a machine's address gets its connections.
     pub(crate) fn forwards_away(&self) -> Vec<(file::Proto, std::net::SocketAddr)> {
-        let rests = |name: &str| self.machines.get(name).is_some_and(|m| m.pid.is_none());
-        let rests = self.spec.machines.iter().filter(|m| rests(&m.name)).collect::<Vec<_>>();
-        let is_away = |f: &&file::Forward| {
-            let kernel = self.spec.network(&f.network).is_some_and(|n| n.uplink == file::Uplink::Kernel);
-            let leads = |m: &&file::Machine| matches!(&f.target, file::Target::Name(name) if *name == m.name);
-            kernel && rests.iter().any(leads)
-        };
+        let is_away = |f: &&file::Forward| self.is_of_kernel(f) && self.resting_target(f).is_some();
         self.spec.forwards.iter().filter(is_away).map(|f| (f.proto, f.listen)).collect()
+    }
+
+    fn is_of_kernel(&self, forward: &file::Forward) -> bool {
+        self.spec.network(&forward.network).is_some_and(|network| network.uplink == file::Uplink::Kernel)
+    }
+
+    /// The machine that a forward leads to, if it does not run.
+    fn resting_target<'f>(&self, forward: &'f file::Forward) -> Option<&'f str> {
+        let file::Target::Name(name) = &forward.target else { return None };
+        self.machines.get(name).filter(|machine| machine.pid.is_none()).map(|_| name.as_str())
+    }
+
+    /// Why a forward leads to nothing, where the machine that it leads to does not run.
+    pub(crate) fn resting_fault(&self, forward: &file::Forward) -> Option<String> {
+        let name = self.resting_target(forward)?;
+        let what = if self.is_of_kernel(forward) { "connections are refused until it does" } else { "nothing answers" };
+        Some(format!("{name} does not run: {what}"))
     }
 
     /// Takes the forwards of machines that have ended out of force, and puts those of machines that

@@ -187,7 +187,10 @@ impl Running {
                 listen: f.listen,
                 to: f.target.with_port(f.port),
                 address: f.ip,
-                fault: uplink.and_then(|uplink| uplink.fault_of(f.listen)).or_else(|| self.relay_fault(f)),
+                fault: uplink
+                    .and_then(|uplink| uplink.fault_of(f.listen))
+                    .or_else(|| self.resting_fault(f))
+                    .or_else(|| self.relay_fault(f)),
                 open: used.map(|used| used.open),
                 refused: used.map(|used| used.refused),
             }
