@@ -1,5 +1,6 @@
 //! `tombolo events`: what happened in a fabric, also overnight, also in one that is down.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::ops::ControlFlow;
 
@@ -8,6 +9,7 @@ use clap::builder::PossibleValuesParser;
 use tombolo_host::api::client::Ending;
 use tombolo_host::api::report::EventReport;
 use tombolo_host::fabric::events::{Files, Kind};
+use tombolo_host::file::nearest;
 use tombolo_host::{moment, rundir};
 
 use crate::exit::{Exit, Failure};
@@ -52,6 +54,20 @@ pub(crate) fn since(text: Option<&str>) -> Result<u64, Failure> {
     text.map_or(Ok(0), |text| moment::since(text, now).map_err(wrong))
 }
 
+/// What an event is about.
+fn subjects(event: &EventReport) -> impl Iterator<Item = &str> {
+    [&event.name, &event.network].into_iter().flatten().map(String::as_str)
+}
+
+/// What is to be said of a name that no event so far is about. It may be mistyped, or of a member
+/// that comes.
+fn stranger(name: &str, known: &[EventReport]) -> Option<String> {
+    let names: BTreeSet<&str> = known.iter().flat_map(subjects).collect();
+    let near =
+        nearest(name, names.iter().copied()).map_or_else(String::new, |near| format!("; did you mean \"{near}\"?"));
+    (!names.contains(name)).then(|| format!("no event so far is about \"{name}\"{near}"))
+}
+
 impl Events {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let from_ms = since(self.since.as_deref())?;
@@ -79,6 +95,11 @@ impl Events {
                     break;
                 }
                 Err(error) => return Err(error.into()),
+            }
+        }
+        for name in &self.names {
+            if let Some(note) = stranger(name, &known) {
+                out::tell!("tombolo: {note}");
             }
         }
         known.retain(|event| event.unix_ms >= from_ms && self.wants(event));
@@ -133,8 +154,7 @@ impl Events {
     }
 
     fn wants(&self, event: &EventReport) -> bool {
-        let is_of = |name: &String| [&event.name, &event.network].into_iter().any(|of| of.as_ref() == Some(name));
-        (self.names.is_empty() || self.names.iter().any(is_of))
+        (self.names.is_empty() || self.names.iter().any(|name| subjects(event).any(|of| of == name)))
             && (self.kind.is_empty() || self.kind.contains(&event.kind))
     }
 
@@ -204,6 +224,15 @@ mod tests {
         assert!(parse("-F --json -n 5 --since -1h").unwrap().since.is_some());
         let Err(Failure::Said(Exit::Misused, text)) = since(Some("-1h")) else { panic!() };
         assert!(text.contains("--since: expected a span"), "{text}");
+    }
+
+    #[test]
+    fn a_name_of_no_event_is_told_with_a_near_one() {
+        let known = [event("start", "web", None)];
+        assert_eq!(stranger("web", &known), None);
+        assert_eq!(stranger("lan", &known), None);
+        assert_eq!(stranger("wbe", &known).unwrap(), "no event so far is about \"wbe\"; did you mean \"web\"?");
+        assert_eq!(stranger("nobody", &known).unwrap(), "no event so far is about \"nobody\"");
     }
 
     #[test]
