@@ -273,6 +273,12 @@ def test_tables_captures_of_a_network_and_faults_of_flags():
             wrong = fabric.cli("port", "set", "web", "--rate", rate, check=False)
             assert wrong.returncode == 2 and wrong.stderr.startswith("tombolo: --rate: expected"), wrong.stderr
             assert found in wrong.stderr and "request" not in wrong.stderr, wrong.stderr
+        wrong = fabric.cli("rule", "add", "deny", "--from", "nobody", check=False)
+        assert wrong.returncode == 2 and wrong.stderr.startswith("tombolo: --from: expected"), wrong.stderr
+        wrong = fabric.cli("forward", "add", "127.0.0.1:8080", "nobody:80", check=False)
+        assert wrong.returncode == 2 and wrong.stderr.startswith("tombolo: MEMBER:PORT: expected"), wrong.stderr
+        wrong = fabric.cli("set", "cell.wbe.memory=64M", check=False)
+        assert wrong.returncode == 2 and 'did you mean "cell.web"?' in wrong.stderr, wrong.stderr
         # Another file with the same name.
         (fabric.folder / "other").mkdir()
         other = fabric.folder / "other" / "tombolo.toml"

@@ -9,6 +9,7 @@ use tombolo_host::config;
 
 use crate::exit::{Exit, Failure};
 use crate::out;
+use crate::section::Origin;
 use crate::select::Select;
 use crate::set::How;
 use crate::status;
@@ -134,19 +135,26 @@ fn list(running: &ConfigReport, word: &str) -> Vec<Value> {
     running.config.get(word).and_then(Value::as_array).cloned().unwrap_or_default()
 }
 
-/// Changes a list of the configuration that runs; refused if another change comes between.
+/// Keys of a rule and of a forward, and what stands for them in the usage where that is not the
+/// flag of their name.
+const OF_RULES: [(&str, &str); 2] = [("action", "ACTION"), ("ports", "--port")];
+const OF_FORWARDS: [(&str, &str); 2] = [("listen", "ADDRESS:PORT"), ("to", "MEMBER:PORT")];
+
+/// Changes a list of the configuration that runs; refused if another change comes between. `edit`
+/// gives the index of what it adds.
 fn change(
     select: &Select,
     how: &How,
     word: &str,
-    edit: impl FnOnce(&mut Vec<Value>) -> Result<(), Failure>,
+    edit: impl FnOnce(&mut Vec<Value>) -> Result<Option<usize>, Failure>,
 ) -> Result<Exit, Failure> {
     let running = select.client()?.config()?;
     let mut all = list(&running, word);
-    edit(&mut all)?;
+    let entry = edit(&mut all)?.map_or_else(|| word.to_string(), |added| format!("{word}[{added}]"));
     // A file without any has no such key.
     let all = if all.is_empty() { Value::Null } else { Value::Array(all) };
-    how.change(select, &json!({ word: all }), Some(running.revision))
+    let origin = Origin::Entry(&entry, if word == "rule" { &OF_RULES } else { &OF_FORWARDS });
+    how.change(select, &json!({ word: all }), Some(running.revision), Some(origin))
 }
 
 /// A number where it is one: the file tells texts from numbers.
@@ -176,7 +184,7 @@ impl AddForward {
 
 impl RemoveForward {
     /// Takes the forward out of all.
-    fn edit(&self, all: &mut Vec<Value>) -> Result<(), Failure> {
+    fn edit(&self, all: &mut Vec<Value>) -> Result<Option<usize>, Failure> {
         let is_it = |forward: &Value| {
             let proto = forward.get("proto").and_then(Value::as_str).unwrap_or("tcp");
             proto == self.proto.word() && forward.get("listen").and_then(Value::as_str) == Some(&self.listen)
@@ -185,7 +193,7 @@ impl RemoveForward {
         let known: Vec<_> = all.iter().filter_map(|f| f.get("listen")?.as_str().map(String::from)).collect();
         all.retain(|forward| !is_it(forward));
         if all.len() < before {
-            return Ok(());
+            return Ok(None);
         }
         let known = if known.is_empty() { "it has none".into() } else { format!("there are {}", known.join(", ")) };
         Err(Failure::failed(format!("the fabric has no {} forward from {}; {known}", self.proto.word(), self.listen)))
@@ -197,7 +205,7 @@ impl Forward {
         match self {
             Forward::Add(add) => change(select, &add.how, "forward", |all| {
                 all.push(add.section());
-                Ok(())
+                Ok(Some(all.len() - 1))
             }),
             Forward::Rm(remove) => change(select, &remove.how, "forward", |all| remove.edit(all)),
             Forward::Ls(ls) => {
@@ -230,24 +238,24 @@ impl AddRule {
         section.into()
     }
 
-    fn edit(&self, all: &mut Vec<Value>) -> Result<(), Failure> {
+    fn edit(&self, all: &mut Vec<Value>) -> Result<Option<usize>, Failure> {
         let at = self.at.unwrap_or(all.len() + 1);
         if !(1..=all.len() + 1).contains(&at) {
             return Err(Failure::misused(format!("--at: expected a number from 1 to {}, found {at}", all.len() + 1)));
         }
         all.insert(at - 1, self.section());
-        Ok(())
+        Ok(Some(at - 1))
     }
 }
 
 impl RemoveRule {
-    fn edit(&self, all: &mut Vec<Value>) -> Result<(), Failure> {
+    fn edit(&self, all: &mut Vec<Value>) -> Result<Option<usize>, Failure> {
         if !(1..=all.len()).contains(&self.number) {
             let text = format!("the fabric has {}, found the number {}", out::counted(all.len(), "rule"), self.number);
             return Err(Failure::failed(text));
         }
         all.remove(self.number - 1);
-        Ok(())
+        Ok(None)
     }
 }
 

@@ -14,6 +14,9 @@ pub(crate) enum Origin<'a> {
     Flags,
     /// All of it was written from this flag.
     Flag(&'static str),
+    /// An entry of a list of the configuration, such as `rule[2]`, was written from flags and these
+    /// arguments: their keys, and what stands for them in the usage.
+    Entry(&'a str, &'a [(&'static str, &'static str)]),
     /// From this file.
     File(&'a Path),
 }
@@ -50,6 +53,17 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
                 None => format!("the name: {what}"),
             },
             Origin::Flag(flag) => format!("--{flag}: {what}"),
+            Origin::Entry(entry, arguments) => {
+                let key = p.key.strip_prefix(entry).and_then(|rest| rest.strip_prefix('.'));
+                match key.map(|key| key.split('[').next().unwrap_or(key)) {
+                    None if p.key.is_empty() => what,
+                    None => format!("{}: {what}", p.key),
+                    Some(key) => match arguments.iter().find(|(of, _)| *of == key) {
+                        Some((_, argument)) => format!("{argument}: {what}"),
+                        None => format!("--{}: {what}", key.replace('_', "-")),
+                    },
+                }
+            }
             Origin::File(path) => {
                 let key = if p.key.is_empty() { String::new() } else { format!("{}: ", p.key) };
                 format!("{}:{}:{}: {key}{what}", path.display(), p.line, p.column)
@@ -57,7 +71,11 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
         }
     };
     let lines: Vec<_> = fault.problems.iter().map(line).collect();
-    Failure::misused(lines.join("\n"))
+    match origin {
+        // What this machine does not have is no fault of the flags.
+        Origin::Entry(..) if !error.is_misuse() => Failure::failed(lines.join("\n")),
+        _ => Failure::misused(lines.join("\n")),
+    }
 }
 
 /// One section under way.
@@ -161,6 +179,13 @@ mod tests {
         assert_eq!(text(lacks.clone(), Origin::Flags), "--udp-port: expected a value, found nothing; add --udp-port");
         let of_file = text(lacks, Origin::File(Path::new("a.toml")));
         assert!(of_file.ends_with("; add udp_port = … to this section"), "{of_file}");
+        let entry = Origin::Entry("rule[2]", &[("action", "ACTION"), ("ports", "--port")]);
+        for (key, told) in [("action", "ACTION"), ("ports[1]", "--port"), ("from", "--from")] {
+            let found = text(problem(&format!("rule[2].{key}"), "look"), entry);
+            assert_eq!(found, format!("{told}: expected a value, found nothing; look"));
+        }
+        let other = text(problem("rule[1].from", "look"), entry);
+        assert_eq!(other, "rule[1].from: expected a value, found nothing; look");
         let of_rate = text(problem("rate", "did you mean \"send\"?"), Origin::Flag("rate"));
         assert_eq!(of_rate, "--rate: expected a value, found nothing; did you mean \"send\"?");
     }

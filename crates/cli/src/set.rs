@@ -11,6 +11,7 @@ use tombolo_host::file::nearest;
 use crate::apply::tell;
 use crate::exit::{Exit, Failure};
 use crate::out;
+use crate::section::{Origin, told};
 use crate::select::Select;
 
 /// How a change is carried out and told.
@@ -55,9 +56,19 @@ pub(crate) struct Config {
 
 impl How {
     /// Has the fabric changed by a merge patch, and tells what was done.
-    pub(crate) fn change(&self, select: &Select, patch: &Value, revision: Option<String>) -> Result<Exit, Failure> {
+    /// Faults are told by where the patch is from.
+    pub(crate) fn change(
+        &self,
+        select: &Select,
+        patch: &Value,
+        revision: Option<String>,
+        origin: Option<Origin<'_>>,
+    ) -> Result<Exit, Failure> {
         let query = ConfigQuery { dry_run: self.dry_run, revision };
-        let report: ApplyReport = select.client()?.change_config(patch, &query)?;
+        let report: ApplyReport = select.client()?.change_config(patch, &query).map_err(|error| match origin {
+            Some(origin) => told(error, origin),
+            None => error.into(),
+        })?;
         tell(&report, self.json)
     }
 }
@@ -105,8 +116,34 @@ impl Set {
     }
 
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        self.how.change(select, &self.patch()?, None)
+        let patch = self.patch()?;
+        self.how.change(select, &patch, None, None).map_err(|failure| match failure {
+            Failure::Said(exit, text) => {
+                let running = select.client().ok().and_then(|client| client.config().ok());
+                let notes = running.map_or_else(Vec::new, |running| mistyped(&patch, &running.config));
+                Failure::Said(exit, [vec![text], notes].concat().join("\n"))
+            }
+            unread => unread,
+        })
     }
+}
+
+/// What is to be said of a refused patch that would have made sections whose names are near to
+/// others: the key of one that exists was meant.
+fn mistyped(patch: &Value, running: &Value) -> Vec<String> {
+    let sections = |root: &Value| -> Vec<(String, String)> {
+        let words = root.as_object().into_iter().flatten();
+        let named = words.filter_map(|(word, all)| Some((word, all.as_object()?)));
+        named.flat_map(|(word, all)| all.keys().map(|name| (word.clone(), name.clone()))).collect()
+    };
+    let known = sections(running);
+    let note = |(word, name): (String, String)| {
+        let others = known.iter().filter(|(of, _)| *of == word).map(|(_, name)| name.as_str());
+        let is_new = !known.contains(&(word.clone(), name.clone()));
+        let near = nearest(&name, others).filter(|_| is_new)?;
+        Some(format!("there is no [{word}.{name}], which would be new; did you mean \"{word}.{near}\"?"))
+    };
+    sections(patch).into_iter().filter_map(note).collect()
 }
 
 impl Unset {
@@ -130,7 +167,7 @@ impl Unset {
 
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let running = select.client()?.config()?;
-        self.how.change(select, &self.patch(&running.config)?, Some(running.revision))
+        self.how.change(select, &self.patch(&running.config)?, Some(running.revision), None)
     }
 }
 
@@ -214,6 +251,22 @@ mod tests {
             &["a.b=1", "a.b.c=2"],
         ] {
             assert!(set(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_section_that_would_be_new_is_told_with_a_near_one() {
+        let running = json!({"name": "demo", "cell": {"web": {}, "db": {}}, "network": {"lan": {}}});
+        let told = |path: &str| {
+            let mut patch = Map::new();
+            put(&mut patch, path, "64M".into()).unwrap();
+            mistyped(&Value::Object(patch), &running)
+        };
+        assert_eq!(told("cell.wbe.memory"), ["there is no [cell.wbe], which would be new; did you mean \"cell.web\"?"]);
+        for (path, why) in
+            [("cell.web.memory", "it is there"), ("cell.other.memory", "nothing is near"), ("vm.web.x", "another kind")]
+        {
+            assert_eq!(told(path), [""; 0], "{why}");
         }
     }
 
