@@ -85,11 +85,12 @@ impl Check {
             return Err(Failure::failed(error.to_string()));
         }
         out::print(&format!(
-            "{}: no faults: {}, {}, {}, {}\n",
+            "{}: no faults: {}, {}, {}, {}, {}\n",
             path.display(),
             out::counted(spec.networks.len(), "network"),
             out::counted(spec.machines.len(), "machine"),
-            out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
+            out::counted(spec.taps.len(), "tap"),
+            out::counted(spec.ports.len(), "port"),
             out::counted(spec.forwards.len(), "forward"),
         ))?;
         Ok(Exit::Done)

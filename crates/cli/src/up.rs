@@ -326,10 +326,11 @@ fn foreground(spec: file::Fabric, path: &Path, start: Start) -> Result<Exit, Fai
     let name = spec.name.clone();
     if tty {
         out::tell!(
-            "starting {name}: {}, {}, {} …",
+            "starting {name}: {}, {}, {}, {} …",
             out::counted(spec.networks.len(), "network"),
             out::counted(spec.machines.len(), "machine"),
-            out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
+            out::counted(spec.taps.len(), "tap"),
+            out::counted(spec.ports.len(), "port"),
         );
     }
     // Progress is for a terminal only; what happens once the fabric is up is always printed, and is
