@@ -38,8 +38,7 @@ impl Apply {
                 path.display()
             )));
         }
-        let text = std::fs::read_to_string(&path)
-            .map_err(|e| Failure::misused(format!("reading the fabric file {}: {e}", path.display())))?;
+        let text = file::text_of(&path)?;
         let root = rundir::runtime_root()?;
         let client = Client::new(&name, &rundir::api_socket(&root, &name))?;
         let query = ApplyQuery { dry_run: self.dry_run, file: Some(path.clone()) };

@@ -15,7 +15,7 @@ use super::boot::boot;
 use super::hosts::{self, Here, Hosts, Which};
 use super::model::*;
 use super::policy;
-use super::problem::{Complaints, FileError, Part, Problem, near, nearest};
+use super::problem::{Complaints, FileError, Part, Problem, near, nearest, text_of};
 use super::read::{Section, Spots, found, integer};
 use super::traffic::traffic;
 use super::{check, schema};
@@ -33,7 +33,7 @@ pub fn load(path: &Path) -> Result<Fabric, FileError> {
 
 /// As [`load`], for the machine that is meant.
 pub fn load_on(path: &Path, which: Which<'_>) -> Result<Fabric, FileError> {
-    let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
+    let text = text_of(path)?;
     parse_on(&text, path, which)
 }
 
@@ -42,7 +42,7 @@ pub fn load_on(path: &Path, which: Which<'_>) -> Result<Fabric, FileError> {
 /// # Errors
 /// If the file cannot be read, or is one for several machines of which none is meant.
 pub fn name_of(path: &Path, which: Which<'_>) -> Result<String, FileError> {
-    let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
+    let text = text_of(path)?;
     let (root, _) = DeTable::parse_recoverable(&text);
     let named = root.get_ref().get("name").and_then(|v| v.get_ref().as_str()).and_then(fabric_name);
     let dir = folder_of(path);

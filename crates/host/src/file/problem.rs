@@ -1,9 +1,9 @@
 //! Complaints about a fabric file, and the text they are shown in.
 
 use std::collections::HashSet;
-use std::fmt;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
 /// One complaint. Lines and columns count from 1; columns are in characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl fmt::Display for Problem {
 #[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum FileError {
     /// The file could not be read.
-    #[error("reading the fabric file {}: {source}; give its path, or write one (docs/fabric-file.md)", path.display())]
+    #[error("reading the fabric file {}: {source}{}", path.display(), remedy(path, source))]
     Read {
         path: PathBuf,
         /// What the system said.
@@ -75,6 +75,36 @@ pub enum Part {
     Change,
     /// What a file that is right needs of this machine.
     Machine,
+    /// A whole fabric file, and what its sections without faults need of this machine.
+    Both,
+}
+
+/// What to do about a file that could not be read.
+fn remedy(path: &Path, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => "; give its path, or write one (docs/fabric-file.md)".into(),
+        io::ErrorKind::IsADirectory => {
+            format!("; give the path of a file, such as {}", path.join("tombolo.toml").display())
+        }
+        io::ErrorKind::PermissionDenied => "; change its mode or owner, or run this as a user who may".into(),
+        _ => String::new(),
+    }
+}
+
+/// The text of the fabric file at `path`.
+///
+/// # Errors
+/// If it cannot be read, or is no text.
+pub fn text_of(path: &Path) -> Result<String, FileError> {
+    let bytes = std::fs::read(path).map_err(|source| FileError::Read { path: path.into(), source })?;
+    String::from_utf8(bytes).map_err(|error| {
+        let (good, rest) = error.as_bytes().split_at(error.utf8_error().valid_up_to());
+        let (line, column) = Complaints::new(&String::from_utf8_lossy(good)).place(good.len());
+        let found = rest.first().map_or_else(String::new, |byte| format!("the byte {byte:#04x}"));
+        let hint = Some("save it as UTF-8".into());
+        let problem = Problem { line, column, key: String::new(), expected: "text in UTF-8".into(), found, hint };
+        FileError::Faulty { path: path.into(), problems: vec![problem], part: Part::File }
+    })
 }
 
 fn list(path: &std::path::Path, problems: &[Problem], part: Part) -> String {
@@ -88,6 +118,7 @@ fn list(path: &std::path::Path, problems: &[Problem], part: Part) -> String {
         Part::Addition => "in the addition; nothing was added",
         Part::Change => "in the change; nothing was changed",
         Part::Machine => "on this machine; nothing was done",
+        Part::Both => "in the fabric file and on this machine; nothing was started",
     };
     out.push_str(&format!("{} fault{s} {outcome}", problems.len()));
     out
@@ -222,6 +253,25 @@ mod tests {
         assert_eq!(c.place(6), (2, 1));
         assert_eq!(c.place(9), (2, 3), "a letter of two bytes is one column");
         assert_eq!(c.place(999), (3, 1));
+    }
+
+    #[test]
+    fn what_is_no_text_has_its_place_and_what_cannot_be_read_its_remedy() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.toml");
+        std::fs::write(&path, b"name = \"a\"\n# \xc3\xbc \xff\n").unwrap();
+        let told = |path: &Path| text_of(path).unwrap_err().to_string();
+        let expected =
+            format!("{}:2:5: expected text in UTF-8, found the byte 0xff; save it as UTF-8\n", path.display());
+        assert!(told(&path).starts_with(&expected), "{}", told(&path));
+        let folder = told(dir.path());
+        assert!(
+            folder.ends_with(&format!(
+                "; give the path of a file, such as {}",
+                dir.path().join("tombolo.toml").display()
+            ))
+        );
+        assert!(told(&dir.path().join("none")).ends_with("give its path, or write one (docs/fabric-file.md)"));
     }
 
     #[test]
