@@ -51,18 +51,26 @@ pub struct HostFault {
     pub found: String,
     /// A near name, or what to do.
     pub hint: Option<String>,
+    /// Whether a daemon that was killed an instant ago may be the cause: the kernel still takes
+    /// back its taps, sockets and locks.
+    pub(crate) may_pass: bool,
+}
+
+/// Why a listener cannot be had.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Taken {
+    /// What is there instead.
+    pub(crate) found: String,
+    /// What to do.
+    pub(crate) hint: String,
+    /// See [`HostFault::may_pass`].
+    pub(crate) may_pass: bool,
 }
 
 impl HostFault {
     /// With its place in the file.
     pub fn placed(self, places: &Places) -> Problem {
         places.problem((&self.section, self.key), self.expected, self.found, self.hint)
-    }
-
-    /// Whether a daemon that was killed an instant ago may be the cause: the kernel still takes
-    /// back its taps, sockets and locks.
-    pub(crate) fn may_pass(&self) -> bool {
-        matches!(self.key, "listen" | "device" | "uplink" | "disk" | "disks")
     }
 }
 
@@ -92,6 +100,7 @@ pub fn plan_faults(fabric: &Fabric, facts: &Facts) -> Vec<HostFault> {
             expected: "what this machine can run".into(),
             found: error.to_string(),
             hint: None,
+            may_pass: false,
         };
         // Without QEMU the first machine tells it for all.
         if !matches!(error, PlanError::NoQemu { .. }) || !out.iter().any(|f| f.found.contains("needs QEMU")) {
@@ -136,7 +145,27 @@ impl Look<'_> {
         hint: Option<String>,
     ) {
         let (expected, found) = (expected.into(), found.into());
-        self.out.push(HostFault { section: section.into(), key, expected, found, hint });
+        self.out.push(HostFault { section: section.into(), key, expected, found, hint, may_pass: false });
+    }
+
+    /// The same of what the kernel may be about to take back; see [`HostFault::may_pass`].
+    fn say_passing(
+        &mut self,
+        at: (&str, &'static str),
+        expected: impl Into<String>,
+        found: impl Into<String>,
+        hint: Option<String>,
+    ) {
+        self.say(at, expected, found, hint);
+        self.out.iter_mut().next_back().into_iter().for_each(|fault| fault.may_pass = true);
+    }
+
+    /// A listener that cannot be had.
+    fn say_taken(&mut self, at: (&str, &'static str), expected: &str, Taken { found, hint, may_pass }: Taken) {
+        match may_pass {
+            true => self.say_passing(at, expected, found, Some(hint)),
+            false => self.say(at, expected, found, Some(hint)),
+        }
     }
 
     /// Whether the running fabric has this device in that place already.
@@ -235,7 +264,7 @@ impl Look<'_> {
                     if !self.stands(&at, &device, None) && Interface::open(None, &device).is_ok() {
                         let expected = format!("no interface {device} yet, for its own tap");
                         let hint = format!("`ip link del {device}` removes one that another program left");
-                        self.say((&at, "uplink"), expected, "one", Some(hint));
+                        self.say_passing((&at, "uplink"), expected, "one", Some(hint));
                     }
                     self.capability(
                         (&at, "uplink"),
@@ -303,7 +332,7 @@ impl Look<'_> {
         match Interface::open(netns.as_ref(), device) {
             Ok(_) => {
                 let hint = "choose another `device`, or set `adopt = true`";
-                self.say((at, "device"), format!("no interface {device} yet"), "one", Some(hint.into()));
+                self.say_passing((at, "device"), format!("no interface {device} yet"), "one", Some(hint.into()));
             }
             Err(LinkError::Absent { .. }) => {}
             Err(error) => self.say((at, "device"), "an interface that can be used", error.to_string(), None),
@@ -368,9 +397,8 @@ impl Look<'_> {
             && let Err(error) = UdpSocket::bind(listen)
         {
             let key = if error.kind() == ErrorKind::AddrInUse { "udp_port" } else { "local" };
-            let (found, hint) = free(Proto::Udp, listen).err().unwrap_or_else(|| (error.to_string(), String::new()));
             let expected = "an address and UDP port at which this machine can receive";
-            return self.say((at, key), expected, found, Some(hint).filter(|hint| !hint.is_empty()));
+            return self.say_taken((at, key), expected, why_not(Proto::Udp, listen, &error));
         }
         let mut narrowest: Option<(u32, IpAddr)> = None;
         for remote in &tunnel.remotes {
@@ -424,9 +452,9 @@ impl Look<'_> {
                 }
                 _ => None,
             };
-            let Some((found, hint)) = taken else { continue };
+            let Some(taken) = taken else { continue };
             let expected = "an address and port at which this machine can listen";
-            self.say((&format!("forward[{i}]"), "listen"), expected, found, Some(hint));
+            self.say_taken((&format!("forward[{i}]"), "listen"), expected, taken);
         }
     }
 
@@ -452,9 +480,9 @@ impl Look<'_> {
                 let others = others.get_or_insert_with(|| kernel::listeners_of_others(&fabric.name));
                 forwarded_by(others, Proto::Tcp, export.listen)
             });
-            let Some((found, hint)) = taken else { continue };
+            let Some(taken) = taken else { continue };
             let expected = "an address and port at which this machine can listen";
-            self.say((&format!("export.{}", export.name), "listen"), expected, found, Some(hint));
+            self.say_taken((&format!("export.{}", export.name), "listen"), expected, taken);
         }
     }
 
@@ -485,8 +513,8 @@ impl Look<'_> {
     }
 }
 
-/// Whether the listener is free: what is there instead, and what to do.
-pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
+/// Whether the listener is free.
+fn free(proto: Proto, listen: SocketAddr) -> Result<(), Taken> {
     let bound = match proto {
         Proto::Tcp => TcpListener::bind(listen).map(drop),
         Proto::Udp => UdpSocket::bind(listen).map(drop),
@@ -494,19 +522,15 @@ pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), (String, Stri
     bound.map_err(|error| why_not(proto, listen, &error))
 }
 
-/// Whether another fabric forwards what comes to the listener: which one, and what to do.
-pub(crate) fn forwarded_by(
-    others: &[(String, Proto, SocketAddr)],
-    proto: Proto,
-    listen: SocketAddr,
-) -> Option<(String, String)> {
+/// Whether another fabric forwards what comes to the listener.
+pub(crate) fn forwarded_by(others: &[(String, Proto, SocketAddr)], proto: Proto, listen: SocketAddr) -> Option<Taken> {
     let (name, _, other) = others.iter().find(|(_, p, other)| *p == proto && file::overlap(*other, listen))?;
     let found = format!("{} {listen}: fabric \"{name}\" of this machine forwards {other}", proto.word());
-    Some((found, "choose another port, or end that fabric".into()))
+    Some(Taken { found, hint: "choose another port, or end that fabric".into(), may_pass: true })
 }
 
 /// As [`free`], for forwards and exports, which listen at an IPv6 address for IPv6 alone.
-pub(crate) fn free_in_family(proto: Proto, listen: SocketAddr) -> Result<(), (String, String)> {
+pub(crate) fn free_in_family(proto: Proto, listen: SocketAddr) -> Result<(), Taken> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt};
     if listen.is_ipv4() {
         return free(proto, listen);
@@ -522,10 +546,10 @@ pub(crate) fn free_in_family(proto: Proto, listen: SocketAddr) -> Result<(), (St
     bound().map_err(|error| why_not(proto, listen, &error))
 }
 
-/// Why a listener cannot be had, and what to do.
-fn why_not(proto: Proto, listen: SocketAddr, error: &std::io::Error) -> (String, String) {
+/// Why a listener cannot be had.
+fn why_not(proto: Proto, listen: SocketAddr, error: &std::io::Error) -> Taken {
     let it = format!("{} {listen}", proto.word());
-    match error.kind() {
+    let (found, hint) = match error.kind() {
         ErrorKind::AddrInUse => {
             let who = holder(proto, listen).map_or_else(String::new, |(pid, name)| format!(" (process {pid}, {name})"));
             (format!("{it}: another program listens there{who}"), "end it or choose another port".into())
@@ -535,7 +559,8 @@ fn why_not(proto: Proto, listen: SocketAddr, error: &std::io::Error) -> (String,
             (format!("{it}, which is no address of this machine"), "choose one that `ip address` lists".into())
         }
         _ => (format!("{it}: {error}"), "choose another address or port".into()),
-    }
+    };
+    Taken { found, hint, may_pass: error.kind() == ErrorKind::AddrInUse }
 }
 
 /// Why a port was refused: its number is below the first that every user may take, or something
@@ -687,6 +712,30 @@ mod tests {
         let own = format!("another program listens there (process {}, ", std::process::id());
         assert!(told("forward[0]", "listen").contains(&own), "{}", told("forward[0]", "listen"));
         assert!(told("forward[1]", "listen").contains("no address of this machine"));
+    }
+
+    #[test]
+    fn waiting_helps_where_something_has_it_and_not_where_it_is_mistyped() {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let text = format!(
+            "[network.lan]\nsubnet = \"10.213.0.0/24\"\nuplink = \"user\"\n[network.out]\nsubnet = \"10.214.0.0/24\"\n\
+             uplink = {{ bridge = \"l0\" }}\n[tap.t]\nnetwork = \"lan\"\ndevice = \"absent0\"\nadopt = true\n\
+             [tap.u]\nnetwork = \"lan\"\ndevice = \"lo\"\n[port.p]\nnetwork = \"lan\"\nkind = \"stream\"\nmac = \"02:00:00:00:00:07\"\n\
+             ip = \"10.213.0.7\"\n[[forward]]\nlisten = \"{}\"\nto = \"p:80\"\n[[forward]]\nlisten = \"192.0.2.7:80\"\nto = \"p:80\"\n",
+            taken.local_addr().unwrap()
+        );
+        let mut fabric = file::parse(&format!("name = \"demo\"\n{text}"), Path::new("t.toml")).unwrap();
+        let vm = "name = \"demo\"\n[network.lan]\nsubnet = \"10.213.0.0/24\"\n[vm.v]\ndisk = \"Cargo.toml\"\n";
+        fabric.machines = file::parse(vm, Path::new("t.toml")).unwrap().machines;
+        let Boot::Vm { disks, .. } = &mut fabric.machines[0].boot else { panic!() };
+        disks[0].0 = "/absent/disk.raw".into();
+        let found = faults(&fabric, None);
+        let passes = |section: &str| found.iter().find(|f| f.section == section).map(|f| f.may_pass);
+        assert_eq!(passes("forward[0]"), Some(true), "{found:#?}");
+        assert_eq!(passes("tap.u"), Some(true), "{found:#?}");
+        for mistyped in ["vm.v", "tap.t", "network.out", "forward[1]"] {
+            assert_eq!(passes(mistyped), Some(false), "{mistyped}: {found:#?}");
+        }
     }
 
     #[test]

@@ -546,7 +546,7 @@ impl Running {
             // The passt and the taps of a daemon that was killed an instant ago are on their way
             // out.
             let passes = self.dir().leftover.is_some() && begun.elapsed() < LEAVING;
-            if passes && faults.iter().any(preflight::HostFault::may_pass) {
+            if passes && faults.iter().any(|fault| fault.may_pass) {
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             }
@@ -1152,8 +1152,9 @@ impl Running {
                 return Err(FabricError::State(text));
             }
             let others = others.get_or_insert_with(|| crate::kernel::listeners_of_others(&self.spec.name));
-            let forwarded = crate::preflight::forwarded_by(others, proto, listen);
-            if let Some((found, hint)) = crate::preflight::free_in_family(proto, listen).err().or(forwarded) {
+            let forwarded = preflight::forwarded_by(others, proto, listen);
+            let taken = preflight::free_in_family(proto, listen).err().or(forwarded);
+            if let Some(preflight::Taken { found, hint, .. }) = taken {
                 return Err(FabricError::State(format!("the forward of {found}; {hint}")));
             }
         }
