@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use tombolo_host::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
 use tombolo_host::api::client::Client;
-use tombolo_host::{file, rundir};
+use tombolo_host::{file, preflight, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -45,7 +45,7 @@ impl Apply {
         let report = match client.apply(&text, &query) {
             // A faulty file may be why another fabric was looked for.
             Err(error) if error.is_absent() => {
-                file::load_on(&path, self.of.which())?;
+                preflight::load(&path, self.of.which())?;
                 return Err(error.into());
             }
             answer => answer?,

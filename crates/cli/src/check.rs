@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
-use tombolo_host::fabric::{self, standing};
+use tombolo_host::fabric;
+use tombolo_host::fabric::standing::{self, Standing};
 use tombolo_host::file::{self, FileError, Problem, Which};
 use tombolo_host::{preflight, rundir};
 
@@ -47,21 +48,35 @@ struct Fault<'a> {
     hint: Option<&'a str>,
 }
 
+/// What the fabric of that name has already, where it runs.
+fn standing_of(name: &str) -> Option<Standing> {
+    standing::of_running(&rundir::runtime_root().ok()?.join(name))
+}
+
 impl Check {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let path = select.fabric_file(self.path.as_ref())?;
         // Without a named one the file is checked all the same, for all of its machines.
         let which = self.of.machine.as_deref().map_or(Which::Any, Which::Named);
-        let (spec, places) = match file::load_with_places(&path, which) {
+        let text = match file::text_of(&path) {
+            Err(FileError::Faulty { problems, .. }) if self.json => {
+                return self.report(&path, None, problems.iter().map(|problem| ("file", problem)), Exit::Misused);
+            }
+            read => read?,
+        };
+        let (spec, places) = match file::parse_with_places(text.clone(), &path, which) {
             Ok(read) => read,
             Err(FileError::Faulty { problems, .. }) if self.json => {
-                return self.report(&path, file::name_of(&path, which).ok(), "file", &problems, Exit::Misused);
+                let of_file = problems.iter().map(|problem| ("file", problem));
+                let found = preflight::of_readable(&text, &path, which, standing_of);
+                let all = of_file.chain(found.iter().map(|problem| ("machine", problem)));
+                return self.report(&path, file::name_of(&path, which).ok(), all, Exit::Misused);
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(preflight::beside(error, &text, which, standing_of).into()),
         };
         if let Some(here) = spec.here.as_ref().filter(|here| !here.is_chosen) {
             if self.json {
-                return self.report(&path, None, "file", &[], Exit::Done);
+                return self.report(&path, None, [], Exit::Done);
             }
             out::print(&format!(
                 "{}: no faults in the file, on each of its {}; what it needs of a machine is checked with --machine NAME\n",
@@ -72,14 +87,14 @@ impl Check {
         }
         let folder = rundir::runtime_root()?.join(&spec.name);
         let facts = fabric::facts(&spec, folder.clone());
-        let standing = standing::of_running(&folder);
+        let standing = standing_of(&spec.name);
         let mut faults = preflight::faults(&spec, standing.as_ref());
         faults.extend(preflight::plan_faults(&spec, &facts));
         let error = places.error(faults.into_iter().map(|fault| fault.placed(&places)).collect());
         let FileError::Faulty { problems, .. } = &error else { return Err(error.into()) };
         if self.json {
             let exit = if problems.is_empty() { Exit::Done } else { Exit::Failed };
-            return self.report(&path, Some(spec.name), "machine", problems, exit);
+            return self.report(&path, Some(spec.name), problems.iter().map(|problem| ("machine", problem)), exit);
         }
         if !problems.is_empty() {
             return Err(Failure::failed(error.to_string()));
@@ -96,15 +111,14 @@ impl Check {
         Ok(Exit::Done)
     }
 
-    fn report(
+    fn report<'p>(
         &self,
         path: &Path,
         fabric: Option<String>,
-        of: &str,
-        problems: &[Problem],
+        problems: impl IntoIterator<Item = (&'p str, &'p Problem)>,
         exit: Exit,
     ) -> Result<Exit, Failure> {
-        let faults = problems.iter().map(|p| Fault {
+        let faults = problems.into_iter().map(|(of, p)| Fault {
             of,
             line: p.line,
             column: p.column,

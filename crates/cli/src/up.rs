@@ -26,7 +26,7 @@ use tombolo_host::api::report::Status;
 use tombolo_host::daemon::Start;
 use tombolo_host::file::Which;
 use tombolo_host::process::{self, Process};
-use tombolo_host::{confine, daemon, file, log, moment, notify, rundir};
+use tombolo_host::{confine, daemon, file, log, moment, notify, preflight, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -101,7 +101,7 @@ impl Up {
             return serve_as_daemon(&path, self.of.which(), self.start(), starter);
         }
         is_file(&path)?;
-        let spec = file::load_on(&path, self.of.which())?;
+        let spec = preflight::load(&path, self.of.which())?;
         if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
             let found =
                 format!("--fabric: expected \"{name}\", but {} is of the fabric \"{}\"", path.display(), spec.name);
@@ -426,7 +426,7 @@ fn serve_as_daemon(path: &Path, which: Which<'_>, start: Start, starter: u32) ->
     };
     let ready_say = say.clone();
     let live = || -> Result<(), Failure> {
-        let spec = file::load_on(path, which)?;
+        let spec = preflight::load(path, which)?;
         confine::daemon().iter().for_each(|note| say(note));
         daemon::run(spec, path, say.clone(), start, |status, took| {
             notify::stands();

@@ -29,14 +29,18 @@ use tombolo_remote::machine::keys::{Identity, KeyFiles};
 use tombolo_ring::vxlan::overhead_bytes;
 
 use crate::bridge;
-use crate::fabric::standing::Standing;
-use crate::file::{self, Boot, Fabric, Image, Machine, Places, PortKind, Problem, Proto, Tap, Uplink, Vxlan, nearest};
+use crate::fabric::standing::{self, Standing};
+use crate::file::{
+    self, Boot, Fabric, FileError, Image, Machine, Part, Places, PortKind, Problem, Proto, Readable, Tap, Uplink,
+    Vxlan, Which, nearest,
+};
 use crate::kernel;
 use crate::plan::{self, Facts, PlanError};
 use crate::process;
 use crate::qemu::cloud_init;
 use crate::qemu::probe::which;
 use crate::routes::{self, Clash};
+use crate::rundir;
 
 /// Something that this machine does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,6 +76,49 @@ impl HostFault {
     pub fn placed(self, places: &Places) -> Problem {
         places.problem((&self.section, self.key), self.expected, self.found, self.hint)
     }
+}
+
+/// Reads the file at `path`, as [`file::load_on`] does.
+///
+/// # Errors
+/// All faults of the file, and of this machine those of sections without one.
+pub fn load(path: &Path, which: Which<'_>) -> Result<Fabric, FileError> {
+    // Read once: the path may be a pipe's.
+    let text = file::text_of(path)?;
+    let running = |name: &str| standing::of_running(&rundir::runtime_root().ok()?.join(name));
+    file::parse_on(&text, path, which).map_err(|error| beside(error, &text, which, running))
+}
+
+/// The faults of a file with those that [`of_readable`] finds.
+pub fn beside(
+    error: FileError,
+    text: &str,
+    which: Which<'_>,
+    standing: impl FnOnce(&str) -> Option<Standing>,
+) -> FileError {
+    let FileError::Faulty { path, mut problems, part: Part::File } = error else { return error };
+    let found = of_readable(text, &path, which, standing);
+    let part = if found.is_empty() { Part::File } else { Part::Both };
+    problems.extend(found);
+    problems.sort_by(|a, b| (a.line, a.column, &a.key).cmp(&(b.line, b.column, &b.key)));
+    FileError::Faulty { path, problems, part }
+}
+
+/// What this machine does not have of what a faulty file asks for in the sections that can be read.
+/// What machines are run by (QEMU, Xen) is not looked for. `standing` is what the fabric of that
+/// name has already.
+pub fn of_readable(
+    text: &str,
+    path: &Path,
+    which: Which<'_>,
+    standing: impl FnOnce(&str) -> Option<Standing>,
+) -> Vec<Problem> {
+    let Some(readable) = Readable::of(text, path, which) else { return vec![] };
+    let standing = standing(&readable.fabric.name);
+    let found = faults(&readable.fabric, standing.as_ref()).into_iter().filter(|f| !readable.doubts(&f.section));
+    let mut problems: Vec<_> = found.map(|fault| fault.placed(&readable.places)).collect();
+    problems.sort_by_key(|p| (p.line, p.column));
+    problems
 }
 
 /// All that the fabric needs and this machine does not have. `standing` is what the fabric has
@@ -712,6 +759,39 @@ mod tests {
         let own = format!("another program listens there (process {}, ", std::process::id());
         assert!(told("forward[0]", "listen").contains(&own), "{}", told("forward[0]", "listen"));
         assert!(told("forward[1]", "listen").contains("no address of this machine"));
+    }
+
+    #[test]
+    fn faults_of_the_file_hide_none_of_the_machine_in_other_sections() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.toml");
+        let told = |text: &str| {
+            let text = format!("name = \"demo\"\n{text}");
+            fs::write(&path, &text).unwrap();
+            let Err(FileError::Faulty { problems, part, .. }) = load(&path, Which::This) else { panic!("{text}") };
+            (part, problems.into_iter().map(|p| (p.line, p.key)).collect::<Vec<_>>())
+        };
+        let at = |line: usize, key: &str| (line, key.to_string());
+        let lan = "[network.lan]\nsubnet = \"10.213.0.0/24\"\n";
+        let tap = "[tap.t]\nnetwork = \"lan\"\nnetns = \"tmb-absent\"\n";
+        // The rule is wrong, and the namespace is not there.
+        let rule = "[[rule]]\naction = \"deny\"\nfrom = \"nobody\"\n";
+        let (part, found) = told(&format!("{lan}{tap}{rule}"));
+        assert_eq!((part, found), (Part::Both, vec![at(6, "tap.t.netns"), at(9, "rule[0].from")]));
+        // A section with a fault is not looked for: what it means is open.
+        let (part, found) = told(&format!("{lan}{tap}netms = \"x\"\n"));
+        assert_eq!((part, found), (Part::File, vec![at(7, "tap.t.netms")]));
+        // So is all of a file that is no TOML, and forwards whose numbers are not those of the
+        // file.
+        let (part, found) = told(&format!("{lan}{tap}x = \n"));
+        assert_eq!((part, found.len()), (Part::File, 1));
+        let member = "[port.p]\nkind = \"stream\"\nmac = \"02:00:00:00:00:07\"\nip = \"10.213.0.7\"\n";
+        let lan = format!("{lan}uplink = \"user\"\n{member}");
+        let away = "[[forward]]\nlisten = \"192.0.2.7:80\"\nto = \"p:80\"\n";
+        let (part, found) = told(&format!("{lan}{rule}{away}"));
+        assert_eq!((part, found), (Part::Both, vec![at(11, "rule[0].from"), at(13, "forward[0].listen")]));
+        let (part, found) = told(&format!("{lan}[[forward]]\nlisten = \"192.0.2.7:81\"\nto = \"q:80\"\n{away}"));
+        assert_eq!((part, found), (Part::File, vec![at(11, "forward[0].to")]));
     }
 
     #[test]

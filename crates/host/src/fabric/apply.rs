@@ -130,7 +130,11 @@ impl Running {
     /// The file's faults, or what this machine does not have.
     pub(super) fn prepare_apply(&mut self, text: &str, query: &ApplyQuery) -> Result<Prepared, FabricError> {
         let file = query.file.clone().unwrap_or_else(|| self.file.clone());
-        let spec = file::parse_on(text, &file, self.spec.which())?;
+        let which = self.spec.which();
+        let spec = file::parse_on(text, &file, which).map_err(|error| {
+            let old = self.model();
+            preflight::beside(error, text, which, |_| Some(Standing::of(&old.fabric, old.plan.ports.iter())))
+        })?;
         let own = spec.members().map(String::from).collect();
         let base = Document::read(text);
         let reverted = self.reverted(base.as_ref());

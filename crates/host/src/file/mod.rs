@@ -50,7 +50,7 @@ pub(crate) use names::MEMBERS;
 pub use names::names;
 pub(crate) use parse::find_app;
 pub use parse::{add, apps, load, load_on, name_of, parse, parse_on};
-pub use places::{Places, load_with_places};
+pub use places::{Places, Readable, load_with_places, parse_with_places};
 pub use policy::OUTSIDE;
 pub use problem::{FileError, Part, Problem, nearest, text_of};
 pub(crate) use traffic::class_word;

@@ -102,6 +102,30 @@ pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
 }
 
 fn read(text: &str, path: &Path, start: Fabric, part: Part, which: Which<'_>) -> Result<(Fabric, Spots), FileError> {
+    let (result, problems) = read_partly(text, start, part, which);
+    match result.filter(|_| problems.is_empty()) {
+        Some(result) => Ok(result),
+        None => Err(FileError::Faulty { path: path.into(), problems, part }),
+    }
+}
+
+/// What could be read of a file, whatever is wrong with the rest, and its faults. Forwards are
+/// known by their numbers: they are left out where one is missing.
+pub(super) fn parse_partly(text: &str, path: &Path, which: Which<'_>) -> (Option<(Fabric, Spots)>, Vec<Problem>) {
+    let dir = folder_of(path);
+    let start = Fabric::empty(folder_name(&dir).unwrap_or_default(), dir);
+    let (mut result, problems) = read_partly(text, start, Part::File, which);
+    if let Some((fabric, _)) = &mut result {
+        let (root, _) = DeTable::parse_recoverable(text);
+        let all = root.get_ref().get("forward").and_then(|value| value.get_ref().as_array()).map_or(0, |all| all.len());
+        if fabric.forwards.len() != all {
+            fabric.forwards.clear();
+        }
+    }
+    (result, problems)
+}
+
+fn read_partly(text: &str, start: Fabric, part: Part, which: Which<'_>) -> (Option<(Fabric, Spots)>, Vec<Problem>) {
     let (root, errors) = DeTable::parse_recoverable(text);
     let root = root.get_ref();
     let fresh = || {
@@ -166,10 +190,7 @@ fn read(text: &str, path: &Path, start: Fabric, part: Part, which: Which<'_>) ->
         }
         once(problems)
     };
-    match result.filter(|_| problems.is_empty()) {
-        Some(fabric) => Ok((fabric, spots)),
-        None => Err(FileError::Faulty { path: path.into(), problems, part }),
-    }
+    (result.map(|fabric| (fabric, spots)), problems)
 }
 
 /// Whether a network of the file spans its machines.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::hosts::Which;
 use super::model::Fabric;
 use super::parse;
-use super::problem::{Complaints, FileError, Part, Problem, dotted};
+use super::problem::{Complaints, FileError, Part, Problem, dotted, text_of};
 use super::read::Spots;
 
 /// The text of a fabric file with the places of its keys.
@@ -22,9 +22,52 @@ pub struct Places {
 /// # Errors
 /// All faults of the file.
 pub fn load_with_places(path: &Path, which: Which<'_>) -> Result<(Fabric, Places), FileError> {
-    let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
+    parse_with_places(text_of(path)?, path, which)
+}
+
+/// As [`load_with_places`], of a text that was read already.
+///
+/// # Errors
+/// All its faults.
+pub fn parse_with_places(text: String, path: &Path, which: Which<'_>) -> Result<(Fabric, Places), FileError> {
     let (fabric, spots) = parse::parse_with_spots(&text, path, which)?;
     Ok((fabric, Places { path: path.into(), text, spots }))
+}
+
+/// What could be read of a file that has faults.
+#[derive(Debug)]
+pub struct Readable {
+    /// Without the sections, or with other values for the keys, that are at fault.
+    pub fabric: Fabric,
+    /// Where its keys are.
+    pub places: Places,
+    /// The keys that are at fault.
+    faults: Vec<String>,
+}
+
+impl Readable {
+    /// `None` where the faults leave open what the rest means: the syntax of the file, its name,
+    /// its machines.
+    pub fn of(text: &str, path: &Path, which: Which<'_>) -> Option<Readable> {
+        let (read, problems) = parse::parse_partly(text, path, which);
+        let (fabric, spots) = read.filter(|(fabric, _)| fabric.here.as_ref().is_none_or(|here| here.is_chosen))?;
+        let faults: Vec<String> = problems.into_iter().map(|problem| problem.key).collect();
+        let of_all = |key: &String| ["", "name", "machine", "span"].contains(&key.split('.').next().unwrap_or(key));
+        let places = Places { path: path.into(), text: text.into(), spots };
+        (!faults.iter().any(of_all)).then_some(Readable { fabric, places, faults })
+    }
+
+    /// Whether a section, or all of its kind, is at fault.
+    pub fn doubts(&self, section: &str) -> bool {
+        // The port of a network's tunnel is of its section.
+        let network = section.strip_prefix("port.").and_then(|name| name.strip_prefix(parse::SPAN));
+        let own = network.map_or_else(|| section.to_string(), |network| format!("network.{network}"));
+        let is_of = |key: &String| {
+            let rest = key.strip_prefix(&own);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.')) || own.split('.').next() == Some(key)
+        };
+        self.faults.iter().any(is_of)
+    }
 }
 
 impl Places {
