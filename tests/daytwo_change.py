@@ -224,7 +224,7 @@ def test_a_change_by_the_api_is_checked_as_a_file_is():
         assert (key["key"], key["after"]) == ("guard", "mac"), key
         assert fabric.ask("GET", "/v1/config")[1]["changes"] == {"tap": {"web": {"guard": "mac"}}}
         event = fabric.ask("GET", "/v1/events")[1]["events"][-1]
-        assert event["kind"] == "apply" and event["text"].startswith("change of tap.web.guard, tap.web.storm: 1 change(s) done"), event
+        assert event["kind"] == "apply" and event["text"].startswith("change of tap.web.guard, tap.web.storm: 1 change done"), event
         for words, code, says in [
             (("set", "tap.web"), 2, "expected KEY=VALUE"),
             (("set", "tap.web.guard=of"), 2, "did you mean \"off\""),

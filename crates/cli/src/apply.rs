@@ -80,7 +80,7 @@ fn render(report: &ApplyReport, colour: bool) -> String {
             (_, "restart") => ('!', out::Tone::Bold),
             _ => ('~', out::Tone::Bold),
         };
-        let line = format!("{sign} {:width$}  {}", change.section, said(change));
+        let line = format!("{sign} {:width$}  {}", change.section, said(change, report.outcome == "refused"));
         text.push_str(&out::toned(line.trim_end(), tone, colour));
         text.push('\n');
     }
@@ -109,15 +109,20 @@ fn render(report: &ApplyReport, colour: bool) -> String {
     text
 }
 
-/// What a line says of a change behind its section.
-fn said(change: &ChangeReport) -> String {
-    let word = match (change.outcome.as_str(), change.action.as_str()) {
-        ("failed", action) => format!("{action} failed: {}", change.error.as_deref().unwrap_or_default()),
-        ("refused", _) => "refused".into(),
-        (_, "add") => "added".into(),
-        (_, "remove") => "removed".into(),
-        (_, "restart") => "restarted".into(),
-        _ => "changed".into(),
+/// What a line says of a change behind its section; `undone`: nothing comes of it, since another
+/// one is refused.
+fn said(change: &ChangeReport, undone: bool) -> String {
+    let done = match change.action.as_str() {
+        "add" => "added",
+        "remove" => "removed",
+        "restart" => "restarted",
+        _ => "changed",
+    };
+    let word = match change.outcome.as_str() {
+        "failed" => format!("{} failed: {}", change.action, change.error.as_deref().unwrap_or_default()),
+        "refused" => "refused".into(),
+        _ if undone => format!("would be {done}"),
+        _ => done.into(),
     };
     let keys: Vec<String> = change.keys.iter().map(value).collect();
     let keys = if keys.is_empty() { String::new() } else { format!(": {}", keys.join(", ")) };
@@ -168,6 +173,22 @@ x tap.t     add failed: no such device
   extra was added while the fabric ran, and stays
   port.web.rate was changed while the fabric ran, and is as in the file from now on
 demo: done in part: 0 added, 1 removed, 0 changed, 1 restarted, 4 unchanged; 1 failed
+";
+        assert_eq!(render(&report, false), expected);
+    }
+
+    #[test]
+    fn beside_a_refused_change_the_others_are_told_as_what_would_be() {
+        let report = ApplyReport {
+            fabric: "demo".into(),
+            outcome: "refused".into(),
+            changes: vec![change("cell.web", "restart", "planned"), change("network.lan", "refuse", "refused")],
+            ..ApplyReport::default()
+        };
+        let expected = "\
+! cell.web     would be restarted
+x network.lan  refused
+demo: refused, and nothing was changed
 ";
         assert_eq!(render(&report, false), expected);
     }

@@ -137,6 +137,34 @@ pub struct Change {
     pub after: Option<Part>,
 }
 
+impl Change {
+    /// Whether this is only what another network would mean for a member: none of its own keys
+    /// differs.
+    fn follows(&self, network: &str) -> bool {
+        let networks = |part: &Part| -> Vec<String> {
+            match part {
+                Part::Machine(part) => part.spec.nics.iter().map(|nic| nic.network.clone()).collect(),
+                Part::Tap(part) => vec![part.0.network.clone()],
+                Part::Port(part) => vec![part.0.network.clone()],
+                _ => vec![],
+            }
+        };
+        let is_other = self.before.is_some() && self.keys.is_empty();
+        is_other && self.after.as_ref().is_some_and(|part| networks(part).iter().any(|name| name == network))
+    }
+}
+
+/// The changes to tell of: where one of a network is refused, nothing would become of what follows
+/// from it for the network's members.
+pub fn told(changes: &[Change]) -> impl Iterator<Item = &Change> {
+    let refused: Vec<&str> = changes
+        .iter()
+        .filter(|change| change.action == Action::Refuse)
+        .filter_map(|change| change.section.strip_prefix("network."))
+        .collect();
+    changes.iter().filter(move |change| !refused.iter().any(|network| change.follows(network)))
+}
+
 impl Model {
     /// All parts, by section.
     pub fn parts(&self) -> BTreeMap<String, Part> {
@@ -308,6 +336,14 @@ pub fn difference(old: &Model, new: &Model) -> Vec<Change> {
         after: Some(after),
     }));
     out.sort_by(|a, b| a.section.cmp(&b.section));
+    let networks: Vec<String> =
+        out.iter().filter_map(|change| Some(change.section.strip_prefix("network.")?.to_string())).collect();
+    for change in out.iter_mut().filter(|change| change.action == Action::Change && change.reason.is_empty()) {
+        let of: Vec<_> = networks.iter().filter(|name| change.follows(name)).map(|n| format!("network.{n}")).collect();
+        if !of.is_empty() {
+            change.reason = format!("its guard follows {}", of.join(" and "));
+        }
+    }
     out
 }
 

@@ -101,6 +101,28 @@ fn what_a_running_member_cannot_follow_is_refused_with_the_members() {
 }
 
 #[test]
+fn of_a_refused_network_nothing_is_told_that_follows_for_its_members() {
+    let mtu = |text: &str| text.replacen("uplink = \"user\"\n", "uplink = \"user\"\nmtu = 1400\n", 1);
+    let sections = |text: &str| {
+        let changes = difference(&model(FILE), &model(text));
+        super::told(&changes).map(|change| format!("{} {}", change.action.word(), change.section)).collect::<Vec<_>>()
+    };
+    assert_eq!(sections(&mtu(FILE)), ["refuse network.lan"]);
+    // What was asked for besides is told.
+    let more = mtu(FILE).replacen("[vm.db]\n", "[vm.db]\nmemory = \"300M\"\n", 1);
+    assert_eq!(sections(&more), ["refuse network.lan", "restart vm.db"]);
+}
+
+#[test]
+fn a_member_whose_guard_alone_differs_says_that_it_follows_its_network() {
+    let changes = changed("uplink = \"user\"\n", "uplink = \"user\"\nipv6 = \"fd77::/64\"\n");
+    let of =
+        |section: &str| changes.iter().find(|c| c.section == section).unwrap_or_else(|| panic!("{:?}", told(&changes)));
+    assert_eq!(of("cell.web").reason, "its guard follows network.lan");
+    assert!(changes.iter().all(|c| !c.keys.is_empty() || !c.reason.is_empty()), "{changes:?}");
+}
+
+#[test]
 fn a_link_restarts_its_machines_and_no_other() {
     let link = "[link.pair]\nbetween = [\"web\"]\nseats = 1\n[[forward]]\n";
     let found = told(&changed("[[forward]]\n", link));

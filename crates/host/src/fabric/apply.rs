@@ -42,7 +42,7 @@ use super::{FabricError, NOT_ASKED, Running, Shared, facts, lacking_at, refuse_f
 use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
 use crate::config::Document;
 use crate::difference::{
-    Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
+    self, Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
 };
 use crate::file::{self, Contained, Fabric, Forward};
 use crate::plan::{self, Facts, Plan, PortGuard, PortPlan};
@@ -179,11 +179,13 @@ impl Running {
         }
         let of_new = new.parts();
         let unchanged = old.parts().iter().filter(|(section, part)| of_new.get(*section) == Some(*part)).count();
+        let listed: Vec<ChangeReport> = difference::told(&changes).map(told).collect();
+        let unchanged = unchanged + changes.len() - listed.len();
         let report = ApplyReport {
             schema: SCHEMA,
             fabric: self.spec.name.clone(),
             outcome: if is_refused { "refused" } else { "planned" }.into(),
-            changes: changes.iter().map(told).collect(),
+            changes: listed,
             unchanged,
             kept,
             reverted: vec![],
@@ -326,7 +328,9 @@ fn report_steps(report: &mut ApplyReport, mut failed: BTreeMap<String, String>) 
     let failed = report.changes.iter().filter(|c| c.outcome == "failed").count();
     report.outcome = if failed == 0 { "done" } else { "partly" }.into();
     let done = report.changes.len() - failed;
-    format!("{done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged)
+    let changes = if done == 1 { "change" } else { "changes" };
+    let parts = if report.unchanged == 1 { "part" } else { "parts" };
+    format!("{done} {changes} done, {failed} failed, {} {parts} untouched", report.unchanged)
 }
 
 /// The changes, and which of them failed so far.
@@ -934,6 +938,6 @@ mod tests {
             ("port.guest", "failed", Some("no room")),
         ];
         assert_eq!(told, expected);
-        assert_eq!((&report.outcome[..], &text[..]), ("partly", "1 change(s) done, 2 failed, 0 part(s) untouched"));
+        assert_eq!((&report.outcome[..], &text[..]), ("partly", "1 change done, 2 failed, 0 parts untouched"));
     }
 }
