@@ -245,7 +245,7 @@ pub(crate) fn port(p: &PortReport) -> String {
         ("rx bytes", c.rx_bytes),
         ("tx frames", c.tx_frames),
         ("tx bytes", c.tx_bytes),
-        ("waited for a buffer", c.queued_frames),
+        ("waited for a buffer or the rate limit", c.queued_frames),
         ("wake-ups", c.wakeups),
         ("late wake-ups", c.late_wakeups),
         ("late signals", c.late_signals),

@@ -70,7 +70,8 @@ pub struct PortCounters {
     pub rx_drops: ByReason,
     /// Frames that were to go to this port and were dropped, by [`Reason`].
     pub tx_drops: ByReason,
-    /// Frames that waited for a buffer of the peer before they were given to it or dropped.
+    /// Frames that waited for a buffer of the peer or for the rate limit before they were given to
+    /// it or dropped.
     pub queued_frames: Counter,
     /// Times that the port was found ready after it had slept.
     pub wakeups: Counter,

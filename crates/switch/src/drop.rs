@@ -160,11 +160,13 @@ pub struct Drops {
     refused: Vec<u16>,
     /// As [`Drops::note_limit`] was told.
     limited: Option<Nanos>,
+    /// How many of `refused`, its last ones, the rate limit held back, and not the port.
+    held: usize,
 }
 
 impl Default for Drops {
     fn default() -> Self {
-        Drops { by_reason: [0; Reason::COUNT], any: false, refused: Vec::new(), limited: None }
+        Drops { by_reason: [0; Reason::COUNT], any: false, refused: Vec::new(), limited: None, held: 0 }
     }
 }
 
@@ -193,6 +195,13 @@ impl Drops {
         }
     }
 
+    /// As [`Drops::refuse`], of frames that the port's rate limit holds back: those behind all that
+    /// the port was given.
+    pub(crate) fn hold(&mut self, which: &[u16]) {
+        self.refuse(which);
+        self.held += which.len();
+    }
+
     /// How long the port's rate limit lets nothing pass, where it held frames back.
     #[inline]
     pub(crate) fn limited(&self) -> Option<Nanos> {
@@ -205,14 +214,16 @@ impl Drops {
         !self.refused.is_empty()
     }
 
-    /// Hands the refused frames to `queue`, and returns how many it took. Those are not counted any
-    /// more; the others are counted under the reason that it gives.
-    pub(crate) fn take_refused(&mut self, mut queue: impl FnMut(u16) -> Result<(), Reason>) -> u64 {
+    /// Hands the refused frames to `queue`, each with whether it was the port that refused it, and
+    /// returns how many it took. Those are not counted any more; the others are counted under the
+    /// reason that it gives.
+    pub(crate) fn take_refused(&mut self, mut queue: impl FnMut(u16, bool) -> Result<(), Reason>) -> u64 {
         let mut taken = 0;
         let refused = std::mem::take(&mut self.refused);
-        for index in &refused {
+        let by_port = refused.len().saturating_sub(std::mem::take(&mut self.held));
+        for (at, index) in refused.iter().enumerate() {
             self.by_reason[Reason::NoBuffer as usize] -= 1;
-            match queue(*index) {
+            match queue(*index, at < by_port) {
                 Ok(()) => taken += 1,
                 Err(reason) => self.by_reason[reason as usize] += 1,
             }
@@ -238,6 +249,7 @@ impl Drops {
     #[inline]
     pub fn forget_refused(&mut self) {
         self.refused.clear();
+        self.held = 0;
     }
 
     /// As new, with the memory of `spare` for refused frames.

@@ -17,7 +17,7 @@
 //! Frames beyond the limit of what a port may receive wait here too, until it lets them pass. A
 //! frame of 64 KiB then may hold up others for long, so they wait for the time that it takes as
 //! well, up to [`LONGEST_HOLD`]. What is lost then is counted as `rate_limit`, and the ring keeps
-//! its queue.
+//! its queue, unless the port itself refused all frames for it for [`HOLD`].
 //!
 //! # Fairness and order
 //! Each source has a lane for each of the destination's rings and each class ([`crate::class`]),
@@ -32,8 +32,10 @@
 //! # Waking up
 //! A queue that is not empty is tried again whenever a frame for the port comes, and after
 //! [`FIRST_TRY`], doubling up to [`LAST_TRY`] while the port takes nothing. No notification of the
-//! peer is needed, so a lost or withheld one costs nothing. The tries end with the queue, after
-//! [`HOLD`] at the latest: nothing ticks.
+//! peer is needed, so a lost or withheld one costs nothing. Where a rate limit holds frames back,
+//! the queue is tried when the limit lets the next one pass, after [`HOLD`] at the latest. The
+//! tries end with the queue, at the latest when its last frame has waited for as long as it may:
+//! nothing ticks.
 //!
 //! # Cost
 //! A frame that is not refused costs one comparison. Queueing is O(lanes) at worst, takes no memory
@@ -129,6 +131,8 @@ struct RingState {
     waiting: u16,
     /// When it took something last, or its first frame was queued.
     progress: Nanos,
+    /// When the port first refused a frame for it, and when last, since it took one.
+    refused: Option<(Nanos, Nanos)>,
 }
 
 #[derive(Debug)]
@@ -318,7 +322,7 @@ impl Store {
         self.shares[share].cells += need as u16;
         let to = &mut self.rings[usize::from(ring)];
         if to.waiting == 0 {
-            to.progress = now;
+            (to.progress, to.refused) = (now, None);
             self.busy |= bit(ring);
         }
         to.waiting += 1;
@@ -466,7 +470,7 @@ impl Overflow {
     ) -> u64 {
         let Overflow { store, stalled, progress, pause, next_try, .. } = self;
         let (source, limited) = (batch.ingress(), drops.limited());
-        drops.take_refused(|index| {
+        drops.take_refused(|index, _| {
             let frame = &batch.frames()[usize::from(index)];
             let ring = ring_of(frame);
             if *stalled & bit(ring) != 0 {
@@ -540,10 +544,15 @@ impl Overflow {
                 }
             }
             let before = full;
-            drops.take_refused(|index| {
+            drops.take_refused(|index, by_port| {
                 // Marked to stay.
                 let first = std::mem::replace(&mut store.picks[usize::from(index)], NIL);
-                full |= bit(store.ring_of(first));
+                let ring = store.ring_of(first);
+                full |= bit(ring);
+                if by_port {
+                    let refused = &mut store.rings[usize::from(ring)].refused;
+                    *refused = Some((refused.map_or(now, |(since, _)| since), now));
+                }
                 Ok(())
             });
             for at in 0..count {
@@ -551,7 +560,8 @@ impl Overflow {
                     NIL => {}
                     first => {
                         let ring = store.ring_of(first);
-                        store.rings[usize::from(ring)].progress = now;
+                        let state = &mut store.rings[usize::from(ring)];
+                        (state.progress, state.refused) = (now, None);
                         store.runs = store.after[at];
                         moved |= bit(ring);
                         store.remove(first);
@@ -590,6 +600,15 @@ impl Overflow {
         let (mut late, mut of) = (0, 0);
         let hold = self.limit_hold.unwrap_or(HOLD);
         let reason = if drops.limited().is_some() { Reason::RateLimit } else { Reason::QueueTimeout };
+        if hold != HOLD {
+            // Frames for other rings may go on to wait for the limit; those for a ring that the
+            // peer has abandoned need not.
+            let is_dead = |ring: &RingState| ring.refused.is_some_and(|(since, last)| last.since(since) >= HOLD);
+            let waiting = (0..MAX_RINGS as u8).filter(|ring| store.busy & bit(*ring) != 0);
+            let dead = waiting.filter(|ring| is_dead(&store.rings[usize::from(*ring)])).fold(0, |all, n| all | bit(n));
+            self.stalled |= dead;
+            drops.count(Reason::QueueTimeout, store.empty(dead));
+        }
         for lane in 0..store.lanes.len() {
             loop {
                 let first = store.lanes[lane].first;

@@ -29,6 +29,8 @@ struct World {
     now: Nanos,
     /// Of each source.
     classes: [Class; 5],
+    /// How many frames a rate limit lets pass with each try.
+    limit: Option<usize>,
 }
 
 /// The ring of a frame.
@@ -62,10 +64,17 @@ impl World {
     }
 
     fn drain(&mut self) {
-        let World { overflow, room, rings, got, drops, now, .. } = self;
+        let World { overflow, room, rings, got, drops, now, limit, .. } = self;
+        let mut left = limit.unwrap_or(usize::MAX);
         overflow
             .drain(*now, CAPS, drops, |batch, which, drops| {
                 let mut sent = Sent::default();
+                let (which, later) = which.split_at(left.min(which.len()));
+                left -= which.len();
+                if !later.is_empty() {
+                    drops.note_limit(Nanos::MILLI);
+                    drops.hold(later);
+                }
                 for index in which {
                     let frame = &batch.frames()[usize::from(*index)];
                     let room = &mut room[usize::from(ring(*rings, frame.head()))];
@@ -317,6 +326,31 @@ fn a_ring_that_is_full_holds_up_its_own_frames_only() {
     world.room = [1, 10, 0, 0];
     world.pass(FIRST_TRY);
     assert_eq!(world.send(1, &frames[..3]), 1, "the given up ring took a frame again");
+}
+
+#[test]
+fn a_dead_ring_is_given_up_while_a_rate_limit_holds_the_others_back() {
+    let mut world = World { rings: 2, room: [1000, 0, 0, 0], ..World::default() };
+    // As of 1 Mbit/s, where a frame of 64 KiB takes half a second.
+    world.overflow.set_limit_hold(Some(Nanos::MILLI.times(550)));
+    let frames: Vec<_> = (0..200).map(|n| bytes(1, n, 100)).collect();
+    world.room[0] = 0;
+    assert_eq!(world.send(1, &frames), 200);
+    (world.room[0], world.limit) = (1000, Some(2));
+    for ms in 0..60u64 {
+        let given_up = world.overflow.has_stalled();
+        assert!(ms > HOLD.0 / Nanos::MILLI.0 || !given_up, "given up after {ms} ms");
+        world.drops = Drops::default();
+        world.pass(Nanos::MILLI);
+        if !given_up && world.overflow.has_stalled() {
+            assert_eq!(world.drops.of(Reason::QueueTimeout), 100, "all that waited for the dead ring");
+            world.limit = Some(0);
+        }
+        assert_eq!(world.drops.of(Reason::RateLimit), 0);
+        world.check();
+    }
+    assert!(world.overflow.has_stalled(), "the dead ring keeps its queue");
+    assert!(world.overflow.waits_for(0) && !world.overflow.waits_for(1), "the other ring keeps its frames");
 }
 
 #[test]

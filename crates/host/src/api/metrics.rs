@@ -47,7 +47,7 @@ const PORT_COUNTERS: &[PortCounter] = &[
     ("tx_bytes_total", "Bytes of frames to the peer.", |c| c.tx_bytes),
     (
         "queued_frames_total",
-        "Frames that waited for a buffer of the peer before they were given to it or dropped.",
+        "Frames that waited for a buffer of the peer or for the rate limit before they were given to it or dropped.",
         |c| c.queued_frames,
     ),
     ("wakeups_total", "Times the port was found ready after it had slept.", |c| c.wakeups),

@@ -280,7 +280,8 @@ pub struct CounterReport {
     pub rx_drops: BTreeMap<String, u64>,
     /// Frames for the peer that were dropped, by reason.
     pub tx_drops: BTreeMap<String, u64>,
-    /// Frames that waited for a buffer of the peer before they were given to it or dropped.
+    /// Frames that waited for a buffer of the peer or for the rate limit before they were given to
+    /// it or dropped.
     #[serde(default)]
     pub queued_frames: u64,
     /// Times it was found ready after it had slept.

@@ -284,7 +284,7 @@ fn transmit_within(
     }
     if !later.is_empty() {
         drops.note_limit(limit.wait(now));
-        drops.refuse(later);
+        drops.hold(later);
     }
     Ok(sent)
 }
