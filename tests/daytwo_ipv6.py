@@ -3,6 +3,7 @@ fabric, each in a namespace of its own."""
 
 import contextlib
 import ipaddress
+import json
 import os
 import re
 import socket
@@ -128,8 +129,18 @@ def test_linux_configures_itself_and_finds_names_and_down_withdraws():
         assert resolve(space, gateway, reverse, 12) == (0, [b"\x04auto\x05sixes\x08internal\0"])
         assert resolve(space, gateway, "gateway", 28) == (0, [ipaddress.IPv6Address(gateway).packed])
         assert resolve(space, gateway, "nobody", 28)[0] == 3
+        # The table of addresses has it, of each member that has one.
+        other = automatic(spaces["client"], "client")
+        rows = {"auto": own, "client": other}
+
+        def listed():
+            all_rows = json.loads(fabric.cli("table", "neighbours", "--json").stdout)["neighbours"]
+            return {row["ip"]: row for row in all_rows if row["ip"] in rows.values()}
+        found = until("the addresses in the table", lambda: (found := listed()) and len(found) == 2 and found)
+        for name, ip in rows.items():
+            row = found[ip]
+            assert (row["name"], row["mac"], row["port"], row["source"], row["fixed"]) == (name, MAC[name], name, "learned", False), row
         # The other one reaches it, over the switch.
-        automatic(spaces["client"], "client")
         assert spaces["client"].answers(own)
         [network] = fabric.status()["networks"]
         assert network["counters"]["router_solicitations"] >= 1, network["counters"]

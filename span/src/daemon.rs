@@ -89,7 +89,7 @@ pub struct Neighbour {
     pub mac: Option<String>,
     /// The member's name.
     pub name: Option<String>,
-    /// "lease", "file", "gateway" or "router".
+    /// "lease", "file", "learned", "gateway" or "router".
     pub source: String,
     /// Whether the file gives it to the member, which may have it as a lease too.
     #[serde(default)]

@@ -3,7 +3,9 @@
 //! A member is here if its MAC address is behind a port that is up and is no tunnel. One that is
 //! not, and has a lease here, is announced too, so that no other machine gives its address away: it
 //! may be silent, or have moved. What is behind a tunnel is announced by the machine that has it.
-//! Members in VLANs are not announced: the tunnel carries one network.
+//! Members in VLANs are not announced: the tunnel carries one network. Neither are IPv6
+//! addresses that members gave themselves: they are neither leased nor fixed, so where machines
+//! disagree, none could take one from its member.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -60,7 +62,9 @@ pub fn here(tables: &Tables, ports: &[Port]) -> BTreeMap<String, Here> {
             found.insert(mac, Local { member, placed: true, silent_for });
         }
         for neighbour in tables.neighbours.iter().filter(|neighbour| neighbour.network == *network) {
-            let Some(mac) = neighbour.mac.as_deref().and_then(mac_of) else { continue };
+            let Some(mac) = neighbour.mac.as_deref().and_then(mac_of).filter(|_| neighbour.source != "learned") else {
+                continue;
+            };
             let is_lease = neighbour.source == "lease";
             if is_lease {
                 let member = Member { mac, name: None, addresses: Vec::new() };
@@ -104,6 +108,7 @@ mod tests {
                 { "network": "lan", "ip": "10.87.0.1", "mac": "02:00:00:00:00:05", "port": null, "name": "gateway", "source": "gateway" },
                 { "network": "lan", "ip": "10.87.0.9", "mac": "02:00:00:00:00:01", "port": "web", "name": "Web", "source": "lease", "fixed": true },
                 { "network": "lan", "ip": "10.87.0.8", "mac": "02:00:00:00:00:01", "port": "web", "name": "web", "source": "file" },
+                { "network": "lan", "ip": "fd00::8", "mac": "02:00:00:00:00:01", "port": "web", "name": "web", "source": "learned" },
                 { "network": "lan", "ip": "10.87.0.7", "mac": "02:00:00:00:00:07", "port": null, "name": null, "source": "lease" },
                 { "network": "lan", "ip": "10.87.0.6", "mac": "02:00:00:00:00:08", "port": null, "name": "vm", "source": "file" },
                 { "network": "lan", "ip": "10.87.0.5", "mac": "02:00:00:00:00:02", "port": "span", "name": "moved", "source": "lease" },

@@ -488,7 +488,8 @@ pub struct NeighbourReport {
     pub port: Option<String>,
     /// The member's name, where it has one.
     pub name: Option<String>,
-    /// How it is known: "lease", "file" (reserved, and not asked for), "gateway" or "router".
+    /// How it is known: "lease", "file" (reserved, and not asked for), "learned" (an IPv6 address
+    /// that the member gave itself), "gateway" or "router".
     pub source: String,
     /// Whether the file gives it to the member, which may have asked for it since.
     #[serde(default)]

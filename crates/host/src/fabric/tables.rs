@@ -3,11 +3,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::time::Duration;
 
 use super::{FabricError, Running};
 use crate::api::report::{MacReport, NeighbourReport, SCHEMA, Tables};
 use crate::file::Mac;
+use tombolo_switch::gateway::GatewayHandle;
 use tombolo_switch::vlan::DEFAULT;
+
+/// Longest wait for what a gateway has heard; a worker's turn takes far less. A gateway that is
+/// being restarted says nothing.
+const GATEWAY_ANSWER: Duration = Duration::from_millis(100);
 
 impl Running {
     /// The tables of all networks at this instant.
@@ -21,6 +27,8 @@ impl Running {
                 continue;
             };
             let handle = worker.thread.handle();
+            // It is asked first, and answers in the worker's turn with the others.
+            let learned = net.gateway.as_ref().filter(|g| g.config().ipv6.is_some()).map(GatewayHandle::ask_learned6);
             let status = handle.status()?;
             let names: BTreeMap<_, _> = status.ports.iter().map(|p| (p.token.0, p.name.to_string())).collect();
             let mut places = BTreeMap::new();
@@ -38,9 +46,15 @@ impl Running {
             let mut of_file: BTreeSet<IpAddr> = of_members.map(|(_, _, ip, _)| ip.into()).collect();
             let six = self.spec.addresses6(&spec.name);
             of_file.extend(six.iter().flat_map(|(_, _, ips)| ips.iter().map(|ip| IpAddr::from(*ip))));
+            let mut seen = BTreeSet::new();
             let mut add = |ip: IpAddr, mac: Option<String>, name: Option<String>, source: &str| {
+                // What is leased or reserved is announced too.
+                if !seen.insert(ip) && source == "learned" {
+                    return;
+                }
                 let port = mac.as_ref().and_then(|mac| places.get(mac)).cloned();
-                let (network, fixed) = (spec.name.clone(), source != "lease" || of_file.contains(&ip));
+                let network = spec.name.clone();
+                let fixed = !["lease", "learned"].contains(&source) || of_file.contains(&ip);
                 neighbours.push(NeighbourReport { network, ip, mac, port, name, source: source.to_string(), fixed });
             };
             let role = |role: &str| Some(Mac::derived(&[&self.spec.name, &spec.name, role]).to_string());
@@ -63,6 +77,13 @@ impl Running {
                 for ip in ips.into_iter().filter(|ip| !leases.iter().any(|lease| lease.address == *ip)) {
                     add(ip.into(), mac.map(|mac| mac.to_string()), Some(name.clone()), "file");
                 }
+            }
+            let learned = learned.and_then(|answers| answers.recv_timeout(GATEWAY_ANSWER).ok()).unwrap_or_default();
+            let named: BTreeMap<_, _> = leases.iter().filter_map(|l| Some((l.mac, l.name.as_ref()?))).collect();
+            for (address, mac) in learned {
+                let of_file = net.gateway.as_ref().and_then(|gateway| gateway.name_of(mac));
+                let name = of_file.or_else(|| named.get(&mac).map(ToString::to_string));
+                add(address.into(), Some(Mac(mac).to_string()), name, "learned");
             }
         }
         macs.sort();

@@ -32,9 +32,9 @@ use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
 use crate::gateway::names::Members;
 use crate::port::{Caps, Fault, Link, Port, Sent};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 /// Called to wake somebody, from any thread; must not block.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
@@ -48,6 +48,7 @@ enum Command {
     SetBoot(BootTable),
     SetElsewhere(Arc<Elsewhere>),
     SetRouter6(Option<Mac>, u16),
+    ListLearned6(mpsc::Sender<Vec<(Ipv6Addr, Mac)>>),
     Withdraw,
 }
 
@@ -203,6 +204,20 @@ impl GatewayHandle {
     pub fn set_router6(&self, router: Option<Mac>, secs: u16) {
         *lock(&self.0.router6) = Some((router, secs));
         self.send(Command::SetRouter6(router, secs));
+    }
+
+    /// Queues [`Gateway::learned6`] for the worker, which answers within its next turn; nothing
+    /// comes while the port is out of service.
+    pub fn ask_learned6(&self) -> mpsc::Receiver<Vec<(Ipv6Addr, Mac)>> {
+        let (answer, answers) = mpsc::channel();
+        self.send(Command::ListLearned6(answer));
+        answers
+    }
+
+    /// The name of the member with this MAC address.
+    pub fn name_of(&self, mac: Mac) -> Option<String> {
+        let members = lock(&self.0.members);
+        members.of_mac(mac).map(|m| m.name.as_str()).or_else(|| members.name_of_mac6(mac)).map(str::to_owned)
     }
 
     /// Queues [`Gateway::withdraw`] for the worker; [`GatewayHandle::is_withdrawn`] tells when it
@@ -379,6 +394,8 @@ impl GatewayPort {
                 Command::SetBoot(table) => self.gateway.set_boot(table),
                 Command::SetElsewhere(elsewhere) => self.gateway.set_elsewhere(elsewhere),
                 Command::SetRouter6(router, secs) => self.gateway.set_router6(router, secs),
+                // Whoever asked may have gone.
+                Command::ListLearned6(answer) => drop(answer.send(self.gateway.learned6(self.now))),
                 Command::Withdraw => self.gateway.withdraw(),
             }
         }

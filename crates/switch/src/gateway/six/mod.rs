@@ -725,6 +725,14 @@ impl Gateway {
         listed || leases.is_some_and(|leases| leases.named(name).is_some())
     }
 
+    /// The IPv6 addresses that members gave themselves (SLAAC), each with the MAC address that it
+    /// was first heard from, in no order. Those that were not heard from lately are asked whether
+    /// they are still there. What the file gives, or DHCPv6 leases, is in it too where a member has
+    /// announced it.
+    pub fn learned6(&mut self, now: Nanos) -> Vec<(Ipv6Addr, Mac)> {
+        self.six.as_mut().map(|six| six.learned.list(now)).unwrap_or_default()
+    }
+
     /// Whether `address` is of the network.
     pub(super) fn holds6(&self, address: Ipv6Addr) -> bool {
         self.six.as_ref().is_some_and(|six| six.config.holds(address))

@@ -410,6 +410,7 @@ fn addresses_that_members_gave_themselves_have_names() {
         assert!(world.put(3, &detect(3, target)).is_empty());
     }
     assert_eq!(world.resolve(9, &["cam"], 28), (0, vec![host(0xabc).octets().to_vec()]));
+    assert!(world.gateway.learned6(world.now).contains(&(host(0xabc), mac(3))));
     // It is asked whether it is still there once somebody asks for it, and given up where it is
     // silent.
     world.now = world.now.after(learned::FRESH_SPAN);
