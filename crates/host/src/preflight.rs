@@ -781,8 +781,7 @@ mod tests {
         // A section with a fault is not looked for: what it means is open.
         let (part, found) = told(&format!("{lan}{tap}netms = \"x\"\n"));
         assert_eq!((part, found), (Part::File, vec![at(7, "tap.t.netms")]));
-        // So is all of a file that is no TOML, and forwards whose numbers are not those of the
-        // file.
+        // So is all of a file that is no TOML.
         let (part, found) = told(&format!("{lan}{tap}x = \n"));
         assert_eq!((part, found.len()), (Part::File, 1));
         let member = "[port.p]\nkind = \"stream\"\nmac = \"02:00:00:00:00:07\"\nip = \"10.213.0.7\"\n";
@@ -791,7 +790,7 @@ mod tests {
         let (part, found) = told(&format!("{lan}{rule}{away}"));
         assert_eq!((part, found), (Part::Both, vec![at(11, "rule[0].from"), at(13, "forward[0].listen")]));
         let (part, found) = told(&format!("{lan}[[forward]]\nlisten = \"192.0.2.7:81\"\nto = \"q:80\"\n{away}"));
-        assert_eq!((part, found), (Part::File, vec![at(11, "forward[0].to")]));
+        assert_eq!((part, found), (Part::Both, vec![at(11, "forward[0].to"), at(13, "forward[1].listen")]));
     }
 
     #[test]
