@@ -246,17 +246,20 @@ def test_a_hostile_neighbour_routes_serves_and_claims_nothing():
         advert += ipaddress.IPv6Address("fd66:6::").packed
         reply = struct.pack("!HHHH", 547, 546, 12, 0) + b"\x02abc"
 
-        def about(address):
-            return bytes([136, 0, 0, 0, 0x20, 0, 0, 0]) + ipaddress.IPv6Address(address).packed + option
+        def about(address, kind=136):
+            return bytes([kind, 0, 0, 0, 0x20, 0, 0, 0]) + ipaddress.IPv6Address(address).packed + (option if kind == 136 else b"")
 
-        attacks = {
-            "rogue_router": packet(mac, me, ALL_NODES, 58, advert, 2),
-            "rogue_dhcp": packet(mac, me, local(MAC["client"]), 17, reply, 6, to_mac=MAC["client"]),
-            "nd_inspection": packet(mac, me, ALL_NODES, 58, about(victim), 2),
-            "gateway_claim": packet(mac, me, ALL_NODES, 58, about(gateway_of(fabric)), 2),
-            "source6": packet(mac, victim, ALL_NODES, 58, b"\x80\0\0\0\0\1\0\1", 2, hops=64),
-        }
-        for reason, frame in attacks.items():
+        # The question, at the time of the victim's own, has it give its address up.
+        detection = packet(mac, "::", f"ff02::1:ff{ipaddress.IPv6Address(victim).exploded[-7:]}", 58, about(victim, 135), 2)
+        attacks = (
+            ("rogue_router", packet(mac, me, ALL_NODES, 58, advert, 2)),
+            ("rogue_dhcp", packet(mac, me, local(MAC["client"]), 17, reply, 6, to_mac=MAC["client"])),
+            ("nd_inspection", packet(mac, me, ALL_NODES, 58, about(victim), 2)),
+            ("gateway_claim", packet(mac, me, ALL_NODES, 58, about(gateway_of(fabric)), 2)),
+            ("source6", packet(mac, victim, ALL_NODES, 58, b"\x80\0\0\0\0\1\0\1", 2, hops=64)),
+            ("nd_inspection", detection),
+        )
+        for reason, frame in attacks:
             before = drops(fabric, "rogue", reason)
             send(spaces["rogue"], "rogue", [frame] * 3)
             until(reason, lambda: drops(fabric, "rogue", reason) >= before + 3)

@@ -8,12 +8,16 @@
 //! | frame | what becomes of it |
 //! | --- | --- |
 //! | duplicate address detection of a free address | the address is the port's from now on |
-//! | the same of an address that another port has | passes, so that the holder can object; nothing is learned |
+//! | the same of an address that the port may not claim | dropped, `nd_inspection` |
 //! | any packet from a free address | the same as the first: hosts do not ask again after a restart of the switch |
 //! | any packet from an address that another port has | dropped, `source6` |
 //! | neighbour advertisement for such an address, or with another MAC address than the frame's | dropped, `nd_inspection` |
 //! | any packet from an address that this machine has lost to another one, and advertisements for it | dropped, `source6` and `nd_inspection` |
 //! | a claim beyond the port's limit | dropped, `address_limit` |
+//!
+//! A host that asks for an address gives it up if another one asks for it at the same time (RFC 4862
+//! §5.4.3). So a question is a weapon as well as an answer, and both are dropped. The price: who
+//! gives itself another member's address by hand is not told of it.
 //!
 //! An address that is written into another guard's list is that port's. An interface identifier
 //! that shows a MAC address which is locked to another port is not to be claimed either. Both hold
@@ -210,9 +214,7 @@ impl Bindings {
                         if !options(24, ipv6::SOURCE_LINK_LAYER) {
                             return Some(Reason::NdInspection);
                         }
-                        // That another port has the address, its holder says.
-                        let limit = anonymous.then(|| owns(target, Reason::NdInspection)).flatten();
-                        limit.filter(|reason| *reason == Reason::AddressLimit)
+                        anonymous.then(|| owns(target, Reason::NdInspection)).flatten()
                     }
                     (ipv6::NEIGHBOUR_ADVERTISEMENT, Some(target)) => {
                         if anonymous || !options(24, ipv6::TARGET_LINK_LAYER) {
@@ -279,7 +281,10 @@ mod tests {
         assert_eq!(ports.put(1, &data("fd00::5")), None);
         assert_eq!(ports.put(2, &data("fd00::5")), Some(Reason::Source6));
         assert_eq!(ports.put(2, &about(136, "fe80::ff:fe00:8", "fd00::5", &[])), Some(Reason::NdInspection));
-        assert_eq!(ports.put(2, &about(135, "::", "fd00::5", &[])), None, "the holder objects");
+        assert_eq!(ports.put(2, &about(135, "::", "fd00::5", &[])), Some(Reason::NdInspection), "1 may be asking too");
+        assert_eq!(ports.put(2, &about(135, "::", "fd00::ff:fe00:7", &[])), Some(Reason::NdInspection));
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None, "1 asks again");
+        assert_eq!(ports.put(2, &about(135, "fe80::ff:fe00:8", "fd00::5", &[])), None, "a question for its MAC address");
         assert_eq!(ports.put(2, &data("fd00::5")), Some(Reason::Source6));
         let tells = |mac: Mac| [&[2, 1][..], &mac].concat();
         assert_eq!(ports.put(1, &about(136, "fd00::5", "fd00::5", &tells(A))), None);
@@ -307,7 +312,7 @@ mod tests {
             assert_eq!(ports.put(1, &advertisement), Some(Reason::NdInspection));
         }
         assert_eq!((ports.0.own[&1].len(), ports.put(1, &data("fd00::6"))), (1, None));
-        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None, "who has it there objects");
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), Some(Reason::NdInspection));
         ports.0.lose(std::iter::empty());
         assert_eq!((ports.put(2, &data("fd00::5")), ports.put(1, &data("fd00::5"))), (None, Some(Reason::Source6)));
     }
@@ -332,7 +337,7 @@ mod tests {
             assert_eq!(refuse(&data(source)), Some(Reason::Source6), "{source}");
             let advertisement = about(136, "fe80::ff:fe00:7", source, &[]);
             assert_eq!(refuse(&advertisement), Some(Reason::NdInspection), "{source}");
-            assert_eq!(refuse(&about(135, "::", source, &[])), None, "the holder objects");
+            assert_eq!(refuse(&about(135, "::", source, &[])), Some(Reason::NdInspection), "{source}");
             assert_eq!(refuse(&data(source)), Some(Reason::Source6), "asking for {source} gains nothing");
         }
         assert_eq!(ports.put(1, &data("fd00::8")), None, "what nobody else has stays");
