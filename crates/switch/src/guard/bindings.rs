@@ -284,7 +284,11 @@ mod tests {
         assert_eq!(ports.put(2, &about(135, "::", "fd00::5", &[])), Some(Reason::NdInspection), "1 may be asking too");
         assert_eq!(ports.put(2, &about(135, "::", "fd00::ff:fe00:7", &[])), Some(Reason::NdInspection));
         assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None, "1 asks again");
-        assert_eq!(ports.put(2, &about(135, "fe80::ff:fe00:8", "fd00::5", &[])), None, "a question for its MAC address");
+        assert_eq!(
+            ports.put(2, &about(135, "fe80::ff:fe00:8", "fd00::5", &[])),
+            None,
+            "a question for its MAC address"
+        );
         assert_eq!(ports.put(2, &data("fd00::5")), Some(Reason::Source6));
         let tells = |mac: Mac| [&[2, 1][..], &mac].concat();
         assert_eq!(ports.put(1, &about(136, "fd00::5", "fd00::5", &tells(A))), None);

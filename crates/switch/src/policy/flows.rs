@@ -22,9 +22,11 @@ pub const CAPACITY: usize = 65_536;
 pub const PER_PORT: usize = 16_384;
 /// Places that are looked at for connections whose time is over, once per [`Tick`].
 const SWEEP: usize = 256;
-/// Pairs of places for directions of connections that had a frame in the present tick, per family.
-/// A power of two; 256 KiB for IPv4, 512 KiB for IPv6.
-const RECENT: usize = 4_096;
+/// Pairs of places for directions of connections that had a frame in the present tick, per family:
+/// so many at first, four times as many where they do not suffice, and so many at most. Powers of
+/// two. A pair has 64 bytes for IPv4, 128 for IPv6.
+const RECENT: usize = 1_024;
+const MOST_RECENT: usize = 16_384;
 /// No place of the table.
 const NIL: u32 = u32::MAX;
 
@@ -224,7 +226,7 @@ impl<const WORDS: usize> Recent<WORDS> {
     /// Where it is. Directions that share a pair of places, also on purpose, cost each other only a
     /// look into the index.
     #[inline(always)]
-    fn pair(&self, secret: &[u64; 2]) -> usize {
+    fn hash(&self, secret: &[u64; 2]) -> usize {
         let (mut left, mut right) = (secret[0], self.ends ^ secret[1]);
         let mut at = 0;
         while at < WORDS {
@@ -237,7 +239,7 @@ impl<const WORDS: usize> Recent<WORDS> {
             at += 1;
         }
         let product = u128::from(left) * u128::from(right);
-        ((product >> 64) as u64 ^ product as u64) as usize % RECENT
+        ((product >> 64) as u64 ^ product as u64) as usize
     }
 }
 
@@ -245,17 +247,31 @@ impl<const WORDS: usize> Recent<WORDS> {
 #[derive(Debug)]
 struct Recents<const WORDS: usize> {
     pairs: Box<[Pair<WORDS>]>,
+    /// One less than their number.
+    mask: usize,
     secret: [u64; 2],
+    /// Directions that found no place since the last look at it.
+    turned_away: usize,
 }
 
 impl<const WORDS: usize> Recents<WORDS> {
     fn new(pairs: usize, secret: [u64; 2]) -> Recents<WORDS> {
-        Recents { pairs: vec![Pair([Recent::NONE; 2]); pairs].into(), secret }
+        let mask = pairs.saturating_sub(1);
+        Recents { pairs: vec![Pair([Recent::NONE; 2]); pairs].into(), mask, secret, turned_away: 0 }
+    }
+
+    /// Makes room if a sixteenth as many directions as there are pairs found none. What is
+    /// remembered is lost; it is a short cut only.
+    fn fit(&mut self) {
+        let is_short = std::mem::take(&mut self.turned_away) > self.pairs.len() / 16;
+        if is_short && self.pairs.len() < MOST_RECENT {
+            *self = Recents::new(self.pairs.len() * 4, self.secret);
+        }
     }
 
     #[inline(always)]
     fn has(&self, recent: &Recent<WORDS>) -> bool {
-        let pair = self.pairs.get(recent.pair(&self.secret));
+        let pair = self.pairs.get(recent.hash(&self.secret) & self.mask);
         pair.is_some_and(|Pair(pair)| {
             pair.iter().any(|place| place.when == recent.when && place.is_of(recent, u32::MAX))
         })
@@ -263,16 +279,16 @@ impl<const WORDS: usize> Recents<WORDS> {
 
     /// Those of this tick stay. Where all are, as many directions as possible keep their place.
     fn note(&mut self, recent: Recent<WORDS>) {
-        if let Some(Pair(pair)) = self.pairs.get_mut(recent.pair(&self.secret))
-            && let Some(place) = pair.iter_mut().find(|place| place.when != recent.when)
-        {
-            *place = recent;
+        let Some(Pair(pair)) = self.pairs.get_mut(recent.hash(&self.secret) & self.mask) else { return };
+        match pair.iter_mut().find(|place| place.when != recent.when) {
+            Some(place) => *place = recent,
+            None => self.turned_away += 1,
         }
     }
 
     /// Forgets the direction, whatever the roles of its port.
     fn forget(&mut self, recent: &Recent<WORDS>) {
-        let Some(Pair(pair)) = self.pairs.get_mut(recent.pair(&self.secret)) else { return };
+        let Some(Pair(pair)) = self.pairs.get_mut(recent.hash(&self.secret) & self.mask) else { return };
         let gone = pair.iter_mut().filter(|place| place.is_of(recent, Recent::<WORDS>::CONNECTION));
         gone.for_each(|place| *place = Recent::NONE);
     }
@@ -544,6 +560,8 @@ impl Flows {
             return;
         }
         self.swept_at = now;
+        self.recent_four.fit();
+        self.recent_six.fit();
         for _ in 0..SWEEP.min(self.places.len()) {
             self.swept = (self.swept + 1) % self.places.len();
             let flow = &self.places[self.swept];
@@ -721,6 +739,40 @@ mod tests {
                 }
                 assert_eq!(seen, share.held);
             }
+        }
+    }
+
+    /// With more connections than there is room for at first, there is room in the next tick.
+    #[test]
+    fn the_room_for_recent_ones_follows_their_number() {
+        for is_ipv4 in [true, false] {
+            let mut flows = Flows::new(CAPACITY, 7);
+            let base = if is_ipv4 { 0xffff_0000_0000 } else { 0xfd << 120 };
+            let direction = |n: u32| {
+                let end = |ip: u128, port| End { ip: base | ip, port };
+                let tuple = Tuple { from: end(n.into(), 7), to: end(1 << 24, 80), protocol: TCP };
+                Direction { plain: Plain::of(&tuple, is_ipv4), from: 1, to: 9, roles: Roles::default() }
+            };
+            let mut recent = |now: Tick, count: u32| {
+                flows.sweep(now);
+                for n in 0..count {
+                    let (key, from_low) = Key::of(&direction(n).plain.tuple(), 1, 9);
+                    if flows.find_plain(now, 1, &direction(n), Kind::Segment(ACK)) == Found::Unknown {
+                        assert!(flows.open(now, 1, key, from_low, 1, Kind::Segment(ACK)));
+                        flows.find_plain(now, 1, &direction(n), Kind::Segment(ACK));
+                    }
+                }
+                let known = (0..count).filter(|n| flows.is_recent(now, 1, &direction(*n))).count();
+                (known, flows.recent_four.pairs.len().max(flows.recent_six.pairs.len()))
+            };
+            let (few, pairs) = recent(at(1), 64);
+            assert!((62..=64).contains(&few), "{few}");
+            assert_eq!(pairs, RECENT);
+            let (crowded, _) = recent(at(2), 10_000);
+            assert!(crowded <= 2 * RECENT, "{crowded}");
+            let _ = recent(at(3), 10_000);
+            let (known, pairs) = recent(at(4), 10_000);
+            assert!(known > 9_000 && pairs == MOST_RECENT, "{known} {pairs}");
         }
     }
 
