@@ -21,8 +21,8 @@ pub(crate) use bindings::{Bindings, shown_mac};
 pub use bindings::{LIMIT, Learn};
 pub use ipv6::nd_options;
 pub(crate) use ipv6::options_tell;
-pub(crate) use roles::refuse;
 pub use roles::{Protected, Roles, link_local, solicited_node};
+pub(crate) use roles::{lets_pass, refuse};
 
 use crate::frame::{ETHERNET_HEADER_BYTES, Mac};
 use crate::mac::Address;

@@ -57,6 +57,7 @@ pub mod network;
 pub mod offload;
 mod overflow;
 pub mod pcapng;
+mod plain;
 pub mod policy;
 pub mod port;
 pub mod recheck;

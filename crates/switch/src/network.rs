@@ -43,6 +43,7 @@ use crate::guard::{self, Bindings, ETHERTYPE_IPV6, Guard, Protected, Roles};
 use crate::limit::{Flooded, Floods, Storm};
 use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
 use crate::offload;
+use crate::plain;
 use crate::policy::{self, Labels, Passes, Policy, Relation};
 use crate::vlan::{Membership, Vlans};
 use std::collections::HashMap;
@@ -510,14 +511,16 @@ impl Network {
                     found
                 }
             };
-            let is_recent = match (&policy, to) {
-                (Some(policy), Destination::Port(port)) if relation.passes == Passes::IfAllowed => {
-                    policy.is_recent(now, (from, roles), port, frame.head())
+            let plain = plain::read(frame.head());
+            let is_recent = match (&policy, to, plain) {
+                (Some(policy), Destination::Port(port), Some(plain)) if relation.passes == Passes::IfAllowed => {
+                    policy.is_recent(now, (from, roles), port, plain)
                 }
                 _ => false,
             };
             if !is_recent
                 && roles != Roles::ALL
+                && !plain.is_some_and(|(plain, _)| guard::lets_pass(&plain, &self.protected))
                 && let Some(reason) = guard::refuse(frame.head(), len > frame.head().len(), roles, &self.protected)
             {
                 plan.lose(index, reason, drops);

@@ -35,6 +35,7 @@ mod tuple;
 use crate::drop::Reason;
 use crate::guard::Roles;
 use crate::mac::{PortNumber, Tick};
+use crate::plain::{self, Plain};
 use flows::{Direction, Flows, Found, Key};
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -479,14 +480,19 @@ impl Policy {
     }
 
     /// Whether a frame of the same connection and direction, from the same port with the same
-    /// roles, passed in this tick, under these rules, and whether one like the one that starts with
-    /// `head` changes nothing about that. Both the rules and [`crate::guard::refuse`] look at
+    /// roles, passed in this tick, under these rules, and whether one with these fields and TCP
+    /// flags changes nothing about that. Both the rules and [`crate::guard::refuse`] look at
     /// nothing else of such a frame: addresses, protocol, ports and roles.
     #[inline(always)]
-    pub(crate) fn is_recent(&self, now: Tick, (from, roles): (PortNumber, Roles), to: PortNumber, head: &[u8]) -> bool {
-        let Some((plain, kind)) = tuple::quick(head) else { return false };
+    pub(crate) fn is_recent(
+        &self,
+        now: Tick,
+        (from, roles): (PortNumber, Roles),
+        to: PortNumber,
+        (plain, flags): (Plain, u8),
+    ) -> bool {
         let direction = Direction { plain, from, to, roles };
-        !kind.changes_state() && self.flows.is_recent(now, self.generation, &direction)
+        !tuple::kind_of(&plain, flags).changes_state() && self.flows.is_recent(now, self.generation, &direction)
     }
 
     /// For a change of what the roles of ports are about.
@@ -521,8 +527,9 @@ impl Policy {
         head: &[u8],
         shared: bool,
     ) -> Option<Reason> {
-        if let Some((plain, kind)) = tuple::quick(head) {
+        if let Some((plain, flags)) = plain::read(head) {
             // The first frame of a connection is looked up again below.
+            let kind = tuple::kind_of(&plain, flags);
             let direction = Direction { plain, from, to, roles };
             if self.flows.find_plain(now, self.generation, &direction, kind) == Found::Open {
                 return None;

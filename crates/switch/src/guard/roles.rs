@@ -21,10 +21,10 @@ use super::ipv6::Upper;
 use super::{ETHERTYPE_ARP, ETHERTYPE_IPV4, ETHERTYPE_IPV6, ipv6, network_layer};
 use crate::drop::Reason;
 use crate::frame::Mac;
+use crate::plain::{Fields, Plain, UDP};
 use std::net::{IpAddr, Ipv6Addr};
 
 const ICMPV4: u8 = 1;
-const UDP: u8 = 17;
 const IRDP_ADVERTISEMENT: u8 = 9;
 const DHCPV4_CLIENT: u16 = 68;
 const DHCPV6_CLIENT: u16 = 546;
@@ -88,6 +88,24 @@ pub fn solicited_node(address: Ipv6Addr) -> (Mac, Ipv6Addr) {
     let [.., a, b, c] = address.octets();
     let group = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
     ([0x33, 0x33, 0xff, a, b, c], group)
+}
+
+/// Whether [`refuse`] lets a frame with these fields pass from a port of any roles. It says no of
+/// some that do.
+#[inline(always)]
+pub(crate) fn lets_pass(plain: &Plain, protected: &Protected) -> bool {
+    match plain {
+        Plain::Four(Fields { addresses: [both], ports, protocol }) => {
+            let source = ((both >> 32) as u32).to_be_bytes();
+            let to_client = *protocol == UDP && *ports as u16 == DHCPV4_CLIENT;
+            !to_client && !protected.ipv4.contains(&source)
+        }
+        Plain::Six(Fields { addresses: [high, low, ..], ports, protocol }) => {
+            let source = u128::from(*high) << 64 | u128::from(*low);
+            let to_client = *protocol == UDP && *ports as u16 == DHCPV6_CLIENT;
+            !to_client && !protected.ipv6.contains(&source)
+        }
+    }
 }
 
 /// Why the frame that starts with `head` may not pass from a port with these roles; `more` if it is
@@ -270,6 +288,45 @@ mod tests {
                 assert_eq!(told(&frame, Roles::ALL), None);
             }
         }
+    }
+
+    /// What the short way lets pass, the long one does too; and it lets most frames pass.
+    #[test]
+    fn the_short_way_lets_nothing_pass_that_the_long_one_refuses() {
+        let mut state = 11u32;
+        let mut next = move |below: u32| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 16) % below
+        };
+        let (mut passed, mut refused) = (0, 0);
+        for _ in 0..60_000 {
+            let port = [67u16, 68, 546, 547, 80][next(5) as usize];
+            let [high, low] = port.to_be_bytes();
+            let transport = [0, 80, high, low, 0, 20, 0, 0, 0, 0, 0, 0, 0x50, 0x10, 0, 0, 0, 0, 0, 0];
+            let (protocol, of_gateway) = ([6, 17, 17, 1, 58][next(5) as usize], next(4) == 0);
+            let source = if of_gateway { GATEWAY } else { [10, 0, 0, 7] };
+            let mut frame = if next(2) == 0 {
+                frame(&[], 0x0800, &v4(source, protocol, 0, &transport))
+            } else {
+                frame(&[], 0x86dd, &v6(if of_gateway { "fe80::1" } else { "fe80::7" }, "fe80::9", protocol, &transport))
+            };
+            // Some have other bytes anywhere after the addresses, some end early.
+            for _ in 0..next(3) {
+                let at = 12 + next(frame.len() as u32 - 12) as usize;
+                frame[at] = next(256) as u8;
+            }
+            frame.truncate(frame.len() - next(4) as usize / 3 * next(40) as usize);
+            let Some((plain, _)) = crate::plain::read(&frame) else { continue };
+            if lets_pass(&plain, &protected()) {
+                passed += 1;
+                for more in [false, true] {
+                    assert_eq!(refuse(&frame, more, Roles::default(), &protected()), None, "{frame:x?}");
+                }
+            } else {
+                refused += 1;
+            }
+        }
+        assert!(passed > 5_000 && refused > 5_000, "{passed} {refused}");
     }
 
     #[test]

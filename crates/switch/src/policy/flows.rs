@@ -8,10 +8,11 @@
 //! connection of the port that holds most. So a flood of connections costs its own port. The hash
 //! is keyed.
 
-use super::tuple::{ACK, End, FIN, Fields, Kind, Plain, RST, SYN, TCP, Tuple};
+use super::tuple::{ACK, End, FIN, Kind, RST, SYN, Tuple};
 use crate::Nanos;
 use crate::guard::Roles;
 use crate::mac::{PortNumber, Tick};
+use crate::plain::{Fields, Plain, TCP};
 use foldhash::quality::FixedState;
 use hashbrown::HashTable;
 use std::hash::{BuildHasher, Hasher};

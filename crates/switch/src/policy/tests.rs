@@ -1,7 +1,8 @@
 use super::tuple::tests::{frame, tcp};
-use super::tuple::{ACK, FIN, SYN, TCP, UDP};
+use super::tuple::{ACK, FIN, SYN};
 use super::*;
 use crate::Nanos;
+use crate::plain::{TCP, UDP};
 
 const WEB: PortNumber = 1;
 const DB: PortNumber = 2;

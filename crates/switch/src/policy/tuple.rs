@@ -2,12 +2,11 @@
 //! looks only at the frame's head.
 
 use crate::guard::{ETHERTYPE_ARP, ETHERTYPE_IPV4, ETHERTYPE_IPV6, network_layer};
+use crate::plain::{Fields, Plain, TCP, UDP};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 pub(super) const ICMPV4: u8 = 1;
 const IGMP: u8 = 2;
-pub(super) const TCP: u8 = 6;
-pub(super) const UDP: u8 = 17;
 pub(super) const ICMPV6: u8 = 58;
 // TCP flags: RFC 9293 §3.1.
 pub(super) const FIN: u8 = 0x01;
@@ -107,25 +106,6 @@ pub(super) fn read(head: &[u8]) -> Content {
     }
 }
 
-/// What a frame of the most common kinds says of its connection, as it stands in the frame: TCP or
-/// UDP, whole, without tags, options and extension headers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Plain {
-    /// IPv4: source and destination address in one word.
-    Four(Fields<1>),
-    /// IPv6: two words each.
-    Six(Fields<4>),
-}
-
-/// The fields of a [`Plain`] frame that name its connection and direction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Fields<const WORDS: usize> {
-    pub(super) addresses: [u64; WORDS],
-    /// Source port above, destination port below.
-    pub(super) ports: u32,
-    pub(super) protocol: u8,
-}
-
 impl Plain {
     /// What such a frame of this tuple has; of each family where both have the same tuple.
     pub(super) fn of(tuple: &Tuple, is_ipv4: bool) -> Plain {
@@ -153,68 +133,11 @@ impl Plain {
     }
 }
 
-/// What a frame says of its connection, and the TCP flags where it is a segment, for the most
-/// common frames. Of all others `None`; [`read`] reads those too, and these alike.
+/// What a [`Plain`] frame means for its connection.
 #[inline(always)]
-pub(super) fn quick(head: &[u8]) -> Option<(Plain, Kind)> {
-    match head.get(12..14)? {
-        [0x08, 0x00] => match head.first_chunk() {
-            Some(frame) => quick_four(frame, head.len()),
-            None => quick_four(&padded(head), head.len()),
-        },
-        [0x86, 0xdd] => match head.first_chunk() {
-            Some(frame) => quick_six(frame, head.len()),
-            None => quick_six(&padded(head), head.len()),
-        },
-        _ => None,
-    }
-}
-
-/// What [`quick`] looks at: Ethernet 14, IPv4 20 or IPv6 40, and of TCP what goes up to its flags.
-const FOUR: usize = 14 + 20;
-const SIX: usize = 14 + 40;
-const TRANSPORT: usize = 14;
-
-/// A head that is shorter, which few are.
-#[cold]
-fn padded<const BYTES: usize>(head: &[u8]) -> [u8; BYTES] {
-    std::array::from_fn(|at| head.get(at).copied().unwrap_or(0))
-}
-
-#[inline(always)]
-fn quick_four(frame: &[u8; FOUR + TRANSPORT], len: usize) -> Option<(Plain, Kind)> {
-    let [.., version, _, _, _, _, _, fragment, offset, _, protocol, _, _] = *frame.first_chunk::<26>()?;
-    if version != 0x45 || u16::from_be_bytes([fragment, offset]) & 0x3fff != 0 {
-        return None;
-    }
-    let [ports @ .., _, _, _, _, _, _, _, _, _, flags] = *frame.last_chunk::<TRANSPORT>()?;
-    let kind = quick_kind(protocol, flags, len, FOUR)?;
-    let addresses = [u64::from_be_bytes(*frame[26..].first_chunk()?)];
-    Some((Plain::Four(Fields { addresses, ports: u32::from_be_bytes(ports), protocol }), kind))
-}
-
-#[inline(always)]
-fn quick_six(frame: &[u8; SIX + TRANSPORT], len: usize) -> Option<(Plain, Kind)> {
-    let [.., version, _, _, _, high, low, protocol, _] = *frame.first_chunk::<22>()?;
-    // A payload that is no header of these protocols hides what it is.
-    if version >> 4 != 6 || u16::from_be_bytes([high, low]) < 8 {
-        return None;
-    }
-    let [ports @ .., _, _, _, _, _, _, _, _, _, flags] = *frame.last_chunk::<TRANSPORT>()?;
-    let kind = quick_kind(protocol, flags, len, SIX)?;
-    let word = |at: usize| frame[at..].first_chunk().copied().map(u64::from_be_bytes);
-    let addresses = [word(22)?, word(30)?, word(38)?, word(46)?];
-    Some((Plain::Six(Fields { addresses, ports: u32::from_be_bytes(ports), protocol }), kind))
-}
-
-/// What a frame of `len` bytes, whose transport header begins `at`, means for its connection.
-#[inline(always)]
-fn quick_kind(protocol: u8, flags: u8, len: usize, at: usize) -> Option<Kind> {
-    match protocol {
-        TCP if len >= at + TRANSPORT => Some(Kind::Segment(flags)),
-        UDP if len >= at + 4 => Some(Kind::Datagram),
-        _ => None,
-    }
+pub(super) fn kind_of(plain: &Plain, flags: u8) -> Kind {
+    let (Plain::Four(Fields { protocol, .. }) | Plain::Six(Fields { protocol, .. })) = plain;
+    if *protocol == TCP { Kind::Segment(flags) } else { Kind::Datagram }
 }
 
 fn word(bytes: &[u8], at: usize) -> Option<u16> {
@@ -407,13 +330,13 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_quick_reading_is_that_of_the_slow_one() {
+    fn plain_frames_are_read_as_all_others_are() {
         let mut state = 3u32;
         let mut next = move || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             (state >> 24) as u8
         };
-        let mut quick_ones = 0;
+        let mut plain_ones = 0;
         for round in 0..40_000 {
             let (from, to) = FAMILIES[round % 2];
             let mut f = frame(from, to, [TCP, UDP, ICMPV4, ICMPV6, 44][round % 5], &tcp(1, 2, next()));
@@ -422,13 +345,13 @@ pub(super) mod tests {
                 f[at] = next();
             }
             f.truncate(f.len() - usize::from(next() % 16) * usize::from(next() % 4 / 3));
-            if let Some((plain, kind)) = quick(&f) {
-                quick_ones += 1;
-                assert_eq!(read(&f), Content::Packet(plain.tuple(), kind), "{f:?}");
+            if let Some((plain, flags)) = crate::plain::read(&f) {
+                plain_ones += 1;
+                assert_eq!(read(&f), Content::Packet(plain.tuple(), kind_of(&plain, flags)), "{f:?}");
                 assert_eq!(Plain::of(&plain.tuple(), matches!(plain, Plain::Four(_))), plain);
             }
         }
-        assert!(quick_ones > 5_000, "{quick_ones}");
+        assert!(plain_ones > 5_000, "{plain_ones}");
     }
 
     #[test]
