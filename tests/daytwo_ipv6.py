@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import struct
+import threading
 
 from lib import Fabric, Namespace, Process, need_program, need_root, scratch, timeout, until
 from lib.containers import debian
@@ -349,6 +350,38 @@ def test_a_cell_has_the_address_that_the_file_gives_it_and_no_other_of_the_prefi
             assert not home.pings(str(ipaddress.IPv6Address(formed)))
             counted = fabric.port("web")["counters"]["rx_drops"]
             assert not {"guard", "source6", "nd_inspection"} & counted.keys(), counted
+
+
+@timeout(240)
+def test_a_cell_that_is_told_that_its_address_is_taken_uses_it_once_nobody_says_so():
+    with scratch() as folder, Namespace() as home:
+        mac = "02:54:00:00:66:99"
+        text = (f'name = "liar{os.getpid()}"\n[network.lan]\nsubnet = "10.235.0.0/24"\nipv6 = "fd12:3456:789a:5::/64"\n'
+                f'[tap.home]\nnetns = "/run/netns/{home}"\naccept_ra = true\nguard = "off"\n')
+        own = ipaddress.IPv6Address(ipaddress.IPv6Address("fd12:3456:789a:5::").packed[:8] + ipaddress.IPv6Address(local(mac)).packed[8:])
+        with Fabric(folder, text, netns=home) as fabric:
+            automatic(home, "home")
+            home_mac = json.loads(home.ip("-j", "link", "show", "dev", "home"))[0]["address"]
+            with Inside(home):
+                raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86DD))
+
+            def answer():
+                # The first question is answered with a lie, from a port without a guard.
+                while (frame := raw.recv(2000))[22:38] != bytes(16) or frame[54] != 135 or frame[62:78] != own.packed:
+                    pass
+                lie = bytes([136, 0, 0, 0, 0x20, 0, 0, 0]) + own.packed + b"\x02\x01" + mac_bytes(home_mac)
+                raw.send(packet(home_mac, own, ALL_NODES, 58, lie, 2))
+
+            with raw:
+                raw.bind(("home", 0))
+                raw.settimeout(100)
+                liar = threading.Thread(target=answer)
+                liar.start()
+                fabric.file.write_text(text + f'[cell.web]\napp = "httpd"\naccel = "tcg"\nmac = "{mac}"\n')
+                fabric.cli("apply", fabric.file)
+                liar.join()
+            until("the cell believes it", lambda: f"another host on this network has {own}" in fabric.cli("logs", "web").stdout)
+            until("and asks again", lambda: home.pings(str(own)), 60)
 
 
 @timeout(120)

@@ -37,8 +37,6 @@ const ICMPV6: u8 = 58;
 /// Neighbour solicitation and advertisement (RFC 4861 §4.3, §4.4).
 const SOLICITATION: u8 = 135;
 const ADVERTISEMENT: u8 = 136;
-/// The Ethernet address of ff02::1 (RFC 2464 §7).
-const ALL_NODES: [u8; 6] = [0x33, 0x33, 0, 0, 0, 1];
 
 /// What a received frame says of who sent it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,22 +55,23 @@ fn ipv4(frame: &[u8], at: usize) -> Option<IpAddress> {
     Some(IpAddress::Ipv4(Ipv4Address::from(octets)))
 }
 
-/// What a frame for all hosts, or for all that an address may belong to, says of who has an
-/// address.
+/// What a message of neighbour discovery for all hosts, or for all that an address may belong to,
+/// says of who has an address. It is valid by RFC 4861 §7.1: a hop limit of 255 shows that no router
+/// passed it on.
 fn claim(frame: &[u8]) -> Option<NeighborEvent> {
-    let packet = &frame[ETHERNET_HEADER_BYTES..];
-    let (message, target) = (*packet.get(40)?, packet.get(48..64)?);
-    // A hop limit of 255 shows that no router passed it on.
-    if packet[6..8] != [ICMPV6, 255] {
+    let packet = Ipv6Packet::new_checked(frame.get(ETHERNET_HEADER_BYTES..)?).ok()?;
+    if packet.next_header() != IpProtocol::Icmpv6 || packet.hop_limit() != 255 {
         return None;
     }
-    let is_claim = match message {
-        ADVERTISEMENT => frame[..6] == ALL_NODES,
-        SOLICITATION => packet[8..24] == [0; 16],
+    let (from, to, message) = (packet.src_addr(), packet.dst_addr(), packet.payload());
+    let target: [u8; 16] = message.get(8..24)?.try_into().ok()?;
+    let is_claim = match (message[0], message[1]) {
+        (ADVERTISEMENT, 0) => to.is_multicast(),
+        (SOLICITATION, 0) => from.is_unspecified(),
         _ => false,
     };
-    let octets: [u8; 16] = target.try_into().ok()?;
-    is_claim.then(|| NeighborEvent::Claim(Ipv6Address::from(octets)))
+    let is_right = is_claim && Icmpv6Packet::new_unchecked(message).verify_checksum(&from, &to);
+    is_right.then(|| NeighborEvent::Claim(Ipv6Address::from(target)))
 }
 
 impl NeighborEvent {
@@ -84,8 +83,13 @@ impl NeighborEvent {
             let (from, to) = (ipv4(frame, ETHERNET_HEADER_BYTES + 14)?, ipv4(frame, ETHERNET_HEADER_BYTES + 24)?);
             return Some(NeighborEvent::Answer { from, to: Some(to) });
         }
+        if kind == TYPE_IPV6
+            && let claim @ Some(_) = claim(frame)
+        {
+            return claim;
+        }
         if frame[..6] != own.0 {
-            return if kind == TYPE_IPV6 { claim(frame) } else { None };
+            return None;
         }
         if kind == TYPE_IPV4 {
             return ipv4(frame, ETHERNET_HEADER_BYTES + 12).map(NeighborEvent::Packet);
@@ -416,32 +420,47 @@ mod tests {
         assert_eq!(NeighborEvent::of(&frame[..54], MAC), Some(NeighborEvent::Packet(from)));
     }
 
+    fn is_claim(frame: &[u8]) -> bool {
+        matches!(NeighborEvent::of(frame, MAC), Some(NeighborEvent::Claim(_)))
+    }
+
     #[test]
     fn an_address_is_claimed_by_an_advertisement_to_all_or_the_question_of_who_is_about_to_use_it() {
         let target = Ipv6Address::new(0xfd01, 0, 0, 0, 0, 0, 0, 9);
-        let frame = |to: [u8; 6], from: [u8; 16], hops, message| {
+        let frame = |card: [u8; 6], from: Ipv6Address, to: Ipv6Address, hops, message| {
             let mut frame = vec![0; 78];
-            frame[..6].copy_from_slice(&to);
+            frame[..6].copy_from_slice(&card);
             frame[12..14].copy_from_slice(&TYPE_IPV6);
-            (frame[20], frame[21], frame[54]) = (ICMPV6, hops, message);
-            frame[22..38].copy_from_slice(&from);
+            (frame[14], frame[19], frame[20], frame[21], frame[54]) = (0x60, 24, ICMPV6, hops, message);
+            frame[22..38].copy_from_slice(&from.octets());
+            frame[38..54].copy_from_slice(&to.octets());
             frame[62..78].copy_from_slice(&target.octets());
+            Icmpv6Packet::new_unchecked(&mut frame[54..]).fill_checksum(&from, &to);
             frame
         };
-        let (solicited, holder) = ([0x33, 0x33, 0xff, 0, 0, 9], target.octets());
-        let answer = frame(ALL_NODES, holder, 255, ADVERTISEMENT);
-        let question = frame(solicited, [0; 16], 255, SOLICITATION);
-        for frame in [&answer, &question] {
+        let (nodes, all_nodes) = ([0x33, 0x33, 0, 0, 0, 1], Ipv6Address::new(0xff02, 0, 0, 0, 0, 0, 0, 1));
+        let (card, group, none) = ([0x33, 0x33, 0xff, 0, 0, 9], solicited_node(target), Ipv6Address::UNSPECIFIED);
+        let answer = frame(nodes, target, all_nodes, 255, ADVERTISEMENT);
+        // The answer of a tunnel is for all, in a frame to the one that asked.
+        let own = frame(MAC.0, target, all_nodes, 255, ADVERTISEMENT);
+        let question = frame(card, none, group, 255, SOLICITATION);
+        for frame in [&answer, &own, &question] {
             assert_eq!(NeighborEvent::of(frame, MAC), Some(NeighborEvent::Claim(target)));
-            (0..78).for_each(|len| assert_eq!(NeighborEvent::of(&frame[..len], MAC), None, "{len}"));
+            (0..78).for_each(|len| assert!(!is_claim(&frame[..len]), "{len}"));
+            for at in 14..78 {
+                let mut bad = frame.clone();
+                bad[at] ^= 0x10;
+                // The traffic class and the flow label are not covered.
+                assert!(!is_claim(&bad) || (14..18).contains(&at), "byte {at}");
+            }
         }
         for frame in [
-            frame(ALL_NODES, holder, 64, ADVERTISEMENT),
-            frame(solicited, holder, 255, ADVERTISEMENT),
-            frame(solicited, holder, 255, SOLICITATION),
-            frame(ALL_NODES, [0; 16], 255, 134),
+            frame(nodes, target, all_nodes, 64, ADVERTISEMENT),
+            frame(card, target, group, 255, SOLICITATION),
+            frame(MAC.0, target, target, 255, ADVERTISEMENT),
+            frame(nodes, none, all_nodes, 255, 134),
         ] {
-            assert_eq!(NeighborEvent::of(&frame, MAC), None);
+            assert!(!is_claim(&frame));
         }
     }
 }

@@ -4,11 +4,14 @@
 //! The stack below can do the first part, but then its time of the next look no longer says what
 //! its sockets wait for, and a cell that is idle would have to look every few milliseconds. This
 //! module names each time at which it has something to do: the next solicitation while no router
-//! has answered, and the end of a lifetime. Nothing else wakes the cell.
+//! has answered, the next question after an address that another host claims, and the end of a
+//! lifetime. Nothing else wakes the cell.
 //!
 //! The interface identifier is made of the Ethernet address (RFC 4291 appendix A), so the fabric
 //! knows the addresses beforehand. An address is used at once, as RFC 4429 allows; the question
-//! whether another has it is sent when it is taken, and an answer within a second ends its use.
+//! whether another has it is sent when it is taken, and an answer within a second ends its use. The
+//! answer may be a lie. So the question is repeated after 8 s, then after twice that each time, up
+//! to an hour; without an answer the address is used from then on.
 //!
 //! What is received is not trusted: messages that RFC 4861 §6.1.2 calls invalid change nothing, the
 //! tables have limits ([`MAX_PREFIXES`], [`MAX_ROUTERS`], [`MAX_SERVERS`]), and no single message
@@ -32,6 +35,8 @@ const LONGEST_INTERVAL_NS: u64 = 3600 * SECOND_NS;
 const TWO_HOURS_NS: u64 = 7200 * SECOND_NS;
 /// How long the answer of another owner of an address counts.
 const DUPLICATE_NS: u64 = SECOND_NS;
+/// When the address is asked for again after that; doubled each time, up to the longest interval.
+const FIRST_RETRY_NS: u64 = 8 * SECOND_NS;
 
 const ETHERNET_HEADER_BYTES: usize = 14;
 const IPV6_HEADER_BYTES: usize = 40;
@@ -100,12 +105,33 @@ fn end(seconds: u32, now_ns: u64) -> u64 {
     if seconds == u32::MAX { FOREVER } else { now_ns.saturating_add(u64::from(seconds) * SECOND_NS) }
 }
 
+/// What is known of whether another host has an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Detection {
+    /// It is used, and was asked for at that time.
+    Used { since_ns: u64 },
+    /// Another host claims it; it is asked for again then.
+    Claimed { retry_ns: u64 },
+    /// It was asked for again; without an answer it is used from then on.
+    Asked { until_ns: u64 },
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Taken {
     cidr: Ipv6Cidr,
-    since_ns: u64,
-    /// Another one has it.
-    duplicate: bool,
+    detection: Detection,
+    /// How long the next claim of another host keeps it from being asked for.
+    backoff_ns: u64,
+}
+
+impl Taken {
+    /// When its detection goes on by itself.
+    fn poll_at(&self) -> Option<u64> {
+        match self.detection {
+            Detection::Used { .. } => None,
+            Detection::Claimed { retry_ns: at } | Detection::Asked { until_ns: at } => Some(at),
+        }
+    }
 }
 
 /// The state of one interface.
@@ -156,15 +182,17 @@ impl Slaac {
             self.solicit_at_ns = Some(now_ns);
             self.interval_ns = FIRST_INTERVAL_NS;
         }
+        for lease in &mut self.addresses {
+            if let Detection::Claimed { retry_ns } = &mut lease.value.detection {
+                *retry_ns = now_ns;
+            }
+        }
     }
 
     /// The addresses of the interface.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = Ipv6Cidr> {
-        let is_formed = |taken: &Taken| {
-            let address = taken.cidr.address();
-            !taken.duplicate && self.given.is_none_or(|given| !given.contains_addr(&address))
-        };
-        self.addresses.iter().map(|lease| lease.value).filter(is_formed).map(|taken| taken.cidr)
+        let is_used = |taken: &Taken| matches!(taken.detection, Detection::Used { .. });
+        self.addresses.iter().map(|lease| lease.value).filter(is_used).map(|taken| taken.cidr)
     }
 
     /// Where packets to other networks go.
@@ -195,29 +223,52 @@ impl Slaac {
 
     /// When there is something to do next.
     pub(crate) fn poll_at(&self) -> Option<u64> {
-        let addresses = self.addresses.iter().map(|lease| lease.until_ns);
+        let detections = self.addresses.iter().filter_map(|lease| lease.value.poll_at());
+        let addresses = self.addresses.iter().map(|lease| lease.until_ns).chain(detections);
         let others = self.routers.iter().chain(&self.servers).map(|lease| lease.until_ns);
         addresses.chain(others).filter(|at| *at != FOREVER).chain(self.solicit_at_ns).min()
     }
 
-    /// Forgets what has ended; returns whether anything has.
+    /// The next address to ask for again, which counts as asked for.
+    pub(crate) fn ask_again(&mut self, now_ns: u64) -> Option<Ipv6Address> {
+        let is_due = |taken: &Taken| matches!(taken.detection, Detection::Claimed { retry_ns } if retry_ns <= now_ns);
+        let taken = self.addresses.iter_mut().map(|lease| &mut lease.value).find(|taken| is_due(taken))?;
+        taken.detection = Detection::Asked { until_ns: now_ns.saturating_add(DUPLICATE_NS) };
+        Some(taken.cidr.address())
+    }
+
+    /// Forgets what has ended, and uses the addresses that nobody has claimed again; returns
+    /// whether anything changed by that.
     pub(crate) fn expire(&mut self, now_ns: u64) -> bool {
         let count = |slaac: &Slaac| slaac.addresses.len() + slaac.routers.len() + slaac.servers.len();
         let before = count(self);
         self.addresses.retain(|lease| lease.until_ns > now_ns);
         self.routers.retain(|lease| lease.until_ns > now_ns);
         self.servers.retain(|lease| lease.until_ns > now_ns);
-        count(self) < before
+        let mut changed = count(self) < before;
+        for taken in self.addresses.iter_mut().map(|lease| &mut lease.value) {
+            if matches!(taken.detection, Detection::Asked { until_ns } if until_ns <= now_ns) {
+                taken.detection = Detection::Used { since_ns: now_ns };
+                changed = true;
+            }
+        }
+        changed
     }
 
-    /// Another host says that it has `address`. Returns whether this ends the use of an own
-    /// address.
-    pub(crate) fn claimed(&mut self, address: Ipv6Address, now_ns: u64) -> bool {
-        let own = self.addresses.iter_mut().find(|lease| {
-            let Taken { cidr, since_ns, duplicate } = lease.value;
-            cidr.address() == address && !duplicate && now_ns < since_ns + DUPLICATE_NS
-        });
-        own.map(|lease| lease.value.duplicate = true).is_some()
+    /// Another host says that it has `address`. If that counts, the address is not used, and is
+    /// asked for again after the time that is returned.
+    pub(crate) fn claimed(&mut self, address: Ipv6Address, now_ns: u64) -> Option<u64> {
+        let mut all = self.addresses.iter_mut().map(|lease| &mut lease.value);
+        let taken = all.find(|taken| taken.cidr.address() == address)?;
+        let counts = match taken.detection {
+            Detection::Used { since_ns } => now_ns < since_ns.saturating_add(DUPLICATE_NS),
+            Detection::Asked { .. } => true,
+            Detection::Claimed { .. } => false,
+        };
+        let wait_ns = counts.then_some(taken.backoff_ns)?;
+        taken.detection = Detection::Claimed { retry_ns: now_ns.saturating_add(wait_ns) };
+        taken.backoff_ns = (wait_ns * 2).min(LONGEST_INTERVAL_NS);
+        Some(wait_ns)
     }
 
     /// Takes a router advertisement, from its IPv6 header on. Returns whether addresses, routers,
@@ -293,10 +344,12 @@ impl Slaac {
             known.value.cidr = cidr;
             return changed;
         }
-        if valid == 0 || self.addresses.len() == MAX_PREFIXES {
+        let is_given = self.given.is_some_and(|given| given.contains_addr(&cidr.address()));
+        if valid == 0 || is_given || self.addresses.len() == MAX_PREFIXES {
             return false;
         }
-        self.addresses.push(Lease { value: Taken { cidr, since_ns: now_ns, duplicate: false }, until_ns });
+        let detection = Detection::Used { since_ns: now_ns };
+        self.addresses.push(Lease { value: Taken { cidr, detection, backoff_ns: FIRST_RETRY_NS }, until_ns });
         true
     }
 }
@@ -530,9 +583,38 @@ mod tests {
         let taken = own(0xfd01).address();
         let mut slaac = Slaac::new(MAC, true, 0);
         slaac.receive(&advert(0, &[prefix(0xfd01, 60, 60)]), 0);
-        assert!(!slaac.claimed(taken, DUPLICATE_NS) && !slaac.claimed(ROUTER, 0));
-        assert!(slaac.claimed(taken, DUPLICATE_NS - 1) && slaac.addresses().next().is_none());
+        assert_eq!((slaac.claimed(taken, DUPLICATE_NS), slaac.claimed(ROUTER, 0)), (None, None));
+        assert_eq!(slaac.claimed(taken, DUPLICATE_NS - 1), Some(FIRST_RETRY_NS));
+        assert!(slaac.addresses().next().is_none());
         assert!(!slaac.receive(&advert(0, &[prefix(0xfd01, 60, 60)]), 1), "it is not taken a second time");
         assert!(slaac.addresses().next().is_none());
+    }
+
+    #[test]
+    fn an_address_that_another_host_claims_is_asked_for_again_and_more_seldom_each_time() {
+        let (taken, mut now) = (own(0xfd01).address(), 0);
+        let mut slaac = Slaac::new(MAC, true, 0);
+        slaac.receive(&advert(0, &[prefix(0xfd01, u32::MAX, u32::MAX)]), 0);
+        let mut wait = FIRST_RETRY_NS;
+        assert_eq!(slaac.claimed(taken, now), Some(wait));
+        for round in 0..14 {
+            assert_eq!(slaac.poll_at(), Some(now + wait), "round {round}: nothing wakes the cell before");
+            assert_eq!(slaac.claimed(taken, now), None, "a further claim lengthens nothing");
+            assert_eq!(slaac.ask_again(now + wait - 1), None);
+            now += wait;
+            assert!(!slaac.expire(now));
+            assert_eq!((slaac.ask_again(now), slaac.ask_again(now)), (Some(taken), None));
+            assert_eq!((slaac.poll_at(), slaac.addresses().count()), (Some(now + DUPLICATE_NS), 0));
+            wait = (wait * 2).min(LONGEST_INTERVAL_NS);
+            assert_eq!(slaac.claimed(taken, now), Some(wait), "round {round}");
+        }
+        assert_eq!(wait, LONGEST_INTERVAL_NS);
+        // The link comes up again, and nobody claims the address.
+        slaac.restart(MAC, now);
+        assert_eq!(slaac.ask_again(now), Some(taken));
+        assert!(!slaac.expire(now + DUPLICATE_NS - 1) && slaac.addresses().next().is_none());
+        assert!(slaac.expire(now + DUPLICATE_NS));
+        assert_eq!(slaac.addresses().collect::<Vec<_>>(), [own(0xfd01)]);
+        assert_eq!((slaac.ask_again(u64::MAX), slaac.claimed(taken, now + 2 * DUPLICATE_NS)), (None, None));
     }
 }

@@ -308,23 +308,19 @@ impl Nic {
         match self.device.take_neighbor_event() {
             Some(NeighborEvent::Packet(from)) => self.expect_sending_to(from, now_ns),
             Some(NeighborEvent::Claim(address)) => self.claimed(address, config, now_ns),
-            Some(NeighborEvent::Answer { from, to }) => {
-                if let IpAddress::Ipv6(address) = from {
-                    self.claimed(address, config, now_ns);
-                }
-                // As the stack below: what is not for one of the own addresses is not believed.
-                if to.is_none_or(|to| self.interface.has_ip_addr(to)) {
-                    self.neighbors.answered(from, now_ns);
-                }
+            // As the stack below: what is not for one of the own addresses is not believed.
+            Some(NeighborEvent::Answer { from, to }) if to.is_none_or(|to| self.interface.has_ip_addr(to)) => {
+                self.neighbors.answered(from, now_ns);
             }
-            None => {}
+            Some(NeighborEvent::Answer { .. }) | None => {}
         }
     }
 
     /// Another host says that it has an address.
     fn claimed(&mut self, address: Ipv6Address, config: &Config, now_ns: u64) {
-        if self.slaac.claimed(address, now_ns) {
-            println!("tombolo-cell: {address} is in use by another host on this network; it is not used");
+        if let Some(wait_ns) = self.slaac.claimed(address, now_ns) {
+            let seconds = wait_ns / 1_000_000_000;
+            println!("tombolo-cell: another host on this network has {address}; it is tried again in {seconds} s");
             self.apply_slaac(config, now_ns);
         }
     }
@@ -407,6 +403,9 @@ impl Nic {
     fn poll_slaac(&mut self, config: &Config, now_ns: u64) {
         if self.slaac.expire(now_ns) {
             self.apply_slaac(config, now_ns);
+        }
+        while let Some(to) = self.slaac.ask_again(now_ns) {
+            self.ask(&Question::Solicitation { to, own: Ipv6Address::UNSPECIFIED }, now_ns);
         }
         if self.slaac.must_solicit(now_ns) {
             let own = slaac::address([0xfe80, 0, 0, 0], self.device.mac());
