@@ -250,6 +250,7 @@ def test_a_hostile_neighbour_routes_serves_and_claims_nothing():
         def about(address, kind=136):
             return bytes([kind, 0, 0, 0, 0x20, 0, 0, 0]) + ipaddress.IPv6Address(address).packed + (option if kind == 136 else b"")
 
+        derived = ipaddress.IPv6Network(f"{victim}/64", strict=False)[int(ipaddress.IPv4Address("10.235.0.12"))]
         # The question, at the time of the victim's own, has it give its address up.
         detection = packet(mac, "::", f"ff02::1:ff{ipaddress.IPv6Address(victim).exploded[-7:]}", 58, about(victim, 135), 2)
         attacks = (
@@ -259,6 +260,8 @@ def test_a_hostile_neighbour_routes_serves_and_claims_nothing():
             ("gateway_claim", packet(mac, me, ALL_NODES, 58, about(gateway_of(fabric)), 2)),
             ("source6", packet(mac, victim, ALL_NODES, 58, b"\x80\0\0\0\0\1\0\1", 2, hops=64)),
             ("nd_inspection", detection),
+            # What follows from the IPv4 address of a member that has not used it yet.
+            ("source6", packet(mac, derived, ALL_NODES, 58, b"\x80\0\0\0\0\1\0\1", 2, hops=64)),
         )
         for reason, frame in attacks:
             before = drops(fabric, "rogue", reason)

@@ -18,7 +18,7 @@ mod ipv6;
 mod roles;
 
 pub(crate) use bindings::{Bindings, shown_mac};
-pub use bindings::{LIMIT, Learn};
+pub use bindings::{LIMIT, Learn, Reservations};
 pub use ipv6::nd_options;
 pub(crate) use ipv6::options_tell;
 pub use roles::{Protected, Roles, link_local, solicited_node};

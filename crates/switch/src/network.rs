@@ -347,6 +347,11 @@ impl Network {
         self.bindings.lose(addresses.iter().copied());
     }
 
+    /// Takes what the gateway behind `port`, a member, says of whose IPv6 addresses are.
+    pub fn reserve(&mut self, port: PortNumber, reservations: guard::Reservations) {
+        self.bindings.reserve(port, reservations);
+    }
+
     /// Sets what `port`, a member, may flood.
     pub fn set_storm(&mut self, port: PortNumber, storm: Storm) {
         self.floods.set(port, storm);

@@ -38,6 +38,7 @@ use crate::Nanos;
 use crate::detail::Details;
 use crate::drop::Drops;
 use crate::frame::{Batch, Frame, SegmentKind};
+use crate::guard::Reservations;
 use std::os::fd::OwnedFd;
 
 /// What a destination takes as it is. What it does not, the switch does in software before it
@@ -208,6 +209,12 @@ pub trait Port: Send {
     /// wake-up.
     fn answers(&self) -> bool {
         false
+    }
+
+    /// What it knows anew of whose IPv6 addresses are, where it is the network's gateway. Asked
+    /// after each [`Port::service`].
+    fn take_reservations(&mut self) -> Option<Reservations> {
+        None
     }
 
     /// Turns wake-ups on and looks once more: `true` means that work is there, wake-ups may be on

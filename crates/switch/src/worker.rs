@@ -558,6 +558,11 @@ impl Core {
             slot.serviced_at = now;
             let Some(port) = &mut slot.port else { return Ok(false) };
             slot.deadline = catch_panic(|| port.service(now))?.unwrap_or(NEVER);
+            if let Some(said) = catch_panic(|| Ok(port.take_reservations()))?
+                && let Some(NetworkSlot { network, .. }) = self.network(slot.network)
+            {
+                network.reserve(index, said);
+            }
             self.refresh_link(index, slot);
         }
         if slot.debt != 0 {

@@ -79,6 +79,7 @@ use crate::Nanos;
 use crate::detail::Details;
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
+use crate::guard::Reservations;
 use crate::wait::Token;
 use forward::{Client, Delivery, Forwarder, NotForwarded};
 use lease::{Claim, Leases, Refusal, State};
@@ -88,7 +89,7 @@ use rate::Rates;
 use smoltcp::wire::{DhcpMessageType, Icmpv4DstUnreachable, IpProtocol, TcpPacket};
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 /// Answers that may wait to be sent.
@@ -152,6 +153,9 @@ pub struct Gateway {
     boot: BootTable,
     /// What is known of other machines.
     elsewhere: Arc<Elsewhere>,
+    /// Whether all owners of IPv6 addresses are to be told, and those whose leases have changed.
+    reserves_anew: bool,
+    reserves: Vec<Ipv6Addr>,
     entropy: Entropy,
     start: Start,
     counters: Arc<GatewayCounters>,
@@ -195,6 +199,8 @@ impl Gateway {
             six,
             boot: BootTable::default(),
             elsewhere: Arc::default(),
+            reserves_anew: true,
+            reserves: Vec::new(),
             entropy,
             start,
             counters: Arc::default(),
@@ -264,6 +270,10 @@ impl Gateway {
         let (mac, address) = (member.mac, member.address);
         let name = member.name.to_ascii_lowercase();
         self.members.set(member)?;
+        self.reserves_anew = true;
+        if let Some(six) = &mut self.six {
+            six.revoke_others(&self.members);
+        }
         if let Some(leases) = &mut self.leases {
             let holder = leases.named(&name);
             let is_own = holder.is_some_and(|a| {
@@ -292,6 +302,7 @@ impl Gateway {
     /// Sets all names of the file under which IPv6 addresses are found.
     pub fn set_names6(&mut self, names: &[Name6]) {
         self.members.set_names6(names);
+        self.reserves_anew = true;
         if let Some(six) = &mut self.six {
             six.revoke_others(&self.members);
         }
@@ -311,6 +322,7 @@ impl Gateway {
         if let Some(leases) = &mut self.leases {
             leases.reservations_changed();
         }
+        self.reserves_anew = true;
         self.members.remove(name).is_some()
     }
 
@@ -935,10 +947,27 @@ impl Gateway {
         let to_unix = self.to_unix();
         let mut changes = self.leases.as_mut().map(|leases| leases.take_changes(&to_unix)).unwrap_or_default();
         if let Some(six) = &mut self.six {
-            changes.extend(six.take_changes(&to_unix));
+            let changes6 = six.take_changes(&to_unix);
+            if !self.reserves_anew {
+                self.reserves.extend(changes6.iter().filter_map(|change| match change.address() {
+                    IpAddr::V6(address) => Some(address),
+                    IpAddr::V4(_) => None,
+                }));
+            }
+            changes.extend(changes6);
         }
         self.counters.lease_changes.add(changes.len() as u64);
         changes
+    }
+
+    /// What is new of whose IPv6 addresses are, as of the last [`Gateway::take_lease_changes`].
+    pub fn take_reservations(&mut self) -> Option<Reservations> {
+        let six = self.six.as_ref()?;
+        let changed = std::mem::take(&mut self.reserves);
+        if std::mem::take(&mut self.reserves_anew) {
+            return Some(six.reservations(&self.members));
+        }
+        (!changed.is_empty()).then(|| six.reservations_of(&self.members, changed))
     }
 
     /// Wall-clock seconds of the worker's instants, rounded up.

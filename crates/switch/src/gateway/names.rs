@@ -194,13 +194,32 @@ impl Members {
         self.name_of6.contains_key(&address)
     }
 
-    /// Whether `address` is the fixed one of a member with another MAC address than `mac`, or shows
-    /// such a member's MAC address.
-    pub(crate) fn is_others6(&self, address: Ipv6Addr, mac: Mac) -> bool {
+    /// The MAC address of the member with that fixed address, or with the fixed IPv4 address that it
+    /// follows from.
+    pub(crate) fn fixed6(&self, address: Ipv6Addr, from: Option<Ipv4Addr>) -> Option<Mac> {
         let of_file = self.name_of6(address).and_then(|name| self.mac6(name));
-        let shown = shown_mac(address.to_bits())
-            .filter(|shown| self.name_of_mac.contains_key(shown) || self.name_of_mac6.contains_key(shown));
-        of_file.or(shown).is_some_and(|holder| holder != mac)
+        of_file.or_else(|| self.of_address(from?)?.mac)
+    }
+
+    /// The MAC address of a member that `address` shows.
+    pub(crate) fn shown6(&self, address: Ipv6Addr) -> Option<Mac> {
+        let is_known = |mac: &Mac| self.name_of_mac.contains_key(mac) || self.name_of_mac6.contains_key(mac);
+        shown_mac(address.to_bits()).filter(is_known)
+    }
+
+    /// MAC addresses that the file gives to members, some of them twice.
+    pub(crate) fn macs(&self) -> impl Iterator<Item = Mac> {
+        self.name_of_mac.keys().chain(self.name_of_mac6.keys()).copied()
+    }
+
+    /// Fixed IPv4 addresses.
+    pub(crate) fn addresses(&self) -> impl Iterator<Item = Ipv4Addr> {
+        self.name_of_address.keys().copied()
+    }
+
+    /// Fixed IPv6 addresses.
+    pub(crate) fn addresses6(&self) -> impl Iterator<Item = Ipv6Addr> {
+        self.name_of6.keys().copied()
     }
 
     pub(crate) fn name_of6(&self, address: Ipv6Addr) -> Option<&str> {

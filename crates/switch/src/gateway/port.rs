@@ -30,6 +30,7 @@ use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Mac, Offload};
 use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
 use crate::gateway::names::Members;
+use crate::guard::Reservations;
 use crate::port::{Caps, Fault, Link, Port, Sent};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -297,6 +298,7 @@ impl GatewayHandle {
         gone.into_iter().for_each(|address| table.apply(LeaseChange::Freed(address)));
         drop(table);
         gateway.members = lock(&shared.members).clone();
+        gateway.reserves_anew = true;
         gateway.counters = shared.counters.clone();
         gateway.boot = lock(&shared.boot).clone();
         let elsewhere = lock(&shared.elsewhere).0.clone();
@@ -509,6 +511,10 @@ impl Port for GatewayPort {
 
     fn answers(&self) -> bool {
         self.early || self.gateway.queued() > 0
+    }
+
+    fn take_reservations(&mut self) -> Option<Reservations> {
+        self.gateway.take_reservations()
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {

@@ -19,6 +19,10 @@
 //! §5.4.3). So a question is a weapon as well as an answer, and both are dropped. The price: who
 //! gives itself another member's address by hand is not told of it.
 //!
+//! The network's gateway knows further owners ([`Reservations`]): of fixed addresses of the file, of
+//! those that follow from fixed IPv4 addresses or from MAC addresses of the file, and of leases.
+//! They are kept for the MAC address of their owner, whether or not its port has a guard.
+//!
 //! An address that is written into another guard's list is that port's. An interface identifier
 //! that shows a MAC address which is locked to another port is not to be claimed either. Both hold
 //! from the moment at which the list is set or the MAC address locked: a port that claimed such an
@@ -50,9 +54,20 @@ pub struct Learn {
     pub strict: bool,
 }
 
+/// What a network's gateway says of whose IPv6 addresses are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reservations {
+    /// The MAC addresses of the file, in place of those before; no owner said before is one any
+    /// longer. `None` where only `owners` change.
+    pub macs: Option<Vec<Mac>>,
+    /// The MAC address that has an IPv6 address from now on, or that none has it.
+    pub owners: Vec<(Ipv6Addr, Option<Mac>)>,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Own {
     address: u128,
+    mac: Mac,
     used: Nanos,
 }
 
@@ -66,6 +81,10 @@ pub(crate) struct Bindings {
     listed: HashMap<u128, PortNumber>,
     /// Addresses that another machine has.
     lost: HashSet<u128>,
+    /// The gateway's port, and what it has said.
+    reserver: Option<PortNumber>,
+    reserved: HashMap<u128, Mac>,
+    macs: HashSet<Mac>,
 }
 
 /// The MAC address that an interface identifier shows (modified EUI-64), if it does.
@@ -109,8 +128,50 @@ impl Bindings {
         self.lost = lost;
     }
 
+    /// Takes what the gateway behind `port` says of owners. Others that claimed their addresses
+    /// lose them.
+    pub(crate) fn reserve(&mut self, port: PortNumber, said: Reservations) {
+        self.reserver = Some(port);
+        let is_whole = said.macs.is_some();
+        if let Some(macs) = said.macs {
+            self.reserved.clear();
+            self.macs = macs.into_iter().collect();
+        }
+        for (address, mac) in said.owners.iter().map(|(address, mac)| (address.to_bits(), *mac)) {
+            match mac {
+                Some(mac) => drop(self.reserved.insert(address, mac)),
+                None => drop(self.reserved.remove(&address)),
+            }
+        }
+        let is_anothers = |own: &Own| self.owner(own.address).is_some_and(|owner| owner != own.mac);
+        let taken: Vec<u128> = match is_whole {
+            true => self.own.values().flatten().filter(|own| is_anothers(own)).map(|own| own.address).collect(),
+            false => {
+                let said = said.owners.iter().map(|(address, _)| address.to_bits());
+                said.filter(|address| self.claimed(*address).is_some_and(is_anothers)).collect()
+            }
+        };
+        taken.into_iter().for_each(|address| self.free(address));
+    }
+
+    /// The claim to `address`, if there is one.
+    fn claimed(&self, address: u128) -> Option<&Own> {
+        self.own.get(self.holders.get(&address)?)?.iter().find(|own| own.address == address)
+    }
+
+    /// Who has `address` by what the gateway said.
+    fn owner(&self, address: u128) -> Option<Mac> {
+        let shown = || shown_mac(address).filter(|mac| self.macs.contains(mac));
+        self.reserved.get(&address).copied().or_else(shown)
+    }
+
     /// Forgets `port`.
     pub(crate) fn leave(&mut self, port: PortNumber) {
+        if self.reserver == Some(port) {
+            self.reserver = None;
+            self.reserved.clear();
+            self.macs.clear();
+        }
         self.listed.retain(|_, holder| *holder != port);
         for own in self.own.remove(&port).unwrap_or_default() {
             self.holders.remove(&own.address);
@@ -123,7 +184,7 @@ impl Bindings {
         now: Nanos,
         port: PortNumber,
         learn: Learn,
-        address: u128,
+        (address, mac): (u128, &Mac),
         locked_to: &dyn Fn(Mac) -> Option<PortNumber>,
     ) -> Result<(), Option<Reason>> {
         if self.lost.contains(&address) {
@@ -135,9 +196,12 @@ impl Bindings {
         if other(self.listed.get(&address).copied()) || other(shown_mac(address).and_then(locked_to)) {
             return Err(None);
         }
+        if self.owner(address).is_some_and(|owner| owner != *mac) {
+            return Err(None);
+        }
         let list = self.own.entry(port).or_default();
         if let Some(own) = list.iter_mut().find(|own| own.address == address) {
-            own.used = now;
+            (own.used, own.mac) = (now, *mac);
             return Ok(());
         }
         let is_local = address >> 118 == 0xfe80 >> 6;
@@ -167,7 +231,7 @@ impl Bindings {
                 _ => return Err(Some(Reason::AddressLimit)),
             }
         }
-        list.push(Own { address, used: now });
+        list.push(Own { address, mac: *mac, used: now });
         self.holders.insert(address, port);
         Ok(())
     }
@@ -192,7 +256,7 @@ impl Bindings {
         }
         let mut owns = |address: u128, reason: Reason| match address == link_local(mac) {
             true => None,
-            false => self.claim(now, port, learn, address, locked_to).err().map(|why| why.unwrap_or(reason)),
+            false => self.claim(now, port, learn, (address, mac), locked_to).err().map(|why| why.unwrap_or(reason)),
         };
         if !anonymous && let Some(reason) = owns(source, Reason::Source6) {
             return Some(reason);
@@ -354,6 +418,41 @@ mod tests {
         ports.0.list(1, [ip("fd00::8")].into_iter());
         ports.0.list(1, std::iter::empty());
         assert_eq!(ports.put(2, &data("fd00::8")), None);
+    }
+
+    #[test]
+    fn what_the_gateway_says_of_an_owner_holds_before_it_has_used_the_address() {
+        const C: Mac = [2, 0, 0, 0, 0, 9];
+        let mut ports = Ports::new();
+        let data = |source: &str| packet(source, 6, &[0; 20]);
+        let whole = |owners: &[(&str, Mac)]| Reservations {
+            macs: Some(vec![B, C]),
+            owners: owners.iter().map(|(address, mac)| (ip(address), Some(*mac))).collect(),
+        };
+        let shown = "fd00::ff:fe00:9";
+        for source in ["fd00::9", shown, "fd00::8"] {
+            assert_eq!(ports.put(1, &data(source)), None, "{source} is nobody's");
+        }
+        ports.0.reserve(7, whole(&[("fd00::9", C), ("fd00::8", A), ("fd00::7", B)]));
+        assert_eq!((ports.0.own[&1].len(), ports.0.holders.len()), (1, 1), "claims to others' addresses end");
+        for source in ["fd00::9", shown, "fd00::7"] {
+            assert_eq!(ports.put(1, &data(source)), Some(Reason::Source6), "{source}");
+            assert_eq!(ports.put(1, &about(135, "::", source, &[])), Some(Reason::NdInspection), "{source}");
+            assert_eq!(ports.put(1, &about(136, "fe80::ff:fe00:7", source, &[])), Some(Reason::NdInspection));
+        }
+        assert_eq!((ports.put(1, &data("fd00::8")), ports.put(2, &data("fd00::7"))), (None, None), "its own");
+        // A lease comes, for an address that another port has claimed, and goes.
+        assert_eq!(ports.put(1, &data("fd00::1:5")), None);
+        ports.0.reserve(7, Reservations { macs: None, owners: vec![(ip("fd00::1:5"), Some(B))] });
+        assert_eq!(ports.put(1, &data("fd00::1:5")), Some(Reason::Source6));
+        assert_eq!(ports.put(2, &data("fd00::1:5")), None);
+        ports.0.reserve(7, Reservations { macs: None, owners: vec![(ip("fd00::1:5"), None)] });
+        assert_eq!(ports.put(1, &data("fd00::1:5")), Some(Reason::Source6), "2 still uses it");
+        ports.0.leave(2);
+        assert_eq!(ports.put(1, &data("fd00::1:5")), None);
+        // With the gateway goes what it said.
+        ports.0.leave(7);
+        assert_eq!((ports.put(1, &data("fd00::9")), ports.put(1, &data(shown))), (None, None));
     }
 
     #[test]

@@ -34,7 +34,7 @@ use crate::Nanos;
 use crate::detail::Details;
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
-use crate::guard::{link_local, options_tell};
+use crate::guard::{Reservations, link_local, options_tell};
 use advertise::{Advert, INTERVAL};
 use dhcp::{Answer, Grant, Kind, Message, Status};
 use learned::Learned;
@@ -143,9 +143,43 @@ impl Six {
         self.learned.check(address, now);
     }
 
-    /// Gives up the learned addresses that are others' by the file.
+    /// Gives up the learned addresses that are others'.
     pub(super) fn revoke_others(&mut self, members: &Members) {
-        self.learned.revoke(|address, mac| members.is_others6(address, mac));
+        let mut learned = std::mem::take(&mut self.learned);
+        learned.revoke(|address, mac| self.is_others(members, address, mac));
+        self.learned = learned;
+    }
+
+    /// The MAC address that has `address`: by the file, by a lease, or since it shows it.
+    fn owner(&self, members: &Members, address: Ipv6Addr) -> Option<Mac> {
+        let leased =
+            || self.lease_at(address).filter(|lease| lease.state == super::State::Bound).map(|lease| lease.mac);
+        let fixed = members.fixed6(address, self.number(address));
+        fixed.or_else(leased).or_else(|| members.shown6(address))
+    }
+
+    fn is_others(&self, members: &Members, address: Ipv6Addr, mac: Mac) -> bool {
+        self.owner(members, address).is_some_and(|owner| owner != mac)
+    }
+
+    /// All owners, except by what addresses show.
+    pub(super) fn reservations(&self, members: &Members) -> Reservations {
+        let leases = self.leases.as_ref().map(|leases| leases.store(|_| 0)).unwrap_or_default();
+        let leased = leases.leases.into_iter().map(|record| self.record(record).address);
+        let leased = leased.filter_map(|address| match address {
+            IpAddr::V6(address) => Some(address),
+            IpAddr::V4(_) => None,
+        });
+        let derived = members.addresses().map(|address| self.leased(address));
+        let all = derived.chain(members.addresses6()).chain(leased);
+        let owners = all.filter_map(|address| Some((address, Some(self.owner(members, address)?)))).collect();
+        Reservations { macs: Some(members.macs().collect()), owners }
+    }
+
+    /// The owners of addresses whose leases have changed.
+    pub(super) fn reservations_of(&self, members: &Members, addresses: Vec<Ipv6Addr>) -> Reservations {
+        let owners = addresses.into_iter().map(|address| (address, self.owner(members, address))).collect();
+        Reservations { macs: None, owners }
     }
 
     pub(super) fn deadline(&self) -> Option<Nanos> {
@@ -285,7 +319,7 @@ impl Gateway {
                 self.check_source6(inbound.route.source)?;
                 if let Some(six) = &mut self.six
                     && six.config.holds(inbound.route.source)
-                    && !self.members.is_others6(inbound.route.source, inbound.route.source_mac)
+                    && !six.is_others(&self.members, inbound.route.source, inbound.route.source_mac)
                 {
                     six.learned.hear(inbound.route.source, inbound.route.source_mac, source, false, now);
                 }
@@ -435,7 +469,7 @@ impl Gateway {
         // An announcement, an answer to us, or somebody who wants to know whether it may have the
         // address.
         let claims = kind == NEIGHBOUR_ADVERTISEMENT || anonymous;
-        if claims && !ours && six.config.holds(target) && !self.members.is_others6(target, mac) {
+        if claims && !ours && six.config.holds(target) && !six.is_others(&self.members, target, mac) {
             six.learned.hear(target, mac, source, kind == NEIGHBOUR_ADVERTISEMENT, now);
         }
         if claims && ours {
@@ -448,7 +482,7 @@ impl Gateway {
             self.check_source6(route.source)?;
             if let Some(six) = &mut self.six
                 && six.config.holds(route.source)
-                && !self.members.is_others6(route.source, mac)
+                && !six.is_others(&self.members, route.source, mac)
             {
                 six.learned.hear(route.source, mac, source, false, now);
             }

@@ -402,6 +402,40 @@ fn an_address_that_the_file_gives_to_another_member_loses_the_name_of_its_claima
 }
 
 #[test]
+fn owners_of_addresses_are_told_as_the_file_and_the_leases_change() {
+    let mut world = World::new();
+    let told = |world: &mut World| {
+        world.gateway.take_lease_changes();
+        world.gateway.take_reservations()
+    };
+    assert_eq!(told(&mut world), Some(Reservations { macs: Some(vec![]), owners: vec![] }));
+    assert_eq!(told(&mut world), None);
+    let four = Ipv4Addr::new(10, 9, 0, 7);
+    let derived = host(four.to_bits().into());
+    world.gateway.set_member(Member { name: "db".into(), mac: Some(mac(1)), address: Some(four) }).unwrap();
+    assert_eq!(
+        told(&mut world),
+        Some(Reservations { macs: Some(vec![mac(1)]), owners: vec![(derived, Some(mac(1)))] })
+    );
+    // A lease, and its end.
+    let [(leased, _)] = world.ask(3, 3, true, &[(1, &[])], "").unwrap().addresses[..] else { panic!() };
+    assert_eq!(told(&mut world), Some(Reservations { macs: None, owners: vec![(leased, Some(mac(3)))] }));
+    world.gateway.set_names6(&[Name6 { name: "web".into(), mac: Some(mac(4)), addresses: vec![host(0xabc)] }]);
+    let all = told(&mut world).unwrap();
+    let mut owners = all.owners;
+    owners.sort();
+    assert_eq!(owners, [(host(0xabc), Some(mac(4))), (leased, Some(mac(3))), (derived, Some(mac(1)))]);
+    assert_eq!(all.macs.map(|macs| macs.len()), Some(2));
+    world.ask(3, 8, true, &[(1, &[leased])], "").unwrap();
+    assert_eq!(told(&mut world), Some(Reservations { macs: None, owners: vec![(leased, None)] }));
+    // No other member has them by saying so.
+    for target in [derived, host(0xabc)] {
+        assert!(world.put(9, &detect(9, target)).is_empty());
+        assert!(world.gateway.six.as_ref().unwrap().learned.mac_of(target).is_none(), "{target}");
+    }
+}
+
+#[test]
 fn addresses_that_members_gave_themselves_have_names() {
     let mut world = World::new();
     world.gateway.set_names6(&[Name6 { name: "cam".into(), mac: Some(mac(3)), addresses: vec![] }]);
