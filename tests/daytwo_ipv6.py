@@ -329,6 +329,34 @@ def test_an_address_that_was_claimed_before_it_is_listed_for_another_port_is_los
             assert web_mac in shown_mac, shown_mac
 
 
+@timeout(120)
+def test_a_member_without_a_guard_does_not_fill_the_hosts_table_of_neighbours():
+    need_root()
+    need_program("nft")
+    with scratch() as folder, Namespace() as host, Namespace() as rogue, Namespace() as other:
+        prefix, mac = ipaddress.IPv6Network("fd12:3456:789a:9::/64"), "02:54:00:00:66:41"
+        text = (f'name = "fill{os.getpid()}"\n[network.lan]\nsubnet = "10.235.4.0/24"\nipv6 = "{prefix}"\nuplink = "kernel"\n'
+                f'[tap.rogue]\nnetns = "/run/netns/{rogue}"\naccept_ra = true\nmac = "{mac}"\n'
+                f'[tap.other]\nnetns = "/run/netns/{other}"\naccept_ra = true\n')
+        with Fabric(folder, text, netns=host) as fabric:
+            automatic(rogue, "rogue")
+            automatic(other, "other")
+            made_up = {str(prefix[0x9000 + n]) for n in range(600)}
+            question = bytes([135, 0, 0, 0, 0, 0, 0, 0]) + prefix[2].packed + b"\x01\x01" + mac_bytes(mac)
+            send(rogue, "rogue", [packet(mac, source, "ff02::1:ff00:2", 58, question, 2) for source in made_up])
+            until("all were looked at", lambda: fabric.port("rogue")["counters"]["rx_frames"] >= 600)
+            dropped = drops(fabric, "rogue", "address_limit")
+            assert 400 <= dropped <= 540, dropped
+            until("the host has heard the rest", lambda: made_up & known(host))
+            assert len(made_up & known(host)) <= 600 - dropped, len(made_up & known(host))
+            # What it has used before goes on, and so do its neighbours.
+            assert rogue.answers(str(prefix[2])) and other.answers(str(prefix[2]))
+
+
+def known(host):
+    return {entry["dst"] for entry in json.loads(host.ip("-j", "-6", "neighbour", "show"))}
+
+
 @timeout(240)
 def test_a_cell_has_the_address_that_the_file_gives_it_and_no_other_of_the_prefix():
     with scratch() as folder, Namespace() as home:

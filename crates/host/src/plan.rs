@@ -248,6 +248,14 @@ pub struct PortPlan {
 }
 
 impl PortPlan {
+    /// The guard of its port of the switch.
+    pub(crate) fn guard(&self) -> Guard {
+        let guard = self.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(self.traffic.roles);
+        // Behind these is a network of any number of hosts.
+        let is_crowded = matches!(self.attachment, Attachment::Vxlan(_) | Attachment::Packet { .. });
+        if is_crowded { guard.crowded() } else { guard }
+    }
+
     /// What the policy of its network knows of it: its own name and its machine's, its groups, and
     /// of an uplink that it is the outside.
     pub fn labels(&self) -> Labels {

@@ -91,7 +91,8 @@ reasons! {
     /// A message of neighbour discovery is about an address that the port does not have, tells
     /// another MAC address than the frame's source, or is hidden.
     NdInspection = "nd_inspection",
-    /// The port has as many IPv6 addresses as it may have.
+    /// The port has as many IPv6 addresses as it may have, or, without a guard for them, uses new ones
+    /// faster than its neighbours could remember.
     AddressLimit = "address_limit",
     /// The port sends more broadcast frames than its `storm` limit allows.
     BroadcastStorm = "broadcast_storm",

@@ -8,7 +8,8 @@
 //! which may be empty, IPv6 is held to that list and to the link-local address of the frame's
 //! Ethernet source. The same holds for neighbour discovery, and the port may not act as a router
 //! (`ipv6`). A guard that learns has no such list: its port may claim addresses that no other port
-//! has (`bindings`). Without either, IPv6 passes unchecked, as other protocols do.
+//! has (`bindings`). Without either, IPv6 passes unchecked, as other protocols do, but new source
+//! addresses are limited in their rate (`unguarded`).
 //!
 //! What no ordinary member does is refused to every port that has no role for it, with or without
 //! lists ([`Roles`]).
@@ -16,6 +17,7 @@
 mod bindings;
 mod ipv6;
 mod roles;
+mod unguarded;
 
 pub(crate) use bindings::{Bindings, shown_mac};
 pub use bindings::{LIMIT, Learn, Reservations};
@@ -36,6 +38,7 @@ pub struct Guard {
     ipv6: Option<ipv6::List>,
     learn: Option<Learn>,
     pinned: bool,
+    is_crowded: bool,
     roles: Roles,
 }
 
@@ -57,7 +60,7 @@ impl Guard {
         let mut ipv4: Vec<_> = ipv4.iter().map(Ipv4Addr::octets).collect();
         ipv4.sort_unstable();
         ipv4.dedup();
-        Guard { sources, ipv4, ipv6: None, learn: None, pinned: false, roles: Roles::default() }
+        Guard { sources, ipv4, ipv6: None, learn: None, pinned: false, is_crowded: false, roles: Roles::default() }
     }
 
     /// The same guard, which lets only these addresses and prefixes (with their bits that count)
@@ -85,6 +88,14 @@ impl Guard {
     #[must_use]
     pub fn pinned(mut self) -> Guard {
         self.pinned = true;
+        self
+    }
+
+    /// The same guard, for a port behind which is a whole network: it may bring any number of new
+    /// IPv6 addresses, where it has neither a list of them nor learns them.
+    #[must_use]
+    pub fn crowded(mut self) -> Guard {
+        self.is_crowded = true;
         self
     }
 

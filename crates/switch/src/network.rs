@@ -12,6 +12,7 @@
 //! | source is a group, zero, or pinned to another port | dropped, `bad_source` |
 //! | source or sender that the port's guard does not let pass | dropped, `guard` |
 //! | IPv6 of a port that learns its addresses ([`crate::guard::Learn`]) | dropped, `source6`, `nd_inspection`, `address_limit` |
+//! | IPv6 from too many new addresses of a port without a guard for it | dropped, `address_limit` |
 //! | what the port has no role for ([`crate::guard::Roles`]) | dropped, `rogue_router`, `rogue_dhcp`, `gateway_claim` |
 //! | partial checksum of anything but the TCP or UDP header behind the IP headers | dropped, `bad_offload` |
 //! | represents several segments, and would be flooded | dropped, `not_transformable` |
@@ -546,6 +547,14 @@ impl Network {
                     plan.lose(index, reason, drops);
                     continue;
                 }
+            }
+            if guard.learns().is_none()
+                && let Some(prefix) = self.protected.prefix6()
+                && let Some((ETHERTYPE_IPV6, at)) = guard::network_layer(frame.head())
+                && !self.bindings.admit(instant, from, guard, prefix, &frame.head()[at..])
+            {
+                plan.lose(index, Reason::AddressLimit, drops);
+                continue;
             }
             if offloads && !is_honest(frame) {
                 plan.lose(index, Reason::BadOffload, drops);

@@ -45,7 +45,7 @@ use crate::difference::{
     self, Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
 };
 use crate::file::{self, Contained, Fabric, Forward};
-use crate::plan::{self, Facts, Plan, PortGuard, PortPlan};
+use crate::plan::{self, Facts, Plan, PortPlan};
 use crate::preflight;
 
 /// The version of the report.
@@ -852,9 +852,8 @@ impl Running {
         if port.plan.guard == plan.guard && port.plan.traffic.roles == plan.traffic.roles {
             return Ok(());
         }
-        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default();
         let handle = self.workers[port.worker].thread.handle();
-        Ok(handle.set_guard(port.token, guard.with_roles(plan.traffic.roles))?)
+        Ok(handle.set_guard(port.token, plan.guard())?)
     }
 
     /// Sets the limits of members that go on, once what was set by hand is forgotten.

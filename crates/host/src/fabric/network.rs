@@ -264,7 +264,7 @@ impl Running {
         let gateway = spec.gateway.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("gateway")]).chain(six);
         let router = spec.router.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("router")]);
         let router = router.chain(spec.router6().map(IpAddr::from));
-        Protected::new(&gateway.chain(router).collect::<Vec<_>>())
+        Protected::new(&gateway.chain(router).collect::<Vec<_>>()).with_prefix6(spec.ipv6)
     }
 
     /// Has each gateway advertise the router as the way out for IPv6, where there is one now.

@@ -22,7 +22,7 @@ use super::parked::Parked;
 use super::passt::Passt;
 use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file;
-use crate::plan::{self, Attachment, PortGuard, PortPlan};
+use crate::plan::{self, Attachment, PortPlan};
 
 /// The token of a port that no worker has. It is none that a worker gives, so it names no other
 /// port.
@@ -100,9 +100,9 @@ impl Running {
 
     /// The settings that a port begins with.
     fn settings_of(&self, plan: &PortPlan) -> PortSettings {
-        let file::Traffic { roles, storm, rates, marking, ref vlans, .. } = plan.traffic;
+        let file::Traffic { storm, rates, marking, ref vlans, .. } = plan.traffic;
         let rates = self.changed_rates(&plan.name).unwrap_or(rates);
-        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
+        let guard = plan.guard();
         PortSettings { guard, mac_limit: None, storm, rates, labels: plan.labels(), vlans: vlans.clone(), marking }
     }
 

@@ -29,7 +29,8 @@
 //! address earlier loses it then. An address that was not used for [`LIFETIME`] is free again.
 
 use super::ipv6::{self, Upper};
-use super::{Roles, ipv6::link_local};
+use super::unguarded::Unguarded;
+use super::{Guard, Roles, ipv6::link_local};
 use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::Mac;
@@ -41,7 +42,7 @@ use std::net::Ipv6Addr;
 /// and a temporary one for each of the last seven days.
 pub const LIMIT: u8 = 16;
 /// How long an address stays a port's without being used.
-const LIFETIME: Nanos = Nanos::SECOND.times(3600);
+pub(super) const LIFETIME: Nanos = Nanos::SECOND.times(3600);
 
 /// What a port may claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,6 +86,7 @@ pub(crate) struct Bindings {
     reserver: Option<PortNumber>,
     reserved: HashMap<u128, Mac>,
     macs: HashSet<Mac>,
+    unguarded: Unguarded,
 }
 
 /// The MAC address that an interface identifier shows (modified EUI-64), if it does.
@@ -173,6 +175,7 @@ impl Bindings {
             self.macs.clear();
         }
         self.listed.retain(|_, holder| *holder != port);
+        self.unguarded.leave(port);
         for own in self.own.remove(&port).unwrap_or_default() {
             self.holders.remove(&own.address);
         }
@@ -220,20 +223,41 @@ impl Bindings {
                 return Err(None);
             }
         }
+        let is_own = self.owner(address) == Some(*mac) || shown_mac(address) == Some(*mac);
         let list = self.own.entry(port).or_default();
+        let mut gone = None;
         if list.len() >= usize::from(learn.limit) {
             let oldest = list.iter().enumerate().min_by_key(|(_, own)| own.used);
-            match oldest {
-                Some((at, own)) if now.since(own.used) >= LIFETIME => {
-                    let gone = list.swap_remove(at);
-                    self.holders.remove(&gone.address);
-                }
-                _ => return Err(Some(Reason::AddressLimit)),
+            gone = oldest.filter(|(_, own)| now.since(own.used) >= LIFETIME).map(|(at, _)| at);
+            if gone.is_none() {
+                return Err(Some(Reason::AddressLimit));
             }
+        }
+        if !is_own && self.unguarded.is_used(now, address) {
+            return Err(None);
+        }
+        if let Some(at) = gone {
+            self.holders.remove(&list.swap_remove(at).address);
         }
         list.push(Own { address, mac: *mac, used: now });
         self.holders.insert(address, port);
         Ok(())
+    }
+
+    /// Whether an IPv6 packet (the first bytes of it, or all) may pass from `port`, whose `guard`
+    /// does not know its IPv6 addresses.
+    pub(crate) fn admit(
+        &mut self,
+        now: Nanos,
+        port: PortNumber,
+        guard: &Guard,
+        prefix: Ipv6Addr,
+        packet: &[u8],
+    ) -> bool {
+        let is_one = guard.ipv6.is_none() && !guard.is_crowded && !guard.roles.router && !guard.roles.gateway;
+        let holds = |source: u128| self.holders.contains_key(&source);
+        let is_held = || packet.get(8..).and_then(ipv6::address).is_some_and(holds);
+        !is_one || is_held() || self.unguarded.admit(now, port, prefix, packet)
     }
 
     /// Why an IPv6 packet (the first bytes of it, or all) from that Ethernet source may not pass
@@ -453,6 +477,33 @@ mod tests {
         // With the gateway goes what it said.
         ports.0.leave(7);
         assert_eq!((ports.put(1, &data("fd00::9")), ports.put(1, &data(shown))), (None, None));
+    }
+
+    #[test]
+    fn what_a_port_without_a_guard_uses_is_not_claimed_by_one_with_a_guard() {
+        let mut ports = Ports::new();
+        let data = |source: &str| packet(source, 6, &[0; 20]);
+        let admit = |ports: &mut Ports, guard: &Guard, source: &str| {
+            let (now, prefix) = (ports.1, ip("fd00::"));
+            ports.0.admit(now, 5, guard, prefix, &data(source))
+        };
+        assert_eq!(ports.put(1, &data("fd00::1")), None);
+        for source in ["fd00::1", "fd00::5", "fd00::ff:fe00:8"] {
+            assert!(admit(&mut ports, &Guard::default(), source));
+        }
+        assert_eq!(ports.put(2, &data("fd00::5")), Some(Reason::Source6));
+        assert_eq!(ports.put(2, &about(135, "::", "fd00::5", &[])), Some(Reason::NdInspection));
+        assert_eq!(ports.put(1, &data("fd00::1")), None, "it had that one before");
+        assert_eq!(ports.put(2, &data("fd00::ff:fe00:8")), None, "its MAC address shows that this one is its own");
+        ports.0.leave(5);
+        assert_eq!(ports.put(2, &data("fd00::5")), None);
+        // Those that may have any number of neighbours behind them, or are held to a list.
+        let router = Roles { router: true, ..Roles::default() };
+        let listed = Guard::default().with_ipv6(&[]);
+        for guard in [Guard::default().crowded(), Guard::default().with_roles(router), listed] {
+            assert!((0..1000).all(|n| admit(&mut ports, &guard, &format!("fd00::a:{n}"))));
+        }
+        assert!(!(0..1000).all(|n| admit(&mut ports, &Guard::default(), &format!("fd00::a:{n}"))));
     }
 
     #[test]

@@ -51,11 +51,12 @@ impl Roles {
     }
 }
 
-/// Addresses of a network that only ports with [`Roles::gateway`] may use.
+/// Addresses of a network that only ports with [`Roles::gateway`] may use, and its IPv6 prefix.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Protected {
     ipv4: Vec<[u8; 4]>,
     ipv6: Vec<u128>,
+    prefix6: Option<Ipv6Addr>,
 }
 
 impl Protected {
@@ -69,6 +70,17 @@ impl Protected {
             }
         }
         out
+    }
+
+    /// The same in a network with that prefix, a /64: ports whose addresses no guard knows bring new
+    /// ones at a limited rate.
+    #[must_use]
+    pub fn with_prefix6(self, prefix6: Option<Ipv6Addr>) -> Protected {
+        Protected { prefix6, ..self }
+    }
+
+    pub(crate) fn prefix6(&self) -> Option<Ipv6Addr> {
+        self.prefix6
     }
 
     fn has_ipv4(&self, bytes: Option<&[u8]>) -> bool {

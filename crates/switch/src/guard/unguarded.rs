@@ -1,0 +1,178 @@
+//! IPv6 addresses of ports that have no guard for them.
+//!
+//! Such a port may use any address. A memory of those is needed all the same:
+//!
+//! - Hosts and routers keep an entry for each neighbour. Linux has room for 1024, of all its links
+//!   together (`gc_thresh3`), and entries younger than 5 s do not make room. So a port may bring
+//!   [`BURST`] new addresses at once, and [`RATE`] a second. Frames from more are dropped,
+//!   `address_limit`. That is 104 entries of 5 s, so one member cannot fill the table.
+//! - A port whose guard learns may not claim an address that such a port has used.
+//!
+//! Only addresses on the link count: those of the network's prefix, link-local ones, and each source
+//! of neighbour discovery. What a member routes from elsewhere makes no neighbours.
+//!
+//! Limits: each port has two sets of at most [`MOST`] addresses. When the younger one is full, or
+//! half of the lifetime is over, it takes the place of the older one.
+
+use super::bindings::LIFETIME;
+use super::ipv6::{self, Upper};
+use crate::Nanos;
+use crate::mac::PortNumber;
+use std::collections::{HashMap, HashSet};
+use std::net::Ipv6Addr;
+
+/// New addresses of a port in a second, and at once.
+const RATE: u64 = 8;
+const BURST: u64 = 64;
+/// Addresses in one of a port's two sets.
+const MOST: usize = 512;
+
+#[derive(Debug)]
+struct Addresses {
+    young: HashSet<u128>,
+    old: HashSet<u128>,
+    /// When the sets changed places.
+    turned: Nanos,
+    /// The source of the last frame.
+    last: u128,
+    /// When the port would have its whole burst again.
+    whole: Nanos,
+}
+
+impl Addresses {
+    fn has(&self, address: u128) -> bool {
+        self.young.contains(&address) || self.old.contains(&address)
+    }
+
+    /// Enters an address; false where it is new, and there were too many new ones.
+    fn enter(&mut self, now: Nanos, address: u128) -> bool {
+        if self.young.len() >= MOST || now.since(self.turned).0 >= LIFETIME.0 / 2 {
+            self.old = std::mem::take(&mut self.young);
+            self.turned = now;
+        }
+        if self.young.contains(&address) {
+            return true;
+        }
+        if !self.old.contains(&address) {
+            let whole = self.whole.max(now).after(Nanos(Nanos::SECOND.0 / RATE));
+            if whole.since(now) > Nanos(Nanos::SECOND.0 / RATE).times(BURST) {
+                return false;
+            }
+            self.whole = whole;
+        }
+        self.young.insert(address)
+    }
+}
+
+/// The addresses of a network's ports.
+#[derive(Debug, Default)]
+pub(super) struct Unguarded(HashMap<PortNumber, Addresses>);
+
+impl Unguarded {
+    /// Whether an IPv6 packet (the first bytes of it, or all) may pass from `port`.
+    pub(super) fn admit(&mut self, now: Nanos, port: PortNumber, prefix: Ipv6Addr, packet: &[u8]) -> bool {
+        let Some(source) = packet.get(..40).and_then(|header| ipv6::address(&header[8..])) else { return true };
+        let known = self.0.get(&port).is_some_and(|addresses| addresses.last == source);
+        if known || source == 0 || source >> 120 == 0xff || !is_on_link(source, prefix, packet) {
+            return true;
+        }
+        let addresses = self.0.entry(port).or_insert_with(|| Addresses {
+            young: HashSet::new(),
+            old: HashSet::new(),
+            turned: now,
+            last: 0,
+            whole: now,
+        });
+        let is_in = addresses.enter(now, source);
+        if is_in {
+            addresses.last = source;
+        }
+        is_in
+    }
+
+    /// Whether a port has used `address` lately.
+    pub(super) fn is_used(&self, now: Nanos, address: u128) -> bool {
+        self.0.values().any(|addresses| now.since(addresses.turned) < LIFETIME && addresses.has(address))
+    }
+
+    /// Forgets `port`.
+    pub(super) fn leave(&mut self, port: PortNumber) {
+        self.0.remove(&port);
+    }
+}
+
+fn is_on_link(source: u128, prefix: Ipv6Addr, packet: &[u8]) -> bool {
+    let is_local = source >> 118 == 0xfe80 >> 6;
+    let discovers = || match ipv6::upper_layer(packet) {
+        Upper::Icmp { message: &[kind, ..], .. } => {
+            (ipv6::ROUTER_SOLICITATION..=ipv6::NEIGHBOUR_ADVERTISEMENT).contains(&kind)
+        }
+        _ => false,
+    };
+    is_local || (source ^ prefix.to_bits()) >> 64 == 0 || discovers()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PREFIX: Ipv6Addr = Ipv6Addr::new(0xfd00, 0, 0, 1, 0, 0, 0, 0);
+
+    fn packet(source: Ipv6Addr, next: u8, kind: u8) -> Vec<u8> {
+        let mut packet = vec![0; 64];
+        (packet[0], packet[5], packet[6], packet[7], packet[40]) = (0x60, 24, next, 255, kind);
+        packet[8..24].copy_from_slice(&source.octets());
+        packet
+    }
+
+    fn host(n: u64) -> Ipv6Addr {
+        Ipv6Addr::from_bits(PREFIX.to_bits() | u128::from(n))
+    }
+
+    #[test]
+    fn a_port_brings_new_addresses_at_its_rate_and_known_ones_at_any() {
+        let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND.times(10));
+        let mut passed = |now, port, from: u64| {
+            (from..from + 200).filter(|n| all.admit(now, port, PREFIX, &packet(host(*n), 6, 0))).count() as u64
+        };
+        assert_eq!(passed(now, 1, 0), BURST);
+        assert_eq!(passed(now, 1, 0), BURST, "the same ones pass again");
+        assert_eq!(passed(now, 2, 1000), BURST, "another port has its own burst");
+        for second in 1..5 {
+            now = now.after(Nanos::SECOND);
+            assert_eq!(passed(now, 1, 10_000 * second), RATE, "second {second}");
+        }
+        assert_eq!(passed(now.after(Nanos::SECOND.times(60)), 1, 500_000), BURST);
+    }
+
+    #[test]
+    fn what_is_routed_from_elsewhere_makes_no_neighbours_but_discovery_from_anywhere_does() {
+        let (mut all, now) = (Unguarded::default(), Nanos::SECOND);
+        let far = |n: u64| Ipv6Addr::from_bits(0x2001_0db8 << 96 | u128::from(n));
+        for n in 0..1000 {
+            assert!(all.admit(now, 1, PREFIX, &packet(far(n), 6, 0)));
+            assert!(all.admit(now, 1, PREFIX, &packet(far(n), 58, 128)), "an echo request");
+        }
+        let asks = (0..1000).filter(|n| all.admit(now, 1, PREFIX, &packet(far(*n), 58, 135))).count() as u64;
+        assert_eq!(asks, BURST);
+        assert!(all.admit(now, 1, PREFIX, &packet(Ipv6Addr::UNSPECIFIED, 58, 135)));
+        let link_local = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 7);
+        assert!(!all.admit(now, 1, PREFIX, &packet(link_local, 6, 0)));
+    }
+
+    #[test]
+    fn memory_is_bounded_and_an_address_is_forgotten_after_an_hour() {
+        let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
+        for n in 0..4 * MOST as u64 {
+            now = now.after(Nanos::SECOND);
+            assert!(all.admit(now, 1, PREFIX, &packet(host(n), 6, 0)));
+            let addresses = &all.0[&1];
+            assert!(addresses.young.len() <= MOST && addresses.old.len() <= MOST);
+        }
+        let last = host(4 * MOST as u64 - 1).to_bits();
+        assert!(all.is_used(now, last) && !all.is_used(now, host(0).to_bits()));
+        assert!(!all.is_used(now.after(LIFETIME), last));
+        all.leave(1);
+        assert!(!all.is_used(now, last));
+    }
+}
