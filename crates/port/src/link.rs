@@ -49,10 +49,10 @@ pub enum LinkError {
         named: bool,
         source: std::io::Error,
     },
-    /// What is at the path is no namespace.
+    /// What is at the path is no network namespace.
     #[error(
-        "network namespace {}: expected a network namespace, found another kind of file; such a path is like \
-         /proc/1234/ns/net or /run/netns/NAME", path.display()
+        "network namespace {}: expected a network namespace, found another kind of file or of namespace; such a path \
+         is like /proc/1234/ns/net or /run/netns/NAME", path.display()
     )]
     NotANamespace { path: PathBuf },
     /// A thread could not enter the namespace.
@@ -103,7 +103,7 @@ impl Netns {
         let opened = rustix::fs::open(&path, flags, Mode::empty());
         let opened = opened.and_then(|fd| Ok((rustix::fs::fstatfs(&fd)?.f_type, fd)));
         match opened {
-            Ok((kind, fd)) if kind == NSFS_MAGIC => Ok(Netns(Arc::new(fd))),
+            Ok((kind, fd)) if kind == NSFS_MAGIC && sys::is_network_namespace(&fd) => Ok(Netns(Arc::new(fd))),
             Ok(_) => Err(LinkError::NotANamespace { path }),
             Err(source) => Err(LinkError::Namespace { path, named, source: source.into() }),
         }
@@ -715,7 +715,7 @@ mod tests {
         rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, Mode::from_raw_mode(0o600)).unwrap();
         let file = dir.join("file");
         std::fs::write(&file, "").unwrap();
-        for path in [&fifo, &file, &dir] {
+        for path in [&fifo, &file, &dir, Path::new("/proc/thread-self/ns/uts")] {
             let error = Netns::open(path.to_str().unwrap()).unwrap_err();
             assert!(matches!(error, LinkError::NotANamespace { .. }), "{error}");
         }

@@ -546,6 +546,14 @@ pub(crate) fn tun_namespace(fd: impl AsFd) -> Result<OwnedFd, Errno> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
 }
 
+/// Whether a namespace's file is that of a network namespace (ioctl_nsfs(2)).
+pub(crate) fn is_network_namespace(fd: impl AsFd) -> bool {
+    const NS_GET_NSTYPE: u64 = 0xb703;
+    // SAFETY: the request takes no argument; on a file of another kind it fails.
+    let kind = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), NS_GET_NSTYPE as _) };
+    kind == libc::CLONE_NEWNET
+}
+
 /// A rtnetlink socket that hears of every change of a link in the calling thread's network
 /// namespace, where `groups` is `RTMGRP_LINK`, or of nothing with 0.
 pub(crate) fn netlink_socket(groups: u32) -> Result<OwnedFd, Errno> {
