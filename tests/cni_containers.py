@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import ipaddress
 import json
 import os
 import shutil
@@ -49,6 +50,11 @@ def addresses6(space, interface="eth0"):
     """The global IPv6 addresses that can be used now."""
     found = json.loads(space.ip("-j", "-6", "address", "show", "dev", interface, "scope", "global", "-tentative"))
     return [a["local"] for link in found for a in link.get("addr_info", []) if "local" in a]
+
+
+def link_local(mac):
+    a, b, c, d, e, f = mac_bytes(mac)
+    return ipaddress.IPv6Address(bytes([0xFE, 0x80, 0, 0, 0, 0, 0, 0, a ^ 2, b, c, 0xFF, 0xFE, d, e, f])).compressed
 
 
 def refused(code, call, *words, **more):
@@ -1193,6 +1199,8 @@ def test_a_container_has_an_address_of_each_family():
         f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
         # A runtime that has IPv6 off by default, for networks without it.
         two.run("sysctl", "-qw", "net.ipv6.conf.default.disable_ipv6=1")
+        # And one whose link-local addresses do not show the MAC address.
+        one.run("sysctl", "-qw", "net.ipv6.conf.default.addr_gen_mode=3")
         for version in ("0.3.1", "0.4.0", "1.0.0", "1.1.0"):
             cni = Cni(f, version)
             result, other = cni("ADD", "c1", path(one)), cni("ADD", "c2", path(two))
@@ -1203,6 +1211,7 @@ def test_a_container_has_an_address_of_each_family():
             assert [route["dst"] for route in result["routes"]] == ["0.0.0.0/0", "::/0"]
             assert {"fd12:3456:789a:c::2"} == {result["ips"][1]["gateway"], result["routes"][1]["gw"]}
             assert "default via fd12:3456:789a:c::2" in one.ip("-6", "route")
+            assert link_local(result["interfaces"][0]["mac"]) in one.ip("-6", "address", "show", "dev", "eth0", "scope", "link")
             assert one.answers(of(other, 1)), "to another container"
             assert one.answers("2001:db8:5::1"), "by the default route"
             # AAAA and PTR, over both families.

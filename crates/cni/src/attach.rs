@@ -144,6 +144,18 @@ fn set_ipv6(netns: &Netns, interface: &str, on: bool) -> Result<(), CniError> {
     }
 }
 
+/// Has the interface, which is down, form its link-local address from its MAC address. The kernel
+/// may be set to form a random one (`addr_gen_mode` 2 or 3), which the fabric's guard drops.
+fn form_from_mac(netns: &Netns, interface: &str) -> Result<(), CniError> {
+    let file = format!("/proc/sys/net/ipv6/conf/{interface}/addr_gen_mode");
+    let set = || match std::fs::read_to_string(&file) {
+        Ok(mode) if matches!(mode.trim(), "2" | "3") => std::fs::write(&file, "0"),
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    };
+    netns.run(set).map_err(system)?.map_err(|error| system(format!("{file}: {error}")))
+}
+
 /// The routers of an interface's default routes.
 type Routers = (Option<Ipv4Addr>, Option<Ipv6Addr>);
 
@@ -249,6 +261,8 @@ fn add(environment: &Environment, config: &Config, caller: &Caller) -> Result<Va
     let made = (|| {
         if is_monitored {
             set_ipv6(&netns, name, false)?;
+        } else {
+            form_from_mac(&netns, name)?;
         }
         let form = Form::Tap { interface: name, monitor: is_monitored };
         let device = Device { identity: &identity, netns: path, mac, form, has_ipv6 };
