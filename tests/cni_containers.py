@@ -1431,6 +1431,31 @@ def test_port_mappings_lead_to_the_container_and_end_with_it():
 
 
 @timeout(120)
+def test_check_asks_for_no_mapping_of_ipv6_that_add_did_not_make():
+    need_root()
+    plugin()
+    with scratch() as folder, Namespace() as outside, Namespace() as one, Namespace() as two, contextlib.ExitStack() as stack:
+        way_out6(outside)
+        text = kernel_uplink().format(name=f"later{os.getpid()}") + 'ipv6 = "fd12:3456:789a:c::/64"\n'
+        f = stack.enter_context(Fabric(folder, text + 'uplink6 = "off"\n', netns=outside, own_mounts=False))
+        cni = Cni(f, "1.1.0")
+        config = {"runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80}]}}
+        result = cni("ADD", "c1", path(one), **config)
+        assert [w["listen"] for w in f.status()["forwards"]] == ["0.0.0.0:8080"], f.status()["forwards"]
+        cni("CHECK", "c1", path(one), prevResult=result, **config)
+        f.file.write_text(text)
+        f.cli("apply", f.file)
+        cni("CHECK", "c1", path(one), prevResult=result, **config)
+        # What is added from then on has both, and CHECK asks for both.
+        other = {"runtimeConfig": {"portMappings": [{"hostPort": 8081, "containerPort": 80}]}}
+        later = cni("ADD", "c2", path(two), **other)
+        assert {"0.0.0.0:8081", "[::]:8081"} <= {w["listen"] for w in f.status()["forwards"]}
+        cni("CHECK", "c2", path(two), prevResult=later, **other)
+        with_more = {"runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80}, *other["runtimeConfig"]["portMappings"]]}}
+        assert "8080" in refused(101, cni, "CHECK", "c2", path(two), prevResult=later, **with_more)
+
+
+@timeout(120)
 def test_a_port_that_another_fabric_forwards_is_told_before_it_is_taken():
     need_root()
     plugin()

@@ -496,6 +496,13 @@ impl Routes {
     }
 }
 
+/// Whether an earlier answer of this plugin has a router for IPv6.
+fn told_router6(before: &Value) -> bool {
+    let mut ips = before.get("ips").and_then(Value::as_array).into_iter().flatten();
+    let gateway = |ip: &Value| ip.get("gateway").and_then(Value::as_str)?.parse().ok();
+    ips.any(|ip| gateway(ip).is_some_and(|ip: IpAddr| ip.is_ipv6()))
+}
+
 /// Compares the MTU and the default routes of the container's interface with what they were, or are
 /// to be.
 fn same_link(netns: &Netns, name: &str, config: &Config, network: &NetworkReport) -> Result<(), CniError> {
@@ -535,7 +542,9 @@ fn check(environment: &Environment, config: &Config) -> Result<(), CniError> {
     // A virtual machine learns its address, and the network's prefix gives it one.
     let has_ipv6 = config.vm == Some(Vm::VhostUser) && network.mtu >= IPV6_MTU && network.prefix6.is_some()
         || leases().any(|lease| lease.fixed && lease.ip.is_ipv6());
-    for (protocol, listen, port) in config.listeners(has_ipv6 && network.router6.is_some()) {
+    // Forwards from IPv6 are made by ADD where the network leads in by it then.
+    let led_in = config.prev_result.as_ref().is_none_or(told_router6);
+    for (protocol, listen, port) in config.listeners(has_ipv6 && led_in && network.router6.is_some()) {
         let to = format!("{}:{port}", found.name);
         let is_it = |f: &&ForwardReport| (f.proto == protocol, f.listen, &f.to) == (true, listen, &to);
         let fault = match status.forwards.iter().find(is_it) {
