@@ -195,6 +195,43 @@ def test_a_member_that_moves_to_another_machine_is_followed():
 
 
 @timeout(300)
+def test_a_member_that_a_second_machine_claims_too_stays_where_it_sends():
+    with machines(3) as (keys, *all_three):
+        one, two, three = all_three
+        start_all(all_three, keys)
+        for machine in all_three:
+            machine.knows(*(other for other in all_three if other is not machine))
+        mac = two.mac()
+        sends(two, one)
+        # Both send all the time now, so each machine claims it again and again.
+        three.member.ip("link", "set", "member-3", "address", mac)
+        sends(three, one)
+
+        def at():
+            return [machine for machine, members in one.remotes().items() if mac in members]
+
+        def named():
+            return [c for c in (one.report() or {}).get("conflicts", []) if c["what"] == mac and c["winner"] == "node-2"]
+
+        until("the conflict", named, PATIENCE_S, every=0.2)
+        until("node-1 to know it at node-2", lambda: at() == ["node-2"], PATIENCE_S, every=0.2)
+        for _ in range(50):
+            assert at() == ["node-2"], at()
+            one.space.run("sleep", "0.2")
+        assert any(f"machine node-3: two machines have a member with the MAC address {mac}" in line for _, line in one.span.lines), one.span.text
+        assert one.pings(two)
+        # When the second one has gone, there is no conflict.
+        three.member.ip("link", "set", "member-3", "down")
+        until("no conflict", lambda: not one.report()["conflicts"], PATIENCE_S, every=0.5)
+
+
+def sends(machine, other):
+    """Has the machine's member send all the time."""
+    process = Process(["ping", "-q", "-i", "0.2", f"10.87.0.{FIXED + other.number}"], netns=machine.member)
+    machine.stack.callback(process.kill)
+
+
+@timeout(300)
 def test_whatever_ends_what_is_known_stays_and_a_dead_machine_is_forgotten():
     with machines(3) as (keys, *all_three):
         one, two, three = all_three

@@ -7,10 +7,11 @@ import re
 import subprocess
 import tomllib
 
-from lib import Namespace, Process, need_program, need_root, scratch, timeout, until
+from lib import Namespace, Process, Skip, need_program, need_root, scratch, timeout, until
 from lib.containers import BUILT
 from lib.fabric import PROGRAM, Fabric
 from lib.netns import Bridge
+from span_control import PATIENCE_S, SPAN
 
 NAMES = ["a", "b", "c"]
 UNDERLAY = {name: f"10.233.2.{n}" for n, name in enumerate(NAMES, 1)}
@@ -146,6 +147,48 @@ def test_a_service_of_one_machine_is_called_on_the_others_as_the_one_file_says()
         a.env["TOMBOLO_FABRIC"] = env
         assert of_file["lease"] == 15 and of_running == {**of_file, "lease": 20}, of_running
         assert of_running["peer"] == [f"{name}={UNDERLAY[name]}:7447" for name in "bc"], of_running
+
+
+@timeout(240)
+def test_addresses_of_the_file_stay_with_their_machines_whatever_another_one_claims():
+    """Machine `a` is hostile: it has another file, in which the addresses of a's and c's members are exchanged. Its name
+    sorts first."""
+    if not SPAN.exists():
+        raise Skip(f"{SPAN} is not built: run ./x span-program")
+    with machines('[span]\nkeys = "keys"\n') as (fabrics, members), contextlib.ExitStack() as stack:
+        a, b, c = (fabrics[name] for name in NAMES)
+        own = a.file.read_text()
+        exchanged = own.replace(MEMBERS["a"], "A").replace(MEMBERS["c"], MEMBERS["a"]).replace("A", MEMBERS["c"])
+        a.file.write_text(exchanged)
+        a.cli("apply", "--machine", "a")
+        for fabric in fabrics.values():
+            env = fabric.env.pop("TOMBOLO_FABRIC")
+            settings = fabric.folder / "span.toml"
+            settings.write_text(fabric.cli("span", "settings", "-f", fabric.file, "--machine", env.removeprefix("demo-")).stdout)
+            fabric.env["TOMBOLO_FABRIC"] = env
+            span = Process([SPAN, "--config", settings], name=f"tombolo-span of {env}", netns=fabric.netns, env=fabric.env, cwd=fabric.folder)
+            stack.callback(span.kill)
+
+        def known(fabric):
+            """The addresses that the daemon knows at each other machine."""
+            _, answer = fabric.ask("GET", "/v1/networks/lan/remotes")
+            return {machine["machine"]: sorted(ip for member in machine["members"] for ip in member["ips"]) for machine in answer["machines"]}
+
+        # Its own gateway, and no other address: that of its member is wrong. Without the file's word it
+        # would have c's, since it sorts first.
+        until("b to know both", lambda: MEMBERS["c"] in known(b).get("c", []) and "10.87.0.1" in known(b).get("a", []), PATIENCE_S, every=0.2)
+        assert not {MEMBERS["c"], MEMBERS["a"]} & set(known(b)["a"]), known(b)
+
+        def conflicts():
+            return json.loads(b.cli("span", "status", "--json").stdout)["report"]["conflicts"]
+
+        expected = {"network": "lan", "what": MEMBERS["c"], "machines": ["a", "c"], "winner": "c"}
+        until("the conflict", lambda: expected in conflicts(), PATIENCE_S, every=0.5)
+        # With the right file, all is well.
+        a.file.write_text(own)
+        a.cli("apply", "--machine", "a")
+        until("a's address at b", lambda: MEMBERS["a"] in known(b)["a"], PATIENCE_S, every=0.2)
+        until("no conflict", lambda: not conflicts(), PATIENCE_S, every=0.5)
 
 
 @timeout(120)

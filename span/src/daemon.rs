@@ -61,6 +61,24 @@ pub struct Tables {
     pub macs: Vec<MacEntry>,
     /// Known IP addresses.
     pub neighbours: Vec<Neighbour>,
+    /// What a file for several machines gives to which of them.
+    #[serde(default)]
+    pub homes: Vec<HomeEntry>,
+}
+
+/// What belongs to one machine.
+#[derive(Clone, Debug, Deserialize)]
+pub struct HomeEntry {
+    /// The network.
+    pub network: String,
+    /// The machine.
+    pub machine: String,
+    /// A member's name.
+    pub name: Option<String>,
+    /// The first address.
+    pub from: Option<IpAddr>,
+    /// The last address.
+    pub to: Option<IpAddr>,
 }
 
 /// Where a MAC address is.

@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use tombolo_span::member::is_name;
-use tombolo_span::{Address, Local, Mac, Member};
+use tombolo_span::{Address, Home, Local, Mac, Member};
 
 use crate::daemon::{Port, Tables};
 
@@ -26,6 +26,8 @@ pub struct Here {
     pub end: Option<IpAddr>,
     /// Its members.
     pub members: Vec<Local>,
+    /// What belongs to which machine in it.
+    pub homes: Vec<Home>,
 }
 
 /// Reads "52:54:00:12:34:56".
@@ -83,6 +85,14 @@ pub fn here(tables: &Tables, ports: &[Port]) -> BTreeMap<String, Here> {
             local.member.addresses.dedup_by_key(|address| address.ip);
         }
         here.members = found.into_values().collect();
+        let homes = tables.homes.iter().filter(|home| home.network == *network);
+        here.homes = homes
+            .map(|home| Home {
+                machine: home.machine.clone(),
+                name: home.name.as_ref().map(|name| name.to_ascii_lowercase()),
+                addresses: home.from.zip(home.to),
+            })
+            .collect();
     }
     all
 }
@@ -112,6 +122,11 @@ mod tests {
                 { "network": "lan", "ip": "10.87.0.7", "mac": "02:00:00:00:00:07", "port": null, "name": null, "source": "lease" },
                 { "network": "lan", "ip": "10.87.0.6", "mac": "02:00:00:00:00:08", "port": null, "name": "vm", "source": "file" },
                 { "network": "lan", "ip": "10.87.0.5", "mac": "02:00:00:00:00:02", "port": "span", "name": "moved", "source": "lease" },
+            ],
+            "homes": [
+                { "network": "lan", "machine": "node-1", "name": null, "from": "10.87.0.5", "to": "10.87.0.9" },
+                { "network": "lan", "machine": "node-2", "name": "Db", "from": null, "to": null },
+                { "network": "other", "machine": "node-2", "name": "x", "from": null, "to": null },
             ],
         }))
         .unwrap()
@@ -155,6 +170,13 @@ mod tests {
         let found: Vec<_> =
             lan.members.iter().map(|local| (local.member.clone(), local.placed, local.silent_for)).collect();
         assert_eq!(found, expected);
+        let home = |machine: &str, name: Option<&str>, addresses| Home {
+            machine: machine.into(),
+            name: name.map(Into::into),
+            addresses,
+        };
+        let part = Some(([10, 87, 0, 5].into(), [10, 87, 0, 9].into()));
+        assert_eq!(lan.homes, [home("node-1", None, part), home("node-2", Some("db"), None)]);
     }
 
     #[test]

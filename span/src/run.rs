@@ -206,6 +206,7 @@ impl Run {
             self.networks = networks;
         }
         for (network, here) in all {
+            self.control.homes(&network, here.homes);
             self.control.local(&network, here.end, here.members, now);
         }
     }

@@ -39,6 +39,7 @@ impl Of {
             schema: SCHEMA,
             macs: tables.macs.into_iter().filter(|mac| wants(&mac.network)).collect(),
             neighbours: tables.neighbours.into_iter().filter(|n| wants(&n.network)).collect(),
+            homes: tables.homes.into_iter().filter(|home| wants(&home.network)).collect(),
         }
     }
 }
@@ -106,8 +107,12 @@ mod tests {
             source: "file".into(),
             fixed: false,
         };
-        let all =
-            Tables { schema: 1, macs: vec![mac("lan", Some(1500)), mac("wan", None)], neighbours: vec![neighbour] };
+        let all = Tables {
+            schema: 1,
+            macs: vec![mac("lan", Some(1500)), mac("wan", None)],
+            neighbours: vec![neighbour],
+            homes: vec![],
+        };
         let of = |network: Option<&str>| Of { network: network.map(String::from), json: false };
         assert_eq!(of(None).pick(all.clone()), all);
         let wan = of(Some("wan")).pick(all.clone());

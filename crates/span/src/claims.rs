@@ -1,11 +1,16 @@
 //! Who claims what in one network, and who wins. A look-up costs as much as there are claims to the
 //! same thing, which is one unless members move or addresses conflict.
+//!
+//! A file for several machines says at which machine a name or an address is at home. A claim of
+//! another machine to it counts only for a member that the home has it for, or had when the claim
+//! came: so a member that moved keeps what it had, and no machine takes what was never given to its
+//! members.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::net::IpAddr;
 
-use crate::member::Mac;
+use crate::member::{Address, Mac, mac_text};
 use crate::message::Claim;
 
 /// A machine by its place among all names in their order. So the lower of two is the one whose name
@@ -25,6 +30,37 @@ struct To {
     machine: Machine,
     /// Wins over one that is not.
     fixed: bool,
+    /// The thing's home has, or had, it for the same member.
+    given: bool,
+}
+
+/// What belongs to which machine, as a file for several machines says it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Homes {
+    /// Single addresses.
+    pub addresses: HashMap<IpAddr, Machine>,
+    /// The first and last addresses of parts of ranges, which do not overlap.
+    pub parts: BTreeMap<IpAddr, (IpAddr, Machine)>,
+    /// Names of members.
+    pub names: HashMap<String, Machine>,
+}
+
+impl Homes {
+    fn of_address(&self, ip: IpAddr) -> Option<Machine> {
+        let part = || self.parts.range(..=ip).next_back().filter(|(_, (last, _))| ip <= *last);
+        self.addresses.get(&ip).copied().or_else(|| part().map(|(_, (_, machine))| *machine))
+    }
+
+    fn of_name(&self, name: &str) -> Option<Machine> {
+        self.names.get(name).copied()
+    }
+
+    fn renumber(&mut self, new: impl Fn(Machine) -> Machine) {
+        let parts = self.parts.values_mut().map(|(_, machine)| machine);
+        for machine in self.addresses.values_mut().chain(self.names.values_mut()).chain(parts) {
+            *machine = new(*machine);
+        }
+    }
 }
 
 /// The claims of all machines in one network.
@@ -33,6 +69,18 @@ pub struct Claims {
     macs: HashMap<Mac, Vec<(Machine, Claim)>>,
     addresses: HashMap<IpAddr, Vec<To>>,
     names: HashMap<String, Vec<To>>,
+    homes: Homes,
+    /// Machines that keep a member as long as they claim that it is there, whatever others claim.
+    kept: HashMap<Mac, Machine>,
+}
+
+/// Notes which members have an address or name from its home.
+fn give(list: &mut [To], home: Option<Machine>) {
+    let Some(home) = home else { return };
+    let of_home: Vec<Mac> = list.iter().filter(|to| to.machine == home).map(|to| to.mac).collect();
+    for to in list.iter_mut().filter(|to| of_home.contains(&to.mac)) {
+        to.given = true;
+    }
 }
 
 fn remove<K: Hash + Eq>(map: &mut HashMap<K, Vec<To>>, key: &K, mac: Mac, machine: Machine) {
@@ -45,9 +93,42 @@ fn remove<K: Hash + Eq>(map: &mut HashMap<K, Vec<To>>, key: &K, mac: Mac, machin
 }
 
 impl Claims {
-    /// Whether nothing is claimed.
+    /// Whether there is nothing to know.
     pub fn is_empty(&self) -> bool {
-        self.macs.is_empty()
+        self.macs.is_empty() && self.homes == Homes::default()
+    }
+
+    /// Says what belongs to which machine, in place of what did. Anything may change by that.
+    pub fn set_homes(&mut self, homes: Homes, touched: &mut BTreeSet<Machine>) {
+        if self.homes == homes {
+            return;
+        }
+        self.homes = homes;
+        for (ip, list) in &mut self.addresses {
+            give(list, self.homes.of_address(*ip));
+        }
+        for (name, list) in &mut self.names {
+            give(list, self.homes.of_name(name));
+        }
+        touched.extend(self.macs.values().flatten().map(|(machine, _)| *machine));
+    }
+
+    /// Has a machine keep a member as long as it claims that the member is there; `None` ends that.
+    pub fn keep(&mut self, mac: Mac, machine: Option<Machine>, touched: &mut BTreeSet<Machine>) {
+        if self.kept.get(&mac).copied() == machine {
+            return;
+        }
+        self.touch(mac, touched);
+        match machine {
+            Some(machine) => self.kept.insert(mac, machine),
+            None => self.kept.remove(&mac),
+        };
+        self.touch(mac, touched);
+    }
+
+    /// The machine that keeps a member, whatever others claim.
+    pub fn keeper(&self, mac: Mac) -> Option<Machine> {
+        self.kept.get(&mac).copied()
     }
 
     /// The claim of a machine to a MAC address.
@@ -61,10 +142,20 @@ impl Claims {
         others.map(|(_, claim)| claim.version).max()
     }
 
+    /// As [`Claims::rival`], of claims that the member is there.
+    pub fn rival_placed(&self, machine: Machine, mac: Mac) -> Option<u64> {
+        let others = self.macs.get(&mac)?.iter().filter(|(other, claim)| *other != machine && claim.placed);
+        others.map(|(_, claim)| claim.version).max()
+    }
+
     /// The machine where a MAC address is.
     pub fn winner(&self, mac: Mac) -> Option<Machine> {
         let claims = self.macs.get(&mac)?.iter().filter(|(_, claim)| claim.placed);
-        claims.min_by_key(|(machine, claim)| (std::cmp::Reverse(claim.version), *machine)).map(|(machine, _)| *machine)
+        let keeper = self.kept.get(&mac);
+        let order = |(machine, claim): &&(Machine, Claim)| {
+            (Some(machine) != keeper, std::cmp::Reverse(claim.version), *machine)
+        };
+        claims.min_by_key(order).map(|(machine, _)| *machine)
     }
 
     /// All claims to a MAC address: one member, whichever machine has a lease of its.
@@ -78,18 +169,23 @@ impl Claims {
         list.iter().map(|to| To { machine: self.winner(to.mac).unwrap_or(to.machine), ..*to })
     }
 
-    fn best(&self, list: Option<&Vec<To>>) -> Option<To> {
-        self.valid(list?).min_by_key(|to| (!to.fixed, to.machine, to.mac))
+    /// Of those that count: what the home claims now, then what a file fixes.
+    fn best(&self, list: Option<&Vec<To>>, home: Option<Machine>) -> Option<To> {
+        let counts = list?.iter().filter(|to| home.is_none() || to.given);
+        let rank = |to: &&To| (home.is_some_and(|home| to.machine != home), !to.fixed);
+        let at = |to: &To| self.winner(to.mac).unwrap_or(to.machine);
+        let best = counts.min_by_key(|to| (rank(to), at(to), to.mac))?;
+        Some(To { machine: at(best), ..*best })
     }
 
     /// The machine and member that have an IP address.
     pub fn holder(&self, ip: IpAddr) -> Option<(Machine, Mac)> {
-        self.best(self.addresses.get(&ip)).map(|to| (to.machine, to.mac))
+        self.best(self.addresses.get(&ip), self.homes.of_address(ip)).map(|to| (to.machine, to.mac))
     }
 
     /// The machine and member that have a name.
     pub fn named(&self, name: &str) -> Option<(Machine, Mac)> {
-        self.best(self.names.get(name)).map(|to| (to.machine, to.mac))
+        self.best(self.names.get(name), self.homes.of_name(name)).map(|to| (to.machine, to.mac))
     }
 
     /// Replaces what a machine claims of a MAC address, and adds to `touched` all machines for
@@ -99,6 +195,16 @@ impl Claims {
             return;
         }
         self.touch(mac, touched);
+        // What a member was given stays given while its machine claims it.
+        let (mut had, mut was_named) = (Vec::new(), None);
+        if let Some(old) = self.of(machine, mac) {
+            let given = |list: Option<&Vec<To>>| {
+                list.into_iter().flatten().any(|to| (to.mac, to.machine, to.given) == (mac, machine, true))
+            };
+            let ips = old.member.addresses.iter().map(|address| address.ip);
+            had.extend(ips.filter(|ip| given(self.addresses.get(ip))));
+            was_named = old.member.name.clone().filter(|name| given(self.names.get(name)));
+        }
         if let Some(list) = self.macs.get_mut(&mac) {
             if let Some(at) = list.iter().position(|(other, _)| *other == machine) {
                 let (_, old) = list.swap_remove(at);
@@ -115,16 +221,19 @@ impl Claims {
         }
         touched.insert(machine);
         let Some(claim) = claim else { return };
-        let add = |list: &mut Vec<To>, fixed| {
+        let add = |list: &mut Vec<To>, fixed, given, home| {
             if list.iter().filter(|to| to.machine == machine).count() < MAX_EQUAL {
-                list.push(To { mac, machine, fixed });
+                list.push(To { mac, machine, fixed, given });
+                give(list, home);
             }
         };
-        for address in &claim.member.addresses {
-            add(self.addresses.entry(address.ip).or_default(), address.fixed);
+        for Address { ip, fixed } in &claim.member.addresses {
+            let home = self.homes.of_address(*ip);
+            add(self.addresses.entry(*ip).or_default(), *fixed, had.contains(ip), home);
         }
         if let Some(name) = &claim.member.name {
-            add(self.names.entry(name.clone()).or_default(), false);
+            let given = was_named.as_ref() == Some(name);
+            add(self.names.entry(name.clone()).or_default(), false, given, self.homes.of_name(name));
         }
         self.macs.entry(mac).or_default().push((machine, claim));
         self.touch(mac, touched);
@@ -154,32 +263,46 @@ impl Claims {
     }
 
     /// Gives all machines other numbers. `new` keeps their order.
-    pub fn renumber(&mut self, new: impl Fn(Machine) -> Machine) {
+    pub fn renumber(&mut self, new: impl Fn(Machine) -> Machine + Copy) {
         let claims = self.macs.values_mut().flatten().map(|(machine, _)| machine);
         let others = self.addresses.values_mut().chain(self.names.values_mut()).flatten().map(|to| &mut to.machine);
-        for machine in claims.chain(others) {
+        for machine in claims.chain(others).chain(self.kept.values_mut()) {
             *machine = new(*machine);
         }
+        self.homes.renumber(new);
     }
 
-    /// Things that several members claim, at most [`MAX_CONFLICTS`]: what, the machines in their
-    /// order, and the one that has it.
+    /// Things that several members claim, or one that may not, at most [`MAX_CONFLICTS`]: what, the
+    /// machines in their order, and the one that has it.
     pub fn conflicts(&self) -> Vec<(String, Vec<Machine>, Machine)> {
         let mut found = Vec::new();
-        let mut look = |what: String, list: &Vec<To>| {
+        let mut look = |what: String, list: &Vec<To>, home: Option<Machine>| {
+            let may_not = home.is_some() && list.iter().any(|to| !to.given);
+            if list.len() < 2 && !may_not {
+                return;
+            }
             let members: BTreeSet<Mac> = list.iter().map(|to| to.mac).collect();
-            if let (2.., Some(best)) = (members.len(), self.best(Some(list)))
+            let winner = self.best(Some(list), home).map(|best| best.machine).or(home.filter(|_| may_not));
+            if let (true, Some(winner)) = (members.len() > 1 || may_not, winner)
                 && found.len() < MAX_CONFLICTS
             {
-                let machines: BTreeSet<Machine> = self.valid(list).map(|to| to.machine).collect();
-                found.push((what, machines.into_iter().collect(), best.machine));
+                let machines = self.valid(list).map(|to| to.machine).chain([winner]);
+                let machines: BTreeSet<Machine> = machines.collect();
+                found.push((what, machines.into_iter().collect(), winner));
             }
         };
-        for (ip, list) in self.addresses.iter().filter(|(_, list)| list.len() > 1) {
-            look(ip.to_string(), list);
+        for (ip, list) in &self.addresses {
+            look(ip.to_string(), list, self.homes.of_address(*ip));
         }
-        for (name, list) in self.names.iter().filter(|(_, list)| list.len() > 1) {
-            look(name.clone(), list);
+        for (name, list) in &self.names {
+            look(name.clone(), list, self.homes.of_name(name));
+        }
+        for (mac, keeper) in &self.kept {
+            let claims = self.macs.get(mac).into_iter().flatten().filter(|(_, claim)| claim.placed);
+            let machines: BTreeSet<Machine> = claims.map(|(machine, _)| *machine).collect();
+            if machines.len() > 1 && machines.contains(keeper) && found.len() < MAX_CONFLICTS {
+                found.push((mac_text(*mac), machines.into_iter().collect(), *keeper));
+            }
         }
         found.sort();
         found

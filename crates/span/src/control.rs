@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use crate::claims::{Claims, Machine};
+use crate::claims::{Claims, Homes, Machine};
 use crate::member::{Address, MAX_ADDRESSES, MAX_MEMBERS, MAX_NETWORKS, Mac, Member, mac_text};
 use crate::message::{Change, Claim, Known, MAX_CHANGE_BYTES, MAX_CHANGES, MessageError, Network, Number, State};
 
@@ -25,6 +25,15 @@ const FRESH: Duration = Duration::from_secs(10);
 /// two members with one address.
 const MAX_WINS: u32 = 5;
 const CALM: Duration = Duration::from_secs(60);
+/// A member that was taken from a machine, and that sends there again within this time, is kept by
+/// that machine for as long.
+const MEMORY: Duration = Duration::from_secs(600);
+/// A machine that keeps a member gives it up if the member sends nothing for so long while another
+/// machine claims it. It doubles with each time that the member comes back, up to the longest.
+const FIRST_PATIENCE: Duration = Duration::from_secs(5);
+const LONGEST_PATIENCE: Duration = Duration::from_secs(300);
+/// Members that were taken which are remembered.
+const MAX_TAKEN: usize = 65_536;
 
 /// How a machine takes part.
 #[derive(Clone, Debug)]
@@ -57,6 +66,17 @@ pub struct Local {
     pub placed: bool,
     /// How long ago it sent its last frame; `None` if that is not known.
     pub silent_for: Option<Duration>,
+}
+
+/// What belongs to one machine, as a file for several machines says it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Home {
+    /// The machine.
+    pub machine: String,
+    /// A member's name.
+    pub name: Option<String>,
+    /// The first and the last address; of a member both are the same.
+    pub addresses: Option<(IpAddr, IpAddr)>,
 }
 
 /// What is to be done.
@@ -188,6 +208,26 @@ struct Rivalry {
     first_win: Duration,
 }
 
+impl Rivalry {
+    /// Another machine claims the member with a higher version. It counts since when it did so after
+    /// this machine's last claim, of version `mine`: further ones do not put off what follows.
+    fn rises(&mut self, version: u64, mine: u64, now: Duration) {
+        if self.version <= mine {
+            self.since = now;
+        }
+        self.version = version;
+    }
+}
+
+/// A member that one machine took from another one, which still claimed that it is there.
+#[derive(Clone, Copy, Debug)]
+struct Taken {
+    from: Machine,
+    at: Duration,
+    /// How often the member came back.
+    returns: u32,
+}
+
 /// The control plane of one machine.
 #[derive(Clone, Debug)]
 pub struct Control {
@@ -201,6 +241,8 @@ pub struct Control {
     others: BTreeMap<Machine, Other>,
     claims: BTreeMap<String, Claims>,
     rivalries: HashMap<(String, Mac), Rivalry>,
+    taken: HashMap<(String, Mac), Taken>,
+    homes: BTreeMap<String, Vec<Home>>,
     /// How many members of a network were not announced.
     left_out: BTreeMap<String, usize>,
     /// Tables to be made again.
@@ -223,6 +265,8 @@ impl Control {
             others: BTreeMap::new(),
             claims: BTreeMap::new(),
             rivalries: HashMap::new(),
+            taken: HashMap::new(),
+            homes: BTreeMap::new(),
             left_out: BTreeMap::new(),
             dirty: BTreeSet::new(),
             lost: BTreeMap::new(),
@@ -249,6 +293,7 @@ impl Control {
         for claims in self.claims.values_mut() {
             claims.renumber(shift);
         }
+        self.taken.values_mut().for_each(|taken| taken.from = shift(taken.from));
         self.others.insert(at, Other { tokens: f64::from(MAX_CHANGES_PER_S), ..Other::default() });
         Some(at)
     }
@@ -257,15 +302,116 @@ impl Control {
         self.names.binary_search_by(|known| known.as_str().cmp(name)).ok().map(|at| at as Machine)
     }
 
-    /// Replaces what this machine claims of a MAC address.
-    fn claim(&mut self, network: &str, machine: Machine, mac: Mac, claim: Option<Claim>) {
+    /// What belongs to which machine in a network, in place of what did. Machines that are not
+    /// known are left out.
+    pub fn homes(&mut self, network: &str, homes: Vec<Home>) {
+        if self.homes.get(network).map_or(&[][..], Vec::as_slice) == homes {
+            return;
+        }
+        let mut all = Homes::default();
+        for home in &homes {
+            let Some(machine) = self.known(&home.machine) else { continue };
+            if let Some(name) = &home.name {
+                all.names.insert(name.clone(), machine);
+            }
+            match home.addresses {
+                Some((first, last)) if first == last => drop(all.addresses.insert(first, machine)),
+                Some((first, last)) => drop(all.parts.insert(first, (last, machine))),
+                None => {}
+            }
+        }
         let mut touched = BTreeSet::new();
         let claims = self.claims.entry(network.into()).or_default();
-        claims.set(machine, mac, claim, &mut touched);
+        claims.set_homes(all, &mut touched);
         if claims.is_empty() {
             self.claims.remove(network);
         }
+        self.homes.insert(network.into(), homes);
         self.dirty.extend(touched.into_iter().map(|machine| (network.to_string(), machine)));
+    }
+
+    /// Replaces what a machine claims of a MAC address.
+    fn claim(&mut self, network: &str, machine: Machine, mac: Mac, claim: Option<Claim>, now: Duration) {
+        let mut touched = BTreeSet::new();
+        let claims = self.claims.entry(network.into()).or_default();
+        let before = claims.winner(mac);
+        let version = claim.as_ref().map_or(0, |claim| claim.version);
+        claims.set(machine, mac, claim, &mut touched);
+        // Among equal versions, names decide, and nothing was taken.
+        let lower = |claim: &Claim| claim.placed && claim.version < version;
+        let from = before.filter(|from| claims.of(*from, mac).is_some_and(lower));
+        if let Some(from) = from.filter(|from| *from != machine && claims.winner(mac) == Some(machine)) {
+            self.takes(network, mac, (from, machine), now);
+        }
+        if self.claims.get(network).is_some_and(Claims::is_empty) {
+            self.claims.remove(network);
+        }
+        self.dirty.extend(touched.into_iter().map(|machine| (network.to_string(), machine)));
+    }
+
+    /// A machine takes a member from another one that still claims it. The first time it may have
+    /// moved. One that came back since, or comes back now, is that of two machines: the one to
+    /// which it came back keeps it as long as it claims it.
+    fn takes(&mut self, network: &str, mac: Mac, (from, to): (Machine, Machine), now: Duration) {
+        let key = (network.to_string(), mac);
+        let old = self.taken.get(&key).filter(|old| now.saturating_sub(old.at) < MEMORY).copied();
+        let keeper = old.map(|old| old.from).filter(|keeper| [from, to].contains(keeper));
+        let returns = old.map_or(0, |old| old.returns) + u32::from(keeper.is_some());
+        if old.is_some() || self.taken.len() < MAX_TAKEN {
+            self.taken.insert(key, Taken { from: keeper.unwrap_or(from), at: now, returns });
+        }
+        let Some(keeper) = keeper else { return };
+        let (claims, keeps) = (if keeper == from { to } else { from }, &self.names[keeper as usize]);
+        let what = mac_text(mac);
+        let why = format!(
+            "two machines have a member with the MAC address {what} in {network}: it came back to {keeps}, which keeps it"
+        );
+        self.refuse(claims, &why, now);
+        self.keep(network, mac, Some(keeper));
+    }
+
+    fn keep(&mut self, network: &str, mac: Mac, keeper: Option<Machine>) {
+        let mut touched = BTreeSet::new();
+        if let Some(claims) = self.claims.get_mut(network) {
+            claims.keep(mac, keeper, &mut touched);
+        }
+        self.dirty.extend(touched.into_iter().map(|machine| (network.to_string(), machine)));
+    }
+
+    /// Ends what was remembered of members that were taken long ago.
+    fn forget_taken(&mut self, now: Duration) {
+        let is_old = |taken: &Taken| now.saturating_sub(taken.at) >= MEMORY;
+        let old: Vec<(String, Mac)> =
+            self.taken.iter().filter(|(_, t)| is_old(t)).map(|(key, _)| key.clone()).collect();
+        for (network, mac) in old {
+            // A member that two machines still claim stays where it is.
+            let claims = self.claims.get(&network);
+            let placed = |claims: &Claims| claims.all_of(mac).filter(|claim| claim.placed).count();
+            if claims.is_some_and(|claims| claims.keeper(mac).is_some() && placed(claims) > 1) {
+                continue;
+            }
+            self.keep(&network, mac, None);
+            self.taken.remove(&(network, mac));
+        }
+    }
+
+    /// Whether a member that this machine has, and that another one claims, is silent for so long
+    /// that it has moved there.
+    fn gives_up(&self, network: &str, mac: Mac, silent: Option<Duration>, now: Duration) -> bool {
+        let key = (network.to_string(), mac);
+        let (Some(claims), Some(rivalry)) = (self.claims.get(network), self.rivalries.get(&key)) else { return false };
+        let Some(own) = claims.of(self.me, mac) else { return false };
+        if claims.rival_placed(self.me, mac).is_none_or(|rival| rival <= own.version) {
+            return false;
+        }
+        let patience = match claims.keeper(mac) == Some(self.me) {
+            true => {
+                let returns = self.taken.get(&key).map_or(1, |taken| taken.returns);
+                LONGEST_PATIENCE.min(FIRST_PATIENCE * (1 << returns.saturating_sub(1).min(6)))
+            }
+            false => SLACK,
+        };
+        now.saturating_sub(rivalry.since) > patience && silent.is_none_or(|silent| silent > patience)
     }
 
     /// What this machine has in a network now, in place of what it had, and where it receives the
@@ -291,11 +437,13 @@ impl Control {
             let rival = self.claims.get(network).and_then(|claims| claims.rival(self.me, *mac));
             // One that was here, and that no other machine has, is only silent.
             let placed = local.placed || (rival.is_none() && old.as_ref().is_some_and(|old| old.placed));
+            // One that another machine claims, and that sends nothing here, has moved.
+            let placed = placed && !(local.silent_for.is_some() && self.gives_up(network, *mac, local.silent_for, now));
             let silent_for = local.silent_for.filter(|_| local.placed);
             let version = self.version(network, *mac, (old.as_ref(), rival), silent_for, now);
             let claim = Claim { member: local.member.clone(), version, placed };
             if old.as_ref() != Some(&claim) {
-                self.claim(network, self.me, *mac, Some(claim.clone()));
+                self.claim(network, self.me, *mac, Some(claim.clone()), now);
                 came.push(claim);
             }
         }
@@ -309,7 +457,7 @@ impl Control {
         let missing = before.macs.iter().filter(|mac| !wanted.contains_key(*mac));
         let (kept, went): (Vec<Mac>, Vec<Mac>) = missing.copied().partition(is_kept);
         for mac in &went {
-            self.claim(network, self.me, *mac, None);
+            self.claim(network, self.me, *mac, None, now);
             self.rivalries.remove(&(network.to_string(), *mac));
         }
         if self.left_out.insert(network.into(), left_out).unwrap_or_default() != left_out && left_out > 0 {
@@ -335,7 +483,12 @@ impl Control {
         now: Duration,
     ) -> u64 {
         // With no other claim, versions begin again. So they stay small.
-        let Some(rival) = rival else { return 1 };
+        let Some(rival) = rival else {
+            if let Some(rivalry) = self.rivalries.get_mut(&(network.to_string(), mac)) {
+                rivalry.version = 0;
+            }
+            return 1;
+        };
         let mine = old.map_or(1, |claim| claim.version);
         if rival < mine {
             return mine;
@@ -343,7 +496,7 @@ impl Control {
         let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
         if rivalry.version != rival {
             // The claim came since this was last looked at, at the latest now.
-            (rivalry.version, rivalry.since) = (rival, now);
+            rivalry.rises(rival, mine, now);
             // A member that just came and sends has moved here; one that was here must first send
             // again.
             if old.is_some() {
@@ -487,7 +640,7 @@ impl Control {
             }
         }
         for network in &change.networks {
-            network.went.iter().for_each(|mac| self.went(from, &network.name, *mac));
+            network.went.iter().for_each(|mac| self.went(from, &network.name, *mac, now));
         }
         self.take(from, change, now);
         Ok(())
@@ -504,7 +657,7 @@ impl Control {
             for claim in network.came {
                 all_taken &= self.came(machine, &network.name, claim, now);
             }
-            self.maybe_leaves(machine, &network.name);
+            self.maybe_leaves(machine, &network.name, now);
         }
         if let Some(other) = self.others.get_mut(&machine) {
             other.number = all_taken.then_some(change.number);
@@ -541,8 +694,8 @@ impl Control {
             all.networks.iter().map(|n| (n.name.as_str(), n.came.iter().map(|c| c.member.mac).collect())).collect();
         for (name, macs) in &before {
             match stays.get(name.as_str()) {
-                Some(stay) => macs.difference(stay).for_each(|mac| self.went(from, name, *mac)),
-                None => self.leaves(from, name),
+                Some(stay) => macs.difference(stay).for_each(|mac| self.went(from, name, *mac, now)),
+                None => self.leaves(from, name, now),
             }
         }
         self.take(from, all, now);
@@ -583,35 +736,36 @@ impl Control {
         }
         joined.macs.insert(mac);
         if self.own.get(network).is_some_and(|own| own.macs.contains(&mac)) {
+            let mine = self.claims.get(network).and_then(|claims| claims.of(self.me, mac)).map_or(0, |own| own.version);
             let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
             if rivalry.version < claim.version {
-                (rivalry.version, rivalry.since) = (claim.version, now);
+                rivalry.rises(claim.version, mine, now);
             }
         }
-        self.claim(network, machine, mac, Some(claim));
+        self.claim(network, machine, mac, Some(claim), now);
         true
     }
 
-    fn went(&mut self, machine: Machine, network: &str, mac: Mac) {
+    fn went(&mut self, machine: Machine, network: &str, mac: Mac, now: Duration) {
         let joined = self.others.get_mut(&machine).and_then(|other| other.networks.get_mut(network));
         if joined.is_some_and(|joined| joined.macs.remove(&mac)) {
-            self.claim(network, machine, mac, None);
+            self.claim(network, machine, mac, None, now);
         }
     }
 
     /// Removes a network in which a machine has neither members nor an end.
-    fn maybe_leaves(&mut self, machine: Machine, network: &str) {
+    fn maybe_leaves(&mut self, machine: Machine, network: &str, now: Duration) {
         let joined = self.others.get(&machine).and_then(|other| other.networks.get(network));
         if joined.is_some_and(|joined| joined.end.is_none() && joined.macs.is_empty()) {
-            self.leaves(machine, network);
+            self.leaves(machine, network, now);
         }
     }
 
-    fn leaves(&mut self, machine: Machine, network: &str) {
+    fn leaves(&mut self, machine: Machine, network: &str, now: Duration) {
         let joined = self.others.get_mut(&machine).and_then(|other| other.networks.remove(network));
         let Some(joined) = joined else { return };
         for mac in joined.macs {
-            self.claim(network, machine, mac, None);
+            self.claim(network, machine, mac, None, now);
         }
         self.dirty.remove(&(network.to_string(), machine));
         let machine = self.names[machine as usize].clone();
@@ -621,6 +775,7 @@ impl Control {
     /// Does what time demands: forgets machines, and asks those that are to be asked. To be called
     /// several times in a beat.
     pub fn tick(&mut self, now: Duration) {
+        self.forget_taken(now);
         // That another machine was heard well after this one shows that it is not this end that is
         // cut off.
         let latest = self.others.values().filter_map(|other| other.heard).max().unwrap_or_default();
@@ -643,7 +798,7 @@ impl Control {
                 None => Vec::new(),
             };
             for network in networks {
-                self.leaves(machine, &network);
+                self.leaves(machine, &network, now);
             }
             let name = &self.names[machine as usize];
             self.actions.push(Action::Event(format!("machine {name} was not heard for {silent} s: forgotten")));
@@ -755,6 +910,7 @@ impl Control {
             all.push(Conflict { network: network.clone(), what: mac_text(*mac), machines, winner: name(&winner) });
         }
         all.sort();
+        all.dedup();
         all
     }
 

@@ -28,9 +28,15 @@
 //! - A MAC address belongs to the claim with the highest version, and among equal ones to the
 //!   machine whose name sorts first. A machine raises the version when the member sends frames
 //!   there although another machine claims it. So the version follows a member that moves.
-//! - An IP address belongs to the member whose file fixes it, else to the machine whose name sorts
-//!   first. The others are told to end their lease ([`Action::Lost`]).
-//! - A name belongs to the machine whose name sorts first.
+//! - A member that was taken from a machine, and that sends there again, is kept by that machine:
+//!   for ten minutes no version takes it, as long as the machine claims that it is there. It claims
+//!   so until the member is silent there for 5 s or more. So a member can be taken from its machine
+//!   for a moment, and only once.
+//! - An IP address or a name that a file for several machines gives to one of them
+//!   ([`Control::homes`]) belongs to a member that this machine has it for, wherever the member is.
+//! - Any other IP address belongs to the member whose file fixes it, else to the machine whose name
+//!   sorts first. The others are told to end their lease ([`Action::Lost`]).
+//! - Any other name belongs to the machine whose name sorts first.
 //!
 //! # Death
 //! A machine that was not heard for [`Settings::lease`] is forgotten, with all that it claimed, if
@@ -38,10 +44,11 @@
 //! off, or the messages' carrier has ended. What is known is then kept for [`Settings::alone`].
 //!
 //! # A hostile machine
-//! A machine can claim what it likes, since any member may move there. It cannot claim more than
-//! [`MAX_MEMBERS`](member::MAX_MEMBERS), speak for another machine (the carrier authenticates),
-//! keep the others busy ([`MAX_CHANGES_PER_S`](control::MAX_CHANGES_PER_S)), or make a version jump
-//! by more than [`MAX_JUMP`](control::MAX_JUMP). What it tried is counted by machine.
+//! A machine can claim any member, since any may move there; see above for how long it has it. It
+//! cannot claim more than [`MAX_MEMBERS`](member::MAX_MEMBERS), speak for another machine (the
+//! carrier authenticates), keep the others busy
+//! ([`MAX_CHANGES_PER_S`](control::MAX_CHANGES_PER_S)), or make a version jump by more than
+//! [`MAX_JUMP`](control::MAX_JUMP). What it tried is counted by machine.
 //!
 //! ```
 //! use std::time::Duration;
@@ -71,5 +78,5 @@ pub mod message;
 pub mod simulation;
 pub mod stream;
 
-pub use control::{Action, Conflict, Control, Local, Peer, PeerState, Settings};
+pub use control::{Action, Conflict, Control, Home, Local, Peer, PeerState, Settings};
 pub use member::{Address, Mac, Member};

@@ -10,7 +10,7 @@ use tombolo_span::control::{MAX_CHANGES_PER_S, MAX_JUMP};
 use tombolo_span::member::MAX_MEMBERS;
 use tombolo_span::message::{Change, Claim, Known, Network as Joined, Number};
 use tombolo_span::simulation::{NETWORK, Network, World, mac};
-use tombolo_span::{Action, Address, Control, Local, Member, PeerState, Settings};
+use tombolo_span::{Action, Address, Control, Home, Local, Member, PeerState, Settings};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -118,6 +118,146 @@ fn two_members_with_one_mac_address_do_not_make_the_machines_fight() {
     assert!(world.machines.iter().any(|m| m.events.iter().any(|e| e.contains("two machines have a member"))));
     let places = [world.place(2, mac(500)), world.place(2, mac(500))];
     assert!(places[0].is_some());
+}
+
+/// The real control of a machine that behaves, and of a hostile one that claims whatever it likes.
+struct Attack {
+    world: World,
+    version: u64,
+    count: u64,
+}
+
+impl Attack {
+    /// Machine 0 has member 0, and machine 3 is hostile: its program is the test.
+    fn new() -> Attack {
+        let mut world = world(4, 1, quick());
+        world.pass(10 * S);
+        world.kill(3);
+        Attack { world, version: 1, count: 0 }
+    }
+
+    /// Claims members in the name of machine 3, or withdraws its claims.
+    fn says(&mut self, came: Vec<Claim>, went: Vec<[u8; 6]>) {
+        self.count += 1;
+        let networks = vec![Joined { name: NETWORK.into(), end: None, came, went }];
+        let bytes = Change { number: Number { epoch: 9, count: self.count }, networks }.encode();
+        let now = self.world.now;
+        for at in 0..3 {
+            let control = self.world.machines[at].control.as_mut().unwrap();
+            if self.count == 1 {
+                let nothing = Change { number: Number { epoch: 9, count: 0 }, networks: vec![] };
+                control.answered("node-003", &tombolo_span::message::State::All(nothing).encode(), now).unwrap();
+            }
+            control.heard("node-003", &bytes, now).unwrap();
+            self.world.look(at);
+        }
+    }
+
+    fn claims_member_0(&mut self) {
+        self.version += 2;
+        let claim = Claim { member: member(0), version: self.version, placed: true };
+        self.says(vec![claim], vec![]);
+    }
+
+    /// How many of the machines 1 and 2 take member 0 for that of machine 0.
+    fn right(&self) -> usize {
+        (1..3).filter(|at| self.world.place(*at, mac(0)) == Some("node-000")).count()
+    }
+}
+
+#[test]
+fn a_machine_that_claims_a_member_of_another_one_again_and_again_has_it_for_a_moment_only() {
+    for withdraws in [false, true] {
+        let mut attack = Attack::new();
+        let (mut right, mut all) = (0, 0);
+        for round in 0..300 {
+            attack.claims_member_0();
+            attack.world.pass(Duration::from_millis(400));
+            if withdraws && round % 2 == 1 {
+                attack.says(vec![], vec![mac(0)]);
+            }
+            right += attack.right();
+            all += 2;
+        }
+        assert!(right * 100 > all * 96, "{right} of {all} looks in two minutes");
+        for at in 1..3 {
+            let machine = &attack.world.machines[at];
+            let named =
+                |text: &String| text.contains("machine node-003: two machines have") && text.contains("node-000");
+            assert!(machine.events.iter().any(named), "{:?}", machine.events);
+            assert!(machine.events.len() < 12, "named now and then, not each time: {:?}", machine.events);
+        }
+        attack.claims_member_0();
+        let conflicts = attack.world.machines[1].control.as_ref().unwrap().conflicts();
+        assert!(conflicts.iter().any(|c| c.what == "02:00:00:00:00:00" && c.winner == "node-000"), "{conflicts:?}");
+    }
+}
+
+#[test]
+fn a_member_that_was_contested_can_still_move_and_is_followed_after_it_is_silent() {
+    let mut attack = Attack::new();
+    for _ in 0..10 {
+        attack.claims_member_0();
+        attack.world.pass(S);
+    }
+    attack.says(vec![], vec![mac(0)]);
+    assert_eq!(attack.right(), 2);
+    // Now it does move, and its old machine still lists it.
+    attack.world.machines[0].here.get_mut(&mac(0)).unwrap().sends = false;
+    attack.world.add(1, member(0));
+    let begin = attack.world.now;
+    assert!(attack.world.until(begin + 30 * S, |world| world.place(2, mac(0)) == Some("node-001")));
+    assert!(attack.world.now - begin < 8 * S, "{:?}", attack.world.now - begin);
+}
+
+#[test]
+fn what_a_file_gives_to_a_machine_no_other_one_takes_and_a_member_that_moves_takes_it_along() {
+    let mut all = ["a", "b", "c", "x"].map(|name| (name, Control::new(Settings::new(name), 1)));
+    // 10 to 19 are leased by "x", whose name sorts last, 5 and "web" are of its member.
+    let home = |name: Option<&str>, addresses| Home { machine: "x".into(), name: name.map(Into::into), addresses };
+    let homes = [home(None, Some((ip(10), ip(19)))), home(None, Some((ip(5), ip(5)))), home(Some("web"), None)];
+    for (_, control) in &mut all {
+        ["a", "b", "c", "x"].into_iter().for_each(|name| control.expect(name));
+        control.homes(NETWORK, homes.to_vec());
+    }
+    let of = |number: u32, ips: &[u32], fixed, name: Option<&str>| {
+        let addresses = ips.iter().map(|at| Address { ip: ip(*at), fixed }).collect();
+        Member { mac: mac(number), name: name.map(Into::into), addresses }
+    };
+    let here = |members: &[Member]| -> Vec<Local> {
+        let local = |member: &Member| Local { member: member.clone(), placed: true, silent_for: Some(Duration::ZERO) };
+        members.iter().map(local).collect()
+    };
+    let (leased, web) = (of(1, &[10], false, None), of(2, &[5], true, Some("web")));
+    let mut known = BTreeMap::new();
+    // The hostile machine "a" claims all of it as fixed, for members of its own, before "x" has any.
+    let taken = of(7, &[5, 10, 11], true, Some("web"));
+    all[0].1.local(NETWORK, Some(ip(201)), here(std::slice::from_ref(&taken)), S);
+    exchange(&mut all, S);
+    tables(&mut all[1].1, &mut known);
+    assert_eq!(known["a"], [of(7, &[], true, None)], "what was never given to it is not believed");
+    let conflicts = all[1].1.conflicts();
+    let named: Vec<_> = conflicts.iter().map(|c| (c.what.as_str(), c.winner.as_str(), c.machines.len())).collect();
+    assert_eq!(named, [("10.0.0.10", "x", 2), ("10.0.0.11", "x", 2), ("10.0.0.5", "x", 2), ("web", "x", 2)]);
+    // So "x" can give them to its members, and loses none.
+    all[3].1.local(NETWORK, Some(ip(204)), here(&[leased.clone(), web.clone()]), 2 * S);
+    exchange(&mut all, 2 * S);
+    tables(&mut all[1].1, &mut known);
+    assert_eq!(known["x"], [leased.clone(), web.clone()]);
+    let lost = all[3].1.actions().into_iter().any(|action| matches!(action, Action::Lost { .. }));
+    assert!(!lost, "no lease ends");
+    // The member with the lease moves to "b" with it, and goes on there when the lease of "x" has
+    // ended.
+    all[1].1.local(NETWORK, Some(ip(202)), here(std::slice::from_ref(&leased)), 3 * S);
+    exchange(&mut all, 3 * S);
+    all[3].1.local(NETWORK, Some(ip(204)), here(std::slice::from_ref(&web)), 4 * S);
+    exchange(&mut all, 4 * S);
+    tables(&mut all[2].1, &mut known);
+    assert_eq!((known["b"].clone(), known["x"].clone()), (vec![leased], vec![web]));
+    // Without the file's word, the first name has all of it.
+    all[2].1.homes(NETWORK, vec![]);
+    tables(&mut all[2].1, &mut known);
+    assert_eq!(known["a"], [taken]);
 }
 
 #[test]

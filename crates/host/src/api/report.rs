@@ -457,6 +457,24 @@ pub struct Tables {
     pub macs: Vec<MacReport>,
     /// Addresses of the members that the fabric knows, sorted.
     pub neighbours: Vec<NeighbourReport>,
+    /// What a file for several machines gives to which of them, sorted.
+    #[serde(default)]
+    pub homes: Vec<HomeReport>,
+}
+
+/// What belongs to one machine of a file for several: a member's name, or addresses.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct HomeReport {
+    /// Name of the network.
+    pub network: String,
+    /// The machine.
+    pub machine: String,
+    /// The name of a member.
+    pub name: Option<String>,
+    /// The first address.
+    pub from: Option<std::net::IpAddr>,
+    /// The last address.
+    pub to: Option<std::net::IpAddr>,
 }
 
 /// One entry of a network's forwarding table.

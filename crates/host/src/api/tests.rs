@@ -1222,6 +1222,13 @@ fn the_document_describes_every_field_of_the_reports() {
             source: "lease".into(),
             fixed: false,
         }],
+        homes: vec![super::report::HomeReport {
+            network: "lan".into(),
+            machine: "node-1".into(),
+            name: Some("web".into()),
+            from: Some("10.0.0.1".parse().unwrap()),
+            to: Some("10.0.0.1".parse().unwrap()),
+        }],
     };
     check("Tables", serde_json::to_value(tables).unwrap());
     check("Span", serde_json::to_value(span_sample()).unwrap());

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use super::{FabricError, Running};
-use crate::api::report::{MacReport, NeighbourReport, SCHEMA, Tables};
-use crate::file::Mac;
+use crate::api::report::{HomeReport, MacReport, NeighbourReport, SCHEMA, Tables};
+use crate::file::{Home, Mac};
 use tombolo_switch::gateway::GatewayHandle;
 use tombolo_switch::vlan::DEFAULT;
 
@@ -88,6 +88,15 @@ impl Running {
         }
         macs.sort();
         neighbours.sort();
-        Ok(Tables { schema: SCHEMA, macs, neighbours })
+        let home = |home: &Home| HomeReport {
+            network: home.network.clone(),
+            machine: home.machine.clone(),
+            name: home.name.clone(),
+            from: home.addresses.map(|(from, _)| from.into()),
+            to: home.addresses.map(|(_, to)| to.into()),
+        };
+        let mut homes: Vec<_> = self.spec.elsewhere.homes.iter().map(home).collect();
+        homes.sort();
+        Ok(Tables { schema: SCHEMA, macs, neighbours, homes })
     }
 }

@@ -80,6 +80,19 @@ impl<'a> Which<'a> {
     }
 }
 
+/// What belongs to one machine of the file, in a network that spans them.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Home {
+    /// The network.
+    pub network: String,
+    /// The machine.
+    pub machine: String,
+    /// The name of a member that runs on this machine alone.
+    pub name: Option<String>,
+    /// The first and the last address. Of a member and of a gateway both are the same.
+    pub addresses: Option<(Ipv4Addr, Ipv4Addr)>,
+}
+
 /// What the file has on other machines, as far as it matters here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Elsewhere {
@@ -92,6 +105,8 @@ pub struct Elsewhere {
     pub(crate) own: Vec<(String, Ipv4Addr, Ipv4Addr)>,
     /// Members: name, path of the section, and the machine.
     pub(crate) members: Vec<(String, String, String)>,
+    /// What belongs to which machine, of this one too.
+    pub(crate) homes: Vec<Home>,
 }
 
 /// A cell, VM, tap or port, wherever it runs.
@@ -101,6 +116,8 @@ struct Member {
     /// Its name, or those of its machines.
     names: Vec<String>,
     homes: Vec<usize>,
+    /// Its networks.
+    networks: Vec<String>,
     /// Its fixed addresses, with their networks.
     ips: Vec<(String, Ipv4Addr)>,
 }
@@ -325,7 +342,8 @@ impl Hosts {
                 }
                 let ips = at.iter().zip(texts(table.get("ip")));
                 let ips = ips.filter_map(|(network, ip)| Some((network.to_string(), ip.parse().ok()?))).collect();
-                self.members.push(Member { section, names, homes, ips });
+                let networks = at.iter().map(ToString::to_string).collect();
+                self.members.push(Member { section, names, homes, networks, ips });
             }
         }
         let mut exports: HashMap<String, Vec<usize>> = HashMap::new();
@@ -398,7 +416,28 @@ impl Hosts {
     /// What the machines before the `index`-th have in the networks that span machines. One of two
     /// sections that contradict each other is told of the other, so that there is one complaint.
     pub(super) fn elsewhere(&self, index: usize, spans: impl Fn(&str) -> bool) -> Elsewhere {
-        self.on_others(index, |home| home < index, spans)
+        let homes = self.members_homes(&spans);
+        Elsewhere { homes, ..self.on_others(index, |home| home < index, spans) }
+    }
+
+    /// The names and fixed addresses of members that are on one machine alone.
+    fn members_homes(&self, spans: impl Fn(&str) -> bool) -> Vec<Home> {
+        let mut all = Vec::new();
+        for member in &self.members {
+            let [home] = member.homes[..] else { continue };
+            let machine = &self.list[home].name;
+            let mut add = |network: &str, name: Option<&String>, ip: Option<Ipv4Addr>| {
+                let addresses = ip.map(|ip| (ip, ip));
+                all.push(Home { network: network.into(), machine: machine.clone(), name: name.cloned(), addresses });
+            };
+            for network in member.networks.iter().filter(|network| spans(network)) {
+                member.names.iter().for_each(|name| add(network, Some(name), None));
+            }
+            for (network, ip) in member.ips.iter().filter(|(network, _)| spans(network)) {
+                add(network, None, Some(*ip));
+            }
+        }
+        all
     }
 
     /// What the machines after the `index`-th have, which additions are checked against besides.
@@ -437,6 +476,14 @@ impl Hosts {
         if self.list.len() > 1 {
             let own = share(range, index, self.list.len());
             out.own.push((network.into(), own.from, own.to));
+        }
+        for (at, host) in self.list.iter().enumerate() {
+            let part = share(range, at, self.list.len());
+            let single = fixed.into_iter().flatten().map(|ip| counted_on(ip, at)).map(|ip| (ip, ip));
+            for addresses in single.chain([(part.from, part.to)]) {
+                let (network, machine) = (network.into(), host.name.clone());
+                out.homes.push(Home { network, machine, name: None, addresses: Some(addresses) });
+            }
         }
         for (at, host) in self.list.iter().enumerate().filter(|(at, _)| *at != index) {
             for (word, ip) in ["gateway", "router"].iter().zip(fixed) {
@@ -660,6 +707,21 @@ mod tests {
             assert_eq!(ranges(&on(text, "b")), [("lan".to_string(), 15, 74)]);
             assert_eq!(ranges(&on(text, "a")), [("lan".to_string(), 75, 134)]);
         }
+        // Both know what belongs to which of them.
+        assert_eq!(a.elsewhere.homes, b.elsewhere.homes);
+        let homes = a.elsewhere.homes.iter().map(|home| {
+            let ends = home.addresses.map(|(from, to)| (from.octets()[3], to.octets()[3]));
+            (home.network.as_str(), home.machine.as_str(), home.name.as_deref(), ends)
+        });
+        let expected = [
+            ("lan", "a", Some("t"), None),
+            ("lan", "b", Some("u"), None),
+            ("lan", "b", None, Some((1, 1))),
+            ("lan", "b", None, Some((15, 74))),
+            ("lan", "a", None, Some((3, 3))),
+            ("lan", "a", None, Some((75, 134))),
+        ];
+        assert_eq!(homes.collect::<Vec<_>>(), expected);
         // A member keeps its MAC address when it moves, and one that is on each machine has another
         // on each.
         let moved = on(&FILE.replace("[tap.t]\non = \"a\"", "[tap.t]\non = \"b\""), "b");

@@ -38,7 +38,7 @@ mod traffic;
 
 pub use across::{Export, Import, Proof, pick_word};
 pub(crate) use boot::boot_text;
-pub use hosts::{Elsewhere, Here, Host, SAY_WHICH, SpanDecl, Which, span_settings};
+pub use hosts::{Elsewhere, Here, Home, Host, SAY_WHICH, SpanDecl, Which, span_settings};
 pub(crate) use model::overlap;
 pub use model::{
     Accel, Attach, Boot, Contained, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType,
