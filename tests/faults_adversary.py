@@ -18,6 +18,13 @@ ATTACKS = (
     "segment.arp_for_the_gateway_and_neighbours",
     "segment.broadcast_storm",
     "segment.dhcp_flood",
+    "tunnel.a_machine_that_is_no_remote",
+    "tunnel.packets_of_other_networks",
+    "tunnel.headers_that_are_none",
+    "tunnel.the_largest_and_the_smallest_packets",
+    "tunnel.a_tunnel_within_the_tunnel",
+    "tunnel.datagrams_whose_checksum_lies",
+    "tunnel.floods_to_all",
     "calls.descriptors_that_are_none",
     "api.half_sent_heads",
 )

@@ -6,6 +6,7 @@ connection is checked byte by byte. Afterwards the attacked port must serve a co
 the daemon must hold no more than before.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 from .fabric import Fabric
 from .flows import HttpFlow, StreamFlow
 from .frames import StreamPeer
-from .hostile import ATTACK_S, MARK, load
+from .hostile import ATTACK_S, DUE, MARK, UDP_SUMS, load
 from .hostile.ivshmem import Client
 from .hostile.tunnel import ATTACKER, FABRIC, HONEST, VNI, TunnelPeer
 from .ivshmem import checksum
@@ -296,6 +297,19 @@ class Arena:
         pid = self.fabric.process.pid
         return len(os.listdir(f"/proc/{pid}/fd")), rss_bytes(pid) / 2**20
 
+    def _dropped(self, port, name):
+        """How often something was dropped for each reason that is due."""
+        if not DUE[name]:
+            return {}
+        own = MEMBERS[port][0]
+        drops = collections.Counter()
+        for found in self.fabric.status()["ports"]:
+            # What comes from its port, and what others may not get of it.
+            drops.update(found["counters"]["rx_drops"] if found["name"] == own else found["counters"]["tx_drops"])
+        snmp = self.space.run("grep", "^Udp:", "/proc/net/snmp").stdout.splitlines()
+        kernel = dict(zip(*(line.split() for line in snmp)))
+        return {reason: int(kernel[reason]) if reason == UDP_SUMS else drops[reason] for reason in DUE[name]}
+
     def judge(self, name):
         """Runs one attack and gives its Verdict."""
         port = name.split(".")[0]
@@ -305,6 +319,7 @@ class Arena:
         for flow in self.flows:
             flow.broken = 0
         descriptors, rss = self._holdings()
+        before = self._dropped(port, name)
         pid = self.fabric.process.pid
         cpu, begun = cpu_seconds(pid), time.monotonic()
         sniffer, pinger = Sniffer(self.space, "host"), Pinger(self.space, f"{SUBNET}.20")
@@ -350,6 +365,9 @@ class Arena:
             escapes.append(f"{len(sniffer.seen)} forged frames reached a neighbour, the first: {sniffer.seen[0]}")
         escapes += [f"the checked {flow.name} broke {flow.broken} times" for flow in self.flows if flow.broken]
         escapes += [f"the checked {flow.name} got wrong data" for flow in self.flows if flow.corrupt]
+        for reason, count in self._dropped(port, name).items():
+            if count <= before[reason]:
+                escapes.append(f"nothing was dropped as {reason}")
         served = self._served(port)
         if served is None:
             escapes.append(f"a correct peer was not served within {SERVED_S} s afterwards")

@@ -14,6 +14,8 @@ import time
 ATTACK_S = 1.5
 # A frame that holds this must not reach a neighbour.
 MARK = b"TMB-ESCAPED"
+# In the namespace of the attack.
+UDP_SUMS = "InCsumErrors"
 
 
 @dataclasses.dataclass
@@ -38,13 +40,17 @@ class Target:
 
 
 ATTACKS = {}
+# By the name of an attack: the reasons under which its port has to drop something.
+DUE = {}
 
 
-def attack(port):
-    """Registers a function as an attack on an attachment; its name is `PORT.FUNCTION`."""
+def attack(port, *due):
+    """Registers a function as an attack on an attachment; its name is `PORT.FUNCTION`. `due` are the reasons under which the port drops what
+    is sent; `UDP_SUMS` is the kernel's count of datagrams with a wrong checksum."""
 
     def register(function):
         ATTACKS[f"{port}.{function.__name__}"] = function
+        DUE[f"{port}.{function.__name__}"] = due
         return function
 
     return register

@@ -9,7 +9,8 @@ import struct
 import time
 
 from ..frames import Station, mac_bytes
-from . import MARK, attack, repeated
+from ..ivshmem import checksum
+from . import MARK, UDP_SUMS, attack, repeated
 
 VNI, PORT = 77, 4789
 FABRIC, ATTACKER, HONEST, STRANGER = "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.9"
@@ -67,13 +68,13 @@ def sends(target, peer, packets, pause_s=0.0):
     repeated(target, step)
 
 
-@attack("tunnel")
+@attack("tunnel", "unknown_remote")
 def a_machine_that_is_no_remote(target):
     with TunnelPeer(STRANGER, target.mac) as peer:
         sends(target, peer, [HEADER + marked(peer), HEADER + peer.arp_request(target.gateway, target.ip)])
 
 
-@attack("tunnel")
+@attack("tunnel", "wrong_vni")
 def packets_of_other_networks(target):
     with remote(target) as peer:
         frame = marked(peer)
@@ -81,7 +82,7 @@ def packets_of_other_networks(target):
         sends(target, peer, [head + frame for head in heads])
 
 
-@attack("tunnel")
+@attack("tunnel", "bad_tunnel", "runt")
 def headers_that_are_none(target):
     with remote(target) as peer:
         frame = marked(peer)
@@ -89,11 +90,47 @@ def headers_that_are_none(target):
         sends(target, peer, [*wrong, *((HEADER + frame)[:length] for length in range(22))])
 
 
-@attack("tunnel")
+@attack("tunnel", "too_long", "runt")
 def the_largest_and_the_smallest_packets(target):
     with remote(target) as peer:
         frame = peer.frame(target.neighbour_mac, 0x0800, b"")
         sends(target, peer, [HEADER + frame + bytes(65507 - 8 - len(frame)), HEADER + frame[:14], HEADER, b""], 0.0005)
+
+
+def datagram(source, to, port, content):
+    """IPv4 and UDP around this, with no checksum of UDP."""
+    udp = struct.pack("!HHHH", PORT, port, 8 + len(content), 0) + content
+    head = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 20 + len(udp), 1, 0, 64, 17, 0, socket.inet_aton(source), socket.inet_aton(to))
+    return head[:10] + struct.pack("!H", checksum(head)) + head[12:] + udp
+
+
+@attack("tunnel")
+def a_tunnel_within_the_tunnel(target):
+    """To the gateway, which is no end of a tunnel: what is within the inner one comes out nowhere. Deeper ones too."""
+    with remote(target) as peer:
+        gateway = peer.arp(target.gateway, target.ip, seconds=1)
+        frame = marked(peer)
+        for _ in range(8):
+            packets = []
+            for to in (target.gateway, FABRIC):
+                frame_in = peer.frame(gateway, 0x0800, datagram(target.ip, to, PORT, HEADER + frame))
+                packets.append(HEADER + frame_in)
+            frame = peer.frame(gateway, 0x0800, datagram(target.ip, target.gateway, PORT, HEADER + frame))
+            for packet in packets * 50:
+                peer.raw(packet)
+
+
+@attack("tunnel", UDP_SUMS)
+def datagrams_whose_checksum_lies(target):
+    """What was damaged, or made by hand, under the address of a remote: the kernel drops it before the port sees it."""
+    with remote(target) as peer, socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        packet = bytearray(datagram(ATTACKER, FABRIC, PORT, HEADER + marked(peer)))
+        packet[26:28] = b"\xba\xd5"
+
+        def step():
+            raw.sendto(packet, (FABRIC, 0))
+            time.sleep(0.001)
+        repeated(target, step)
 
 
 @attack("tunnel")
@@ -122,7 +159,7 @@ def lengths_that_lie(target):
         repeated(target, step)
 
 
-@attack("tunnel")
+@attack("tunnel", "bad_source")
 def as_a_member_of_the_other_machine(target):
     """The MAC address of a guarded member: neither its frames nor its place."""
     with remote(target) as peer:
@@ -131,7 +168,7 @@ def as_a_member_of_the_other_machine(target):
         sends(target, peer, [HEADER + marked(peer), HEADER + marked(peer, own.hex(":"))], 0.0002)
 
 
-@attack("tunnel")
+@attack("tunnel", "gateway_claim")
 def as_the_gateway(target):
     with remote(target) as peer:
         answer = struct.pack("!HHBBH", 1, 0x0800, 6, 4, 2) + peer.mac + socket.inet_aton(target.gateway)
@@ -140,7 +177,7 @@ def as_the_gateway(target):
         sends(target, peer, [HEADER + peer.frame("ff:ff:ff:ff:ff:ff", 0x0806, answer), HEADER + peer.frame("ff:ff:ff:ff:ff:ff", 0x0800, head + MARK)], 0.0005)
 
 
-@attack("tunnel")
+@attack("tunnel", "rogue_dhcp", "rogue_router")
 def as_a_server_and_a_router(target):
     """An answer of a DHCP server and a router's advertisement."""
     with remote(target) as peer:
@@ -153,7 +190,7 @@ def as_a_server_and_a_router(target):
               0.0005)
 
 
-@attack("tunnel")
+@attack("tunnel", "remote_storm")
 def floods_to_all(target):
     with remote(target) as peer:
         sends(target, peer, [HEADER + peer.frame(to, 0x88B6, bytes(40)) for to in ("ff:ff:ff:ff:ff:ff", "33:33:00:00:00:09", "02:00:00:00:ff:ff")])
