@@ -251,22 +251,25 @@ struct Recents<const WORDS: usize> {
     /// One less than their number.
     mask: usize,
     secret: [u64; 2],
-    /// Directions that found no place since the last look at it.
-    turned_away: usize,
+    /// A bit for each pair that had no place for a further direction in this tick.
+    crowded: Box<[u64]>,
 }
 
 impl<const WORDS: usize> Recents<WORDS> {
     fn new(pairs: usize, secret: [u64; 2]) -> Recents<WORDS> {
         let mask = pairs.saturating_sub(1);
-        Recents { pairs: vec![Pair([Recent::NONE; 2]); pairs].into(), mask, secret, turned_away: 0 }
+        let crowded = vec![0; pairs.div_ceil(64)].into();
+        Recents { pairs: vec![Pair([Recent::NONE; 2]); pairs].into(), mask, secret, crowded }
     }
 
-    /// Makes room if a sixteenth as many directions as there are pairs found none. What is
+    /// Makes room if a sixteenth of the pairs were crowded, and begins to note that again. What is
     /// remembered is lost; it is a short cut only.
     fn fit(&mut self) {
-        let is_short = std::mem::take(&mut self.turned_away) > self.pairs.len() / 16;
-        if is_short && self.pairs.len() < MOST_RECENT {
+        let crowded: u32 = self.crowded.iter().map(|word| word.count_ones()).sum();
+        if crowded as usize > self.pairs.len() / 16 && self.pairs.len() < MOST_RECENT {
             *self = Recents::new(self.pairs.len() * 4, self.secret);
+        } else if crowded != 0 {
+            self.crowded.fill(0);
         }
     }
 
@@ -280,10 +283,14 @@ impl<const WORDS: usize> Recents<WORDS> {
 
     /// Those of this tick stay. Where all are, as many directions as possible keep their place.
     fn note(&mut self, recent: Recent<WORDS>) {
-        let Some(Pair(pair)) = self.pairs.get_mut(recent.hash(&self.secret) & self.mask) else { return };
+        if self.has(&recent) {
+            return;
+        }
+        let at = recent.hash(&self.secret) & self.mask;
+        let Some(Pair(pair)) = self.pairs.get_mut(at) else { return };
         match pair.iter_mut().find(|place| place.when != recent.when) {
             Some(place) => *place = recent,
-            None => self.turned_away += 1,
+            None => self.crowded[at / 64] |= 1 << (at % 64),
         }
     }
 
@@ -754,7 +761,7 @@ mod tests {
                 let tuple = Tuple { from: end(n.into(), 7), to: end(1 << 24, 80), protocol: TCP };
                 Direction { plain: Plain::of(&tuple, is_ipv4), from: 1, to: 9, roles: Roles::default() }
             };
-            let mut recent = |now: Tick, count: u32| {
+            let recent = |flows: &mut Flows, now: Tick, count: u32| {
                 flows.sweep(now);
                 for n in 0..count {
                     let (key, from_low) = Key::of(&direction(n).plain.tuple(), 1, 9);
@@ -766,13 +773,18 @@ mod tests {
                 let known = (0..count).filter(|n| flows.is_recent(now, 1, &direction(*n))).count();
                 (known, flows.recent_four.pairs.len().max(flows.recent_six.pairs.len()))
             };
-            let (few, pairs) = recent(at(1), 64);
+            let (few, pairs) = recent(&mut flows, at(1), 64);
             assert!((62..=64).contains(&few), "{few}");
             assert_eq!(pairs, RECENT);
-            let (crowded, _) = recent(at(2), 10_000);
+            // However many frames they have, and of whatever kind.
+            let reset = Kind::Segment(RST | ACK);
+            (0..10_000).for_each(|n| _ = flows.find_plain(at(1), 1, &direction(n % 64), reset));
+            flows.sweep(at(2));
+            assert_eq!((flows.recent_four.pairs.len(), flows.recent_six.pairs.len()), (RECENT, RECENT));
+            let (crowded, _) = recent(&mut flows, at(3), 10_000);
             assert!(crowded <= 2 * RECENT, "{crowded}");
-            let _ = recent(at(3), 10_000);
-            let (known, pairs) = recent(at(4), 10_000);
+            let _ = recent(&mut flows, at(4), 10_000);
+            let (known, pairs) = recent(&mut flows, at(5), 10_000);
             assert!(known > 9_000 && pairs == MOST_RECENT, "{known} {pairs}");
         }
     }
