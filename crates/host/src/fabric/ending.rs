@@ -1,6 +1,7 @@
 //! Processes of machines that are to end, in order and side by side.
 
 use std::path::{Path, PathBuf};
+use std::thread::{Builder, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use super::Say;
@@ -40,10 +41,29 @@ impl Ending {
 
 /// Destroys domains side by side, since each may take seconds. Those that may run on, and why.
 fn destroy<'d>(domains: &[&'d Domain]) -> Vec<(&'d Domain, String)> {
+    side_by_side(domains, toolstack::destroy).into_iter().filter_map(|(d, done)| Some((d, done?.err()?))).collect()
+}
+
+/// Does `work` for all of them at once, each on a thread of its own. Where the system gives no
+/// further thread, the rest is done one after the other. `None` stands for work that panicked.
+fn side_by_side<I: Copy + Send, T: Send>(all: &[I], work: impl Fn(I) -> T + Sync) -> Vec<(I, Option<T>)> {
+    on_threads(|| Builder::new().name("ending".into()), all, work)
+}
+
+fn on_threads<I: Copy + Send, T: Send>(
+    thread: impl Fn() -> Builder,
+    all: &[I],
+    work: impl Fn(I) -> T + Sync,
+) -> Vec<(I, Option<T>)> {
+    let work = &work;
     std::thread::scope(|scope| {
-        let tried: Vec<_> = domains.iter().map(|d| (*d, scope.spawn(|| toolstack::destroy(d)))).collect();
-        let whys = tried.into_iter().filter_map(|(d, thread)| Some((d, thread.join().ok()?.err()?)));
-        whys.collect()
+        let started: Vec<_> =
+            all.iter().map(|&item| (item, thread().spawn_scoped(scope, move || work(item)))).collect();
+        let end = |(item, thread): (I, std::io::Result<ScopedJoinHandle<'_, T>>)| match thread {
+            Ok(thread) => (item, thread.join().ok()),
+            Err(_) => (item, Some(work(item))),
+        };
+        started.into_iter().map(end).collect()
     })
 }
 
@@ -63,13 +83,9 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) -> Vec<Domain> {
         sockets.dedup();
         // Side by side, since each may take seconds. A monitor that does not answer is no reason to
         // wait.
-        let answered: Vec<&PathBuf> = std::thread::scope(|scope| {
-            let mut pressed = Vec::new();
-            for socket in sockets {
-                pressed.push((socket, scope.spawn(move || monitor::power_button(socket))));
-            }
-            pressed.into_iter().filter_map(|(socket, thread)| thread.join().ok()?.ok().map(|()| socket)).collect()
-        });
+        let pressed = side_by_side(&sockets, |socket| monitor::power_button(socket));
+        let answered: Vec<&PathBuf> =
+            pressed.into_iter().filter(|(_, done)| matches!(done, Some(Ok(())))).map(|(socket, _)| socket).collect();
         if !answered.is_empty() {
             let limit = SHUTDOWN.as_secs();
             say(&format!("{} machine(s) with disks are asked to shut down and have {limit} s for it", answered.len()));
@@ -107,4 +123,21 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) -> Vec<Domain> {
     };
     // The task does not panic; a runtime that is going down ends them with the next `up`.
     tokio::task::spawn_blocking(work).await.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_threads_the_work_is_done_one_after_the_other() {
+        let work = |n: u32| n * 2;
+        let expected: Vec<_> = (0..9).map(|n| (n, Some(n * 2))).collect();
+        let all: Vec<u32> = (0..9).collect();
+        assert_eq!(side_by_side(&all, work), expected);
+        // No address space has room for such a stack.
+        let refused = || Builder::new().stack_size(1 << 60);
+        assert!(refused().spawn(|| ()).is_err());
+        assert_eq!(on_threads(refused, &all, work), expected);
+    }
 }

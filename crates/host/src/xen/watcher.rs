@@ -149,9 +149,15 @@ fn wait_for_end(domain: u32, console: &mut Console) -> Result<State, String> {
     }
 }
 
-/// Destroys a domain that has shut down. What xenconsoled had not forwarded comes meanwhile.
+/// Destroys a domain that has shut down. What xenconsoled had not forwarded comes meanwhile, or
+/// after that where the system gives no thread.
 fn destroy(domain: u32, console: &mut Console) -> Result<(), String> {
-    let asked = std::thread::spawn(move || toolstack::destroy_number(domain));
+    let thread = std::thread::Builder::new().name("destroy".into());
+    let Ok(asked) = thread.spawn(move || toolstack::destroy_number(domain)) else {
+        let destroyed = toolstack::destroy_number(domain);
+        console.copy();
+        return destroyed;
+    };
     while !asked.is_finished() {
         console.copy();
         let time = Timespec::try_from(LOOK).unwrap_or(Timespec { tv_sec: 0, tv_nsec: 0 });
