@@ -36,6 +36,7 @@ use tombolo_switch::control::{ControlError, WorkerSettings};
 
 use super::ending::{Ending, end_all};
 use super::events::{Facts as Told, Kind};
+use super::ports::NOWHERE;
 use super::services;
 use super::standing::Standing;
 use super::{FabricError, NOT_ASKED, Running, Shared, facts, lacking_at, refuse_faults, restore_additions_of};
@@ -847,9 +848,11 @@ impl Running {
         });
     }
 
-    fn set_guard_of(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
+    pub(super) fn set_guard_of(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
         let Some(port) = self.ports.get(&plan.name) else { return Err(self.unknown("port", &plan.name)) };
-        if port.plan.guard == plan.guard && port.plan.traffic.roles == plan.traffic.roles {
+        let is_same = port.plan.guard == plan.guard && port.plan.traffic.roles == plan.traffic.roles;
+        // One that is in no worker begins with its guard when it is tried again.
+        if is_same || port.token == NOWHERE {
             return Ok(());
         }
         let handle = self.workers[port.worker].thread.handle();
@@ -868,6 +871,11 @@ impl Running {
             for plan in ports {
                 let rates = self.changed_rates(&plan.name).unwrap_or(plan.traffic.rates);
                 let Some(port) = self.ports.get_mut(&plan.name) else { continue };
+                if port.token == NOWHERE {
+                    // It begins with its settings when it is tried again.
+                    port.plan = plan;
+                    continue;
+                }
                 let handle = self.workers[port.worker].thread.handle();
                 handle.set_limits(port.token, plan.traffic.storm, rates)?;
                 if let Some(directory) = &port.directory {

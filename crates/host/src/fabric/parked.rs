@@ -273,6 +273,8 @@ mod tests {
         running.networks.clear();
         running.start_worker(worker).unwrap();
         running.start_network(&network).unwrap();
+        // In no worker yet, it takes a changed guard with it.
+        running.set_guard_of(&PortPlan { guard: None, ..plan.clone() }).unwrap();
         running.try_parked(&plan, None, Err("it is another one".into()), now + LATER);
         let there = |running: &Running| {
             let status = running.workers[0].thread.handle().status().unwrap();
