@@ -8,11 +8,13 @@ import signal
 import socket
 import struct
 import threading
+import time
 
 from daytwo_ipv6 import addresses, automatic
 from guests_uplink6 import FAR, HOME, WORLD, Echo, apply, ask, default, refused, way_to
 from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
 from lib.frames import mac_bytes
+from lib.machine import SLOW
 from lib.process import children
 from lib.tap import Inside, checksum
 
@@ -82,6 +84,33 @@ class Counted:
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
+
+
+class Talker:
+    """Says so many bytes to each that connects."""
+
+    PORT, BYTES = 7009, 1000
+
+    def __init__(self, space):
+        with Inside(space):
+            self.listener = socket.create_server(("", self.PORT))
+        self.taken = []
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                self.taken.append(self.listener.accept()[0])
+                self.taken[-1].sendall(bytes(self.BYTES))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        for one in (self.listener, *self.taken):
+            one.close()
 
 
 def out(space, proto, address):
@@ -166,6 +195,44 @@ def answered_as_mapped(space, via):
     return False
 
 
+def with_segment_size(space, size, port):
+    """A connection from `port` to the Talker outside whose SYN names that largest segment size, as no kernel does. How many of its bytes
+    come."""
+    mac = space.run("cat", "/sys/class/net/auto/address").stdout.strip()
+    space.run("ping", "-c", "1", "-W", "1", "10.238.0.2", check=False)
+    neighbours = space.ip("neighbour", "show", "10.238.0.2", "dev", "auto")
+    to = mac_bytes(neighbours.split("lladdr ")[1].split()[0])
+    source, target = socket.inet_aton("10.238.0.11"), socket.inet_aton("192.0.2.2")
+
+    def frame(sequence, acknowledgement, flags, options=b""):
+        segment = struct.pack("!HHIIBBHHH", port, Talker.PORT, sequence, acknowledgement, (20 + len(options)) << 2, flags, 65535, 0, 0) + options
+        pseudo = source + target + struct.pack("!BBH", 0, 6, len(segment))
+        segment = segment[:16] + struct.pack("!H", 0xFFFF - checksum(pseudo + segment + b"\0" * (len(segment) % 2))) + segment[18:]
+        head = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(segment), 1, 0, 64, 6, 0) + source + target
+        return to + mac_bytes(mac) + b"\x08\0" + head[:10] + struct.pack("!H", 0xFFFF - checksum(head)) + head[12:] + segment
+
+    with Inside(space):
+        raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    heard, first, end = set(), None, time.monotonic() + 5 * SLOW
+    with raw:
+        raw.bind(("auto", 0))
+        raw.settimeout(0.5)
+        raw.send(frame(1000, 0, 2, struct.pack("!BBH", 2, 4, size)))
+        while len(heard) < Talker.BYTES and time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                got = raw.recv(65536)
+                if got[12:14] != b"\x08\0" or got[23] != 6 or got[34:38] != struct.pack("!HH", Talker.PORT, port):
+                    continue
+                sequence, flags = struct.unpack("!I", got[38:42])[0], got[47]
+                if flags & 18 == 18:
+                    first = sequence + 1
+                    raw.send(frame(1001, first, 0x10))
+                elif first is not None:
+                    data = got[34 + (got[46] >> 4) * 4:14 + struct.unpack("!H", got[16:18])[0]]
+                    heard |= {sequence - first + n for n in range(len(data))}
+    return len(heard)
+
+
 def router(fabric):
     """The link-local address of the router, once passt has IPv6."""
     return fabric.status()["networks"][0]["router6"]
@@ -213,6 +280,29 @@ def test_members_reach_the_world_through_passt_by_both_families():
         fabric.down()
         until("the withdrawal", lambda: default(auto) == "")
         fabric.nothing_left()
+
+
+@timeout(240)
+def test_no_segment_size_of_a_member_ends_passt():
+    with world(f"size{os.getpid()}") as (fabric, _, (auto, six, _, far)), Talker(far):
+        [passt] = children(fabric.process.pid, "passt")
+        six.ip("route", "replace", "default", "via", "10.238.0.2")
+        assert out(six, "tcp", "192.0.2.2") == "192.0.2.1"
+        # The member's kernel knows nothing of these connections, and would end them.
+        auto.run("nft", "add table inet odd; add chain inet odd out { type filter hook output priority 0; }; add rule inet odd out tcp flags rst drop")
+        with Inside(six):
+            kept = socket.create_connection(("192.0.2.2", Counted.PORT), timeout=20)
+        with kept:
+            kept.sendall(bytes(50_000))
+            for n, size in enumerate((1460, 0, 1, 2, 3, 4, 20, 47, 48, 536)):
+                came = with_segment_size(auto, size, 30_000 + n)
+                assert os.path.exists(f"/proc/{passt}"), f"passt has ended after a SYN with the segment size {size}"
+                assert came == Talker.BYTES, f"{came} bytes came after a SYN with the segment size {size}"
+            assert out(auto, "tcp", "192.0.2.2") == "192.0.2.1"
+            kept.sendall(bytes(50_000))
+            kept.settimeout(20)
+            assert kept.recv(9) == b"192.0.2.1", "a neighbour's connection goes on"
+        assert children(fabric.process.pid, "passt") == [passt]
 
 
 @timeout(180)
