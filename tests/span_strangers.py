@@ -21,6 +21,8 @@ ATTACK_S = 8 * SLOW
 # What a flood may add to a program: 64 connections with a window of 256 KiB each, threads, and what
 # zenoh holds.
 MOST_MORE_BYTES = 128 << 20
+# Connections that one machine may have to another's exports (ACCEPTED in span/src/streams.rs).
+MOST_STREAMS = 64
 # Lines that a program may say about it: one a second, and a few.
 MOST_MORE_LINES = 10 + 2 * ATTACK_S
 
@@ -88,7 +90,7 @@ def is_withstood(is_routed, what, check=None):
             assert more < MOST_MORE_BYTES and len(said) <= MOST_MORE_LINES, (more, said[-20:])
             assert machine.remotes() == known[machine.name], machine.remotes()
         if check is not None:
-            check(attacker)
+            check(attacker, one, two)
         attacker.kill()
         two.reaches()
 
@@ -98,16 +100,43 @@ def heard_by(attacker):
     return {line.split()[1] for _, line in attacker.lines if line.startswith("heard ")}
 
 
-def only_what_is_for_all(attacker):
+def only_what_is_for_all(attacker, *_):
     heard = heard_by(attacker)
     assert "tombolo/default/node-1/here" in heard, "it is connected, and hears what all may hear"
     calls = [key for key in heard if "/calls/" in key]
     assert not calls, f"calls of others: {calls}"
 
 
-def stands_still(attacker):
+def stands_still(attacker, *_):
     state = Path(f"/proc/{attacker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     assert state == "T", f"it has sent everything, and stopped itself: {state}, {attacker.tail()}"
+
+
+def refused_under_its_own_name_alone(is_routed):
+    """What it says under its own name arrives, and is counted as wrong; the same under other names does not."""
+
+    def check(_, one, two):
+        for machine, other in ((one, "node-2"), (two, "node-1")):
+            # Without a router it is connected to node-1, which passes nothing on.
+            hears = is_routed or machine is one
+            refused = machine.report()["counters"]["messages_refused"]
+            assert refused > 100 if hears else refused == 0, (machine.name, refused)
+            assert any("machine node-3: " in line for _, line in machine.span.lines) == hears, machine.span.text
+            assert not any(f"machine {other}: " in line for _, line in machine.span.lines), machine.span.text
+    return check
+
+
+def most_are_refused(attacker, one, two):
+    """It has no more connections than it may, and hears of those beyond that they are ended."""
+    threads = [(task / "comm").read_text().strip() for task in Path(f"/proc/{one.span.pid}/task").iterdir()]
+    streams = [name for name in threads if name.startswith("stream-")]
+    # Two of each connection; those of node-2's calls are among them.
+    assert len(streams) <= 2 * (MOST_STREAMS + 2), len(streams)
+    told = json.loads(attacker.wait_line(lambda line: line.startswith("{"))[1])
+    print(told)
+    ended = told.get("closed", 0) + told.get("full", 0)
+    assert told["opened"] > 4 * MOST_STREAMS and ended > MOST_STREAMS and told.get("unknown", 0) + told.get("absent", 0) > 0, told
+    assert any("refused a connection from node-3: " in line for _, line in one.span.lines), one.span.text
 
 
 @timeout(240)
@@ -122,22 +151,22 @@ def test_a_machine_hears_no_calls_of_others_through_a_router():
 
 @timeout(240)
 def test_a_machine_that_speaks_as_others_is_not_heard():
-    is_withstood(False, "forge")
+    is_withstood(False, "forge", refused_under_its_own_name_alone(False))
 
 
 @timeout(240)
 def test_a_machine_that_speaks_as_others_is_not_heard_through_a_router():
-    is_withstood(True, "forge")
+    is_withstood(True, "forge", refused_under_its_own_name_alone(True))
 
 
 @timeout(240)
 def test_a_machine_that_opens_connections_without_end_is_limited():
-    is_withstood(False, "flood")
+    is_withstood(False, "flood", most_are_refused)
 
 
 @timeout(240)
 def test_a_machine_that_opens_connections_without_end_is_limited_through_a_router():
-    is_withstood(True, "flood")
+    is_withstood(True, "flood", most_are_refused)
 
 
 @timeout(240)

@@ -2,11 +2,13 @@
 
 It proves to be NAME with the keys of that folder, and does one thing for some seconds:
   listen  subscribes to everything that it can, and prints the key of each message
-  forge   speaks under other names: calls, ends of those that it hears, changes, tokens, answers
-  flood   opens connections for calls without end, and sends garbage below its own name
+  forge   speaks under other names: calls, ends of those that it hears, changes, tokens, answers; and a bad change under its own, each time
+  flood   opens connections for calls without end, and sends garbage below its own name; prints how many it opened, and how each one that it
+          hears of was ended
   stall   opens connections, and reads nothing
 """
 
+import collections
 import json
 import os
 import signal
@@ -18,6 +20,8 @@ import zenoh
 
 BASE = "tombolo/default"
 OTHERS = ("node-1", "node-2")
+# Why a connection ended, as in crates/span/src/stream.rs.
+ENDINGS = ("closed", "absent", "full", "unknown", "lost", "broken", "gone")
 
 
 def opened(keys, name, endpoint):
@@ -66,10 +70,20 @@ def forge(session, name, seconds):
         for one, two in (OTHERS, OTHERS[::-1]):
             session.put(f"{BASE}/{one}/calls/{two}", message(1, 7))
             session.put(f"{BASE}/{one}/change", b"x" * 64)
+        # So that the same words under its own name show that they arrive.
+        session.put(f"{BASE}/{name}/change", b"x" * 64)
         time.sleep(0.001)
 
 
 def flood(session, name, seconds):
+    ends = collections.Counter()
+
+    def ended(sample):
+        head = bytes(sample.payload.to_bytes())
+        if head[4] == 5:
+            ends[ENDINGS[head[6]]] += 1
+
+    kept = [session.declare_subscriber(f"{BASE}/{other}/calls/{name}", ended) for other in OTHERS]
     # As calls have it.
     publishers = [session.declare_publisher(f"{BASE}/{name}/calls/{other}", congestion_control=zenoh.CongestionControl.BLOCK,
                                             priority=zenoh.Priority.INTERACTIVE_HIGH, express=True) for other in OTHERS]
@@ -82,7 +96,8 @@ def flood(session, name, seconds):
             publisher.put(message(3, number, b"\xa5" * 32768))
             publisher.put(message(3, number + (1 << 60), b"\xa5" * 1000))
             publisher.put(os.urandom(3000))
-    print(f"opened {number}", flush=True)
+    print(json.dumps({"opened": number, **ends}), flush=True)
+    del kept
 
 
 def stall(session, name, seconds):
