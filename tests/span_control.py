@@ -26,7 +26,7 @@ FIXED = 100
 class Machine:
     """Number 1 to 9, named node-N, at 10.233.2.N. Its gateway is 10.87.0.N, its member 10.87.0.(FIXED + N)."""
 
-    def __init__(self, stack, folder, bridge, number, count):
+    def __init__(self, stack, folder, bridge, number, count, env=None):
         self.stack, self.bridge, self.number, self.name = stack, bridge, number, f"node-{number}"
         self.folder = folder / self.name
         self.folder.mkdir()
@@ -52,7 +52,7 @@ vni = 42
 local = "{self.address}"
 remotes = [{remotes}]
 learning = false
-""", netns=self.space))
+""", netns=self.space, env=env))
         self.span = None
 
     def start(self, *security, name=None):

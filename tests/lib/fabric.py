@@ -43,15 +43,16 @@ class Fabric:
 
     The `with` ends it by SIGTERM and then SIGKILL. `kill` and `start` are for tests of what a crash leaves behind. `process.started` is
     when the daemon was started last, by time.monotonic(). `options` are further ones of `up`. `machine` is the one meant, of a file for several.
+    `env` is added to the environment of all its programs.
     """
 
-    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True, options=(), machine=None):
+    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True, options=(), machine=None, env=None):
         if not PROGRAM.exists():
             raise Skip(f"{PROGRAM} is not built: run ./x build")
         self.folder, self.netns, self.nice, self.own_mounts, self.options = folder, netns, nice, own_mounts, options
         self.file = folder / "tombolo.toml"
         self.file.write_text(text)
-        self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
+        self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state"), **(env or {})}
         self.name = tomllib.loads(text)["name"]
         if machine:
             self.options = ("--machine", machine, *options)

@@ -1,0 +1,87 @@
+"""Machines whose clocks are hours apart: all programs of a machine have its time of day, by libfaketime. Members, moves and leases are as with
+equal clocks, and a clock that is set back changes nothing. (tests/span_calls.py has calls between machines whose monotonic clocks differ.)"""
+
+import contextlib
+import glob
+import signal
+import subprocess
+import time
+
+import span_control
+from lib import Skip, timeout, until
+from span_control import FIXED, LEASE_S, PATIENCE_S
+from span_strangers import DirectMachine
+
+LIBRARY = "/usr/lib/*/faketime/libfaketimeMT.so.1"
+HOURS = {1: 0, 2: 3, 3: -3}
+
+
+class OffMachine(DirectMachine):
+    """Its clocks are some hours from those of the others."""
+
+    def clock(self, hours):
+        """The environment of programs whose time of day is that."""
+        return {"LD_PRELOAD": self.library, "FAKETIME": f"{hours:+d}h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+
+    def __init__(self, stack, folder, bridge, number, count):
+        found = glob.glob(LIBRARY)
+        if not found:
+            raise Skip("libfaketime is not installed: apt install libfaketime")
+        self.library = found[0]
+        super().__init__(stack, folder, bridge, number, count, self.clock(HOURS[number]))
+
+    def hour(self):
+        """The time of day of its programs, in hours."""
+        return int(subprocess.run(["date", "+%s"], env=self.fabric.env, capture_output=True, text=True, check=True).stdout) / 3600
+
+
+@contextlib.contextmanager
+def machines():
+    with span_control.machines(3, kind=OffMachine) as (keys, *all_three):
+        hours = [machine.hour() for machine in all_three]
+        assert abs(hours[1] - hours[0] - 3) < 0.1 and abs(hours[2] - hours[0] + 3) < 0.1, hours
+        yield (keys, *all_three)
+
+
+@timeout(400)
+def test_members_moves_leases_and_restarts_with_clocks_that_are_hours_apart():
+    with machines() as (keys, *all_three):
+        one, two, three = all_three
+        span_control.start_all(all_three, keys)
+        for machine in all_three:
+            machine.knows(*(other for other in all_three if other is not machine))
+        assert one.pings(two) and two.pings(three)
+        # Round trips and times are those of each machine's own clock.
+        for machine in all_three:
+            until("round trips", lambda m=machine: all(other["rtt_us"] for other in (m.report() or {"machines": [{"rtt_us": 0}]})["machines"]), PATIENCE_S)
+            for other in machine.report()["machines"]:
+                assert 0 < other["rtt_us"] < PATIENCE_S * 1e6 and 0 <= other["heard_s"] < PATIENCE_S, other
+        # A member moves to the machine whose clock is behind, and back.
+        moved, address = three.takes_member_of(two, one)
+        until("node-1 to follow", lambda: moved in one.remotes()["node-3"] and moved not in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
+        three.member.ip("address", "del", f"{address}/24", "dev", "member-3")
+        three.member.ip("link", "set", "member-3", "down")
+        two.member.ip("link", "set", "member-2", "up")
+        two.member.run("ping", "-q", "-c", "1", "-W", "5", f"10.87.0.{FIXED + 1}", check=False)
+        until("node-1 to follow back", lambda: moved in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
+        # A machine is forgotten after its lease, no sooner and no hours later.
+        begin = time.monotonic()
+        two.span.signal(signal.SIGSTOP)
+        until("node-2 to be forgotten", lambda: "node-2" not in one.remotes() and "node-2" not in three.remotes(), PATIENCE_S, every=0.1)
+        took = time.monotonic() - begin
+        # It was last heard up to a beat before.
+        assert took >= LEASE_S - 3, took
+        two.span.signal(signal.SIGCONT)
+        one.knows(two)
+        # Its program starts again with a clock that was set back by nine hours: what it tells is newer all the same.
+        two.span.stop()
+        two.fabric.env.update(two.clock(-6))
+        two.start("--keys", keys)
+        one.knows(two)
+        guest = two.stack.enter_context(span_control.Namespace())
+        two.fabric.env.update(two.clock(HOURS[2]))
+        two.fabric.file.write_text(two.fabric.file.read_text() + f'[tap.guest]\nnetns = "{guest}"\n')
+        two.fabric.cli("apply")
+        given = span_control.lease(two, guest)
+        assert given, "a lease"
+        until("its lease at node-1", lambda: any(given in member["ips"] for member in one.remotes().get("node-2", {}).values()), PATIENCE_S, every=0.2)
