@@ -396,7 +396,7 @@ impl GatewayPort {
                 Command::SetBoot(table) => self.gateway.set_boot(table),
                 Command::SetElsewhere(elsewhere) => self.gateway.set_elsewhere(elsewhere),
                 Command::SetRouter6(router, secs) => self.gateway.set_router6(router, secs),
-                // Whoever asked may have gone.
+                // The caller may have stopped waiting.
                 Command::ListLearned6(answer) => drop(answer.send(self.gateway.learned6(self.now))),
                 Command::Withdraw => self.gateway.withdraw(),
             }
