@@ -5,8 +5,8 @@ usage: tests/run.py [--jobs N] GROUP [PART-OF-A-NAME...]
 
 GROUP may be a path, as for the samples of tests/runner_tells.py. With --jobs N, N tests run at the same time; those marked
 `@alone` (tests/lib/machine.py) run after the others, one at a time, and no other stage's test runs beside them. Prints one line per test. The last line is 'N passed, N
-failed, N skipped', followed by ', N passed on a second run' if there were any. A test must leave nothing running: leftovers
-are found, killed and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
+failed, N skipped', followed by ', N passed on a second run' if there were any. A test must leave no process and no network namespace: leftovers
+are found, ended and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
 
 With CI=true a skip fails unless tests/expected-skips names it, and a failed test runs once more, alone, when the others are
 done (docs/decisions/0016-second-run-in-ci.md).
@@ -19,8 +19,10 @@ import fcntl
 import importlib
 import json
 import os
+import re
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +39,7 @@ from lib.process import children  # noqa: E402
 DEFAULT_TIMEOUT_S = 300
 # How long what a test has told to end may take for it.
 ENDING_S = 3 * SLOW
+NETNS = Path("/run/netns")
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 # Set for what a test starts.
@@ -80,6 +83,22 @@ def reap_left():
     return sorted(set(names))
 
 
+def remove_namespaces(pid):
+    """Removes the network namespaces of a process that has ended (lib/netns.py names them by it); gives their names."""
+    names = sorted(path.name for path in NETNS.glob(f"tmb{pid}-*"))
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return names
+
+
+def remove_stale_namespaces():
+    """Those of tests whose runner was killed."""
+    owners = {match[1] for path in NETNS.glob("tmb*-*") if (match := re.fullmatch(r"tmb(\d+)-\d+", path.name))}
+    for pid in owners:
+        if not Path("/proc", pid).exists():
+            remove_namespaces(pid)
+
+
 def in_child(test, log, parent):
     """The test's own process: its output goes to the log, its verdict is its exit code."""
     os.setsid()
@@ -120,6 +139,7 @@ def run(name, test):
         except KeyboardInterrupt:
             os.kill(pid, signal.SIGKILL)
             reap_left()
+            remove_namespaces(pid)
             sys.exit(f"stopped in {name}; what it had started is killed")
         if late:
             # SIGTERM would run no cleanup of ours either; children die with their parent by
@@ -127,7 +147,7 @@ def run(name, test):
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
-        left = reap_left()
+        left = reap_left() + remove_namespaces(pid)
         log.seek(0)
         text = log.read()
     if late:
@@ -137,7 +157,7 @@ def run(name, test):
         return "skip", text.split("SKIP: ")[-1].strip()
     if code:
         return "FAIL", text
-    return ("FAIL", f"{text}\nleft running: {', '.join(left)}") if left else ("ok", text)
+    return ("FAIL", f"{text}\nleft behind: {', '.join(left)}") if left else ("ok", text)
 
 
 def collect(group, parts):
@@ -310,6 +330,7 @@ def main():
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    remove_stale_namespaces()
     tests = collect(options.group, options.parts)
     in_ci = os.environ.get("CI") == "true"
     try:

@@ -30,6 +30,15 @@ def test_good_the_second_time():
     note("run")
     assert (FOLDER / "notes").read_text().count("run") == 2, "the first time"
 """
+SPACES = """
+from lib.netns import Namespace
+def test_leaves_one(): note(str(Namespace().__enter__()))
+def test_is_late():
+    with Namespace() as space:
+        note(str(space))
+        time.sleep(600)
+test_is_late.timeout_s = {seconds}
+"""
 # Each waits for the other, so one after the other they would not end.
 TOGETHER = """
 def meet(own, other):
@@ -83,8 +92,34 @@ def test_each_verdict_is_told_and_counted():
         with scratch() as folder:
             done, verdicts = runner("--jobs", jobs, sample(folder, VERDICTS))
             assert verdicts == {"good": ["ok"], "bad": ["FAIL"], "skipped": ["skip"], "leaves_a_process": ["FAIL"], "good_the_second_time": ["FAIL"]}, done.stdout
-            assert "as it should be" in done.stdout and "left running: sleep" in done.stdout, done.stdout
+            assert "as it should be" in done.stdout and "left behind: sleep" in done.stdout, done.stdout
             assert done.stdout.splitlines()[-1] == "1 passed, 3 failed, 1 skipped" and done.returncode == 1, done.stdout
+
+
+@timeout(120)
+def test_namespaces_that_a_test_leaves_are_removed_and_told():
+    need_root()
+
+    def spaces(folder):
+        names = (Path(folder) / "notes").read_text().split()
+        return names, [name for name in names if Path("/run/netns", name).exists()]
+
+    with scratch() as folder:
+        done, verdicts = runner(sample(folder, SPACES.format(seconds=1)))
+        names, there = spaces(folder)
+        assert verdicts == {"leaves_one": ["FAIL"], "is_late": ["FAIL"]} and f"left behind: {names[0]}" in done.stdout, done.stdout
+        assert len(names) == 2 and not there, there
+    # Of a runner that is killed the next one removes them.
+    with scratch() as folder:
+        killed = subprocess.Popen([sys.executable, "-B", str(RUNNER), sample(folder, SPACES.format(seconds=60)), "late"], stdout=subprocess.DEVNULL)
+        until("the test to run", lambda: (Path(folder) / "notes").exists() and spaces(folder)[1])
+        killed.kill()
+        killed.wait()
+        (name,), _ = spaces(folder)
+        until("its end", lambda: not Path("/proc", name.split("-")[0].removeprefix("tmb")).exists())
+        assert spaces(folder)[1] == [name]
+        runner(sample(folder, VERDICTS), "good")
+        assert not spaces(folder)[1]
 
 
 @timeout(120)
