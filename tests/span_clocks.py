@@ -1,19 +1,24 @@
-"""Machines whose clocks are hours apart: all programs of a machine have its time of day, by libfaketime. Members, moves and leases are as with
-equal clocks, and a clock that is set back changes nothing. (tests/span_calls.py has calls between machines whose monotonic clocks differ.)"""
+"""Machines whose clocks are hours apart: all programs of a machine have its time of day, by libfaketime. Members, moves, leases and calls are as
+with equal clocks, and a clock that is set back changes nothing. (tests/span_calls.py has machines whose monotonic clocks differ.)"""
 
 import contextlib
 import glob
+import json
 import signal
 import subprocess
 import time
 
 import span_control
-from lib import Skip, timeout, until
+from lib import Process, Skip, timeout, until
+from lib.containers import BUILT
+from lib.fabric import PROGRAM
 from span_control import FIXED, LEASE_S, PATIENCE_S
+from span_router import LATE_S, LONG
 from span_strangers import DirectMachine
 
 LIBRARY = "/usr/lib/*/faketime/libfaketimeMT.so.1"
 HOURS = {1: 0, 2: 3, 3: -3}
+CALLS = 7000
 
 
 class OffMachine(DirectMachine):
@@ -29,6 +34,12 @@ class OffMachine(DirectMachine):
             raise Skip("libfaketime is not installed: apt install libfaketime")
         self.library = found[0]
         super().__init__(stack, folder, bridge, number, count, self.clock(HOURS[number]))
+
+    def program(self, *words):
+        """Starts a program of this machine."""
+        process = Process(words, name=f"{words[0].name} of {self.name}", netns=self.space, env=self.fabric.env, cwd=self.folder)
+        self.stack.callback(process.kill)
+        return process
 
     def hour(self):
         """The time of day of its programs, in hours."""
@@ -85,3 +96,32 @@ def test_members_moves_leases_and_restarts_with_clocks_that_are_hours_apart():
         given = span_control.lease(two, guest)
         assert given, "a lease"
         until("its lease at node-1", lambda: any(given in member["ips"] for member in one.remotes().get("node-2", {}).values()), PATIENCE_S, every=0.2)
+
+
+@timeout(400)
+def test_deadlines_of_calls_hold_over_both_engines_with_clocks_that_are_hours_apart():
+    with machines() as (keys, one, two, three):
+        # node-2 calls over the direct engine, node-3 over zenoh. One service answers, the other one does not in time.
+        for port, service, more in ((CALLS, "calc", ()), (CALLS + 1, "slow", ("--delay-ms", str(int(PATIENCE_S * 1000))))):
+            one.program(BUILT / "examples/calculator", "--name", service, *more)
+            at = f"{one.address}:{port}"
+            export = one.program(PROGRAM, "service", "export", service, "--listen", at, "--keys", keys, "--machine", "node-1", "--allow", "node-2")
+            export.wait_line(lambda line, s=service: f"{s} at" in line)
+            two.program(PROGRAM, "service", "import", service, "--from", f"node-1={at}", "--keys", keys, "--machine", "node-2")
+        one.start("--keys", keys, "--export", "calc=node-3", "--export", "slow=node-3")
+        three.start("--keys", keys, "--import", "calc=node-1", "--import", "slow=node-1")
+        for machine in (two, three):
+            machine.reaches()
+            done = machine.fabric.cli("call", "calc", "1 / 4", "--repeat", "100", "--deadline", f"{int(PATIENCE_S)}s", "--json")
+            assert json.loads(done.stdout)["outcomes"] == {"served": 100}, done.stdout
+            # Much less than the hours between the clocks, and neither at once nor for ever.
+            until("the slow service", lambda m=machine: "slow" in m.fabric.cli("service", "ls").stdout, PATIENCE_S)
+            begin = time.monotonic()
+            done = machine.fabric.cli("call", "slow", "2 + 2", "--deadline", "2s", check=False)
+            took = time.monotonic() - begin
+            assert "deadline" in done.stderr and 1.9 <= took < 2 + LATE_S, (done, took)
+        served = json.loads(one.fabric.cli("service", "stats", "calc", "--json").stdout)["answers"]
+        assert served["served"] >= 202 and served["late"] == 0, served
+        # Both engines still have their machine.
+        for machine in (two, three):
+            assert machine.call("6 * 7", *LONG) == "42"
