@@ -43,10 +43,11 @@ class Fabric:
 
     The `with` ends it by SIGTERM and then SIGKILL. `kill` and `start` are for tests of what a crash leaves behind. `process.started` is
     when the daemon was started last, by time.monotonic(). `options` are further ones of `up`. `machine` is the one meant, of a file for several.
-    `env` is added to the environment of all its programs.
+    `env` is added to the environment of all its programs. `prefix` are the words before the daemon's, such as those of setpriv; commands are
+    run without them.
     """
 
-    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True, options=(), machine=None, env=None):
+    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True, options=(), machine=None, env=None, prefix=()):
         if not PROGRAM.exists():
             raise Skip(f"{PROGRAM} is not built: run ./x build")
         self.folder, self.netns, self.nice, self.own_mounts, self.options = folder, netns, nice, own_mounts, options
@@ -57,6 +58,7 @@ class Fabric:
         if machine:
             self.options = ("--machine", machine, *options)
             self.name = self.env["TOMBOLO_FABRIC"] = f"{self.name}-{machine}"
+        self.prefix = prefix
         self.devices_before = []
         if netns is not None:
             links = subprocess.run(["ip", "-n", str(netns), "-j", "link"], capture_output=True, text=True, check=True).stdout
@@ -66,7 +68,7 @@ class Fabric:
 
     def start(self, seconds=PATIENCE_S):
         """Starts the daemon and waits until it answers `status`."""
-        self.process = Process([PROGRAM, "up", *self.options, self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder,
+        self.process = Process([*self.prefix, PROGRAM, "up", *self.options, self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder,
                                own_mounts=self.own_mounts)
 
         def answers():
