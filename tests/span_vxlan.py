@@ -238,6 +238,33 @@ def test_two_fabrics_are_the_ends_and_one_is_replaced():
 
 
 @timeout(200)
+def test_a_node_of_flannel_is_reached_with_the_settings_that_flanneld_gives_the_kernel():
+    """Two nodes of its vxlan backend: b has the kernel's device, a has a tap and the tunnel in its place. Nothing is learned or asked: flanneld
+    writes routes, neighbours and forwarding entries. This does the same without it."""
+    ours, theirs, _, overhead = UNDERLAYS[4]
+    with cable() as (a, b), scratch() as folder:
+        mtu = 1500 - overhead
+        file = text("one", mtu, OURS, ours, theirs).replace(f"vni = {VNI}", "vni = 1\nudp_port = 8472")
+        with Fabric(folder, file, netns=a) as fabric:
+            b.ip("link", "add", "flannel.1", "mtu", str(mtu), "type", "vxlan", "id", "1", "dstport", "8472", "local", theirs, "dev", "eth0", "nolearning")
+            b.ip("link", "set", "flannel.1", "up")
+            devices = {a: "host", b: "flannel.1"}
+            macs = {space: space.run("cat", f"/sys/class/net/{device}/address").stdout.strip() for space, device in devices.items()}
+            for space, own, other, far in ((a, 1, 2, b), (b, 2, 1, a)):
+                device = devices[space]
+                space.ip("address", "add", f"10.244.{own}.0/32", "dev", device)
+                space.ip("address", "add", f"10.244.{own}.1/32", "dev", "lo")
+                space.ip("neighbour", "replace", f"10.244.{other}.0", "lladdr", macs[far], "dev", device, "nud", "permanent")
+                space.ip("route", "replace", f"10.244.{other}.0/24", "via", f"10.244.{other}.0", "dev", device, "onlink", "src", f"10.244.{own}.1")
+            b.run("bridge", "fdb", "append", macs[a], "dev", "flannel.1", "dst", ours)
+            until("the pod on the other node", lambda: a.answers("10.244.2.1"))
+            assert b.answers("10.244.1.1")
+            bulk(a, b, "10.244.2.1")
+            bulk(b, a, "10.244.1.1")
+            assert not {"wrong_vni", "unknown_remote", "bad_tunnel"} & drops(fabric).keys(), drops(fabric)
+
+
+@timeout(200)
 def test_what_comes_from_elsewhere_and_of_another_network_is_dropped_and_counted():
     ours, theirs, _, overhead = UNDERLAYS[4]
     frame = "ffffffffffff020000000001" + "0806" + "00" * 46
