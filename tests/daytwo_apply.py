@@ -288,7 +288,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_changed():
         edit(fabric, "name =\n")
         assert fabric.cli("apply", fabric.file, check=False).returncode == 2
         edit(fabric, base)
-        assert fabric.cli("check", fabric.file).stdout.endswith("1 machine, 0 taps, 1 port, 0 forwards\n")
+        assert fabric.cli("check", fabric.file).stdout.endswith("1 machine, 1 tap, 0 ports, 0 forwards\n")
         assert did(apply(fabric, "--dry-run")) == {}
         after = fabric.status()
         assert [(p["name"], p["counters"]["faults"]) for p in after["ports"]] == [(p["name"], p["counters"]["faults"]) for p in before["ports"]]
