@@ -551,9 +551,9 @@ impl Network {
             if guard.learns().is_none()
                 && let Some(prefix) = self.protected.prefix6()
                 && let Some((ETHERTYPE_IPV6, at)) = guard::network_layer(frame.head())
-                && !self.bindings.admit(instant, from, guard, prefix, &frame.head()[at..])
+                && let Some(reason) = self.bindings.refuse_unguarded(instant, from, guard, prefix, &frame.head()[at..])
             {
-                plan.lose(index, Reason::AddressLimit, drops);
+                plan.lose(index, reason, drops);
                 continue;
             }
             if offloads && !is_honest(frame) {

@@ -244,20 +244,31 @@ impl Bindings {
         Ok(())
     }
 
-    /// Whether an IPv6 packet (the first bytes of it, or all) may pass from `port`, whose `guard`
-    /// does not know its IPv6 addresses.
-    pub(crate) fn admit(
+    /// Why an IPv6 packet (the first bytes of it, or all) may not pass from `port`, whose `guard`
+    /// does not know its IPv6 addresses: it announces, or asks for, an address that another port
+    /// holds, or it is from one new address too many.
+    pub(crate) fn refuse_unguarded(
         &mut self,
         now: Nanos,
         port: PortNumber,
         guard: &Guard,
         prefix: Ipv6Addr,
         packet: &[u8],
-    ) -> bool {
-        let is_one = guard.ipv6.is_none() && !guard.is_crowded && !guard.roles.router && !guard.roles.gateway;
-        let holds = |source: u128| self.holders.contains_key(&source);
-        let is_held = || packet.get(8..).and_then(ipv6::address).is_some_and(holds);
-        !is_one || is_held() || self.unguarded.admit(now, port, prefix, packet)
+    ) -> Option<Reason> {
+        if guard.ipv6.is_some() || guard.is_crowded || guard.roles.router || guard.roles.gateway {
+            return None;
+        }
+        let source = packet.get(..40).and_then(|header| ipv6::address(&header[8..]))?;
+        // Most packets: TCP or UDP, from where the one before came.
+        let is_data = matches!(packet[6], 6 | 17);
+        if is_data && self.unguarded.is_last(now, port, source) {
+            return None;
+        }
+        if !is_data && ipv6::claimed(source, packet).is_some_and(|target| self.holders.contains_key(&target)) {
+            return Some(Reason::NdInspection);
+        }
+        let may_pass = self.holders.contains_key(&source) || self.unguarded.admit(now, port, prefix, packet);
+        (!may_pass).then_some(Reason::AddressLimit)
     }
 
     /// Why an IPv6 packet (the first bytes of it, or all) from that Ethernet source may not pass
@@ -485,7 +496,7 @@ mod tests {
         let data = |source: &str| packet(source, 6, &[0; 20]);
         let admit = |ports: &mut Ports, guard: &Guard, source: &str| {
             let (now, prefix) = (ports.1, ip("fd00::"));
-            ports.0.admit(now, 5, guard, prefix, &data(source))
+            ports.0.refuse_unguarded(now, 5, guard, prefix, &data(source)).is_none()
         };
         assert_eq!(ports.put(1, &data("fd00::1")), None);
         for source in ["fd00::1", "fd00::5", "fd00::ff:fe00:8"] {
@@ -495,6 +506,16 @@ mod tests {
         assert_eq!(ports.put(2, &about(135, "::", "fd00::5", &[])), Some(Reason::NdInspection));
         assert_eq!(ports.put(1, &data("fd00::1")), None, "it had that one before");
         assert_eq!(ports.put(2, &data("fd00::ff:fe00:8")), None, "its MAC address shows that this one is its own");
+        // It neither announces an address of theirs nor keeps them from it.
+        let told = |ports: &mut Ports, packet: &[u8]| {
+            let (now, prefix) = (ports.1, ip("fd00::"));
+            ports.0.refuse_unguarded(now, 5, &Guard::default(), prefix, packet)
+        };
+        for (kind, source) in [(136, "fd00::5"), (136, "fe80::5"), (135, "::")] {
+            assert_eq!(told(&mut ports, &about(kind, source, "fd00::1", &[])), Some(Reason::NdInspection), "{source}");
+            assert_eq!(told(&mut ports, &about(kind, source, "fd00::5", &[])), None, "{source}");
+        }
+        assert_eq!(told(&mut ports, &about(135, "fd00::5", "fd00::1", &[])), None, "who has it?");
         ports.0.leave(5);
         assert_eq!(ports.put(2, &data("fd00::5")), None);
         // Those that may have any number of neighbours behind them, or are held to a list.

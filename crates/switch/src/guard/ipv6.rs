@@ -117,6 +117,18 @@ pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
     Upper::Hidden
 }
 
+/// The address that a packet from `source` announces, or is about to take (duplicate address
+/// detection).
+pub(super) fn claimed(source: u128, packet: &[u8]) -> Option<u128> {
+    let Upper::Icmp { message, .. } = upper_layer(packet) else { return None };
+    let claims = match *message.first()? {
+        NEIGHBOUR_ADVERTISEMENT => true,
+        NEIGHBOUR_SOLICITATION => source == 0,
+        _ => false,
+    };
+    if claims { address(message.get(8..)?) } else { None }
+}
+
 /// The options of a message of neighbour discovery (RFC 4861 §4.6): the kind, and the bytes of the
 /// option, at least 8. `None` stands for the rest where that is not well formed.
 pub fn nd_options(mut rest: &[u8]) -> impl Iterator<Item = Option<(u8, &[u8])>> {

@@ -18,7 +18,7 @@ use super::bindings::LIFETIME;
 use super::ipv6::{self, Upper};
 use crate::Nanos;
 use crate::mac::PortNumber;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::net::Ipv6Addr;
 
 /// New addresses of a port in a second, and at once.
@@ -66,23 +66,28 @@ impl Addresses {
 
 /// The addresses of a network's ports.
 #[derive(Debug, Default)]
-pub(super) struct Unguarded(HashMap<PortNumber, Addresses>);
+pub(super) struct Unguarded(Vec<Option<Box<Addresses>>>);
 
 impl Unguarded {
     /// Whether an IPv6 packet (the first bytes of it, or all) may pass from `port`.
     pub(super) fn admit(&mut self, now: Nanos, port: PortNumber, prefix: Ipv6Addr, packet: &[u8]) -> bool {
         let Some(source) = packet.get(..40).and_then(|header| ipv6::address(&header[8..])) else { return true };
-        let known = self.0.get(&port).is_some_and(|addresses| addresses.last == source);
-        if known || source == 0 || source >> 120 == 0xff || !is_on_link(source, prefix, packet) {
+        if source == 0
+            || source >> 120 == 0xff
+            || self.is_last(now, port, source)
+            || !is_on_link(source, prefix, packet)
+        {
             return true;
         }
-        let addresses = self.0.entry(port).or_insert_with(|| Addresses {
-            young: HashSet::new(),
-            old: HashSet::new(),
-            turned: now,
-            last: 0,
-            whole: now,
-        });
+        let port = usize::from(port);
+        if self.0.len() <= port {
+            self.0.resize_with(port + 1, || None);
+        }
+        let none = || {
+            let (young, old) = (HashSet::new(), HashSet::new());
+            Box::new(Addresses { young, old, turned: now, last: 0, whole: now })
+        };
+        let addresses = self.0[port].get_or_insert_with(none);
         let is_in = addresses.enter(now, source);
         if is_in {
             addresses.last = source;
@@ -90,14 +95,23 @@ impl Unguarded {
         is_in
     }
 
+    /// Whether `source` is what the port has used last, and needs not be entered once more.
+    #[inline]
+    pub(super) fn is_last(&self, now: Nanos, port: PortNumber, source: u128) -> bool {
+        let addresses = self.0.get(usize::from(port)).and_then(Option::as_ref);
+        addresses.is_some_and(|addresses| addresses.last == source && now.since(addresses.turned).0 < LIFETIME.0 / 2)
+    }
+
     /// Whether a port has used `address` lately.
     pub(super) fn is_used(&self, now: Nanos, address: u128) -> bool {
-        self.0.values().any(|addresses| now.since(addresses.turned) < LIFETIME && addresses.has(address))
+        self.0.iter().flatten().any(|addresses| now.since(addresses.turned) < LIFETIME && addresses.has(address))
     }
 
     /// Forgets `port`.
     pub(super) fn leave(&mut self, port: PortNumber) {
-        self.0.remove(&port);
+        if let Some(addresses) = self.0.get_mut(usize::from(port)) {
+            *addresses = None;
+        }
     }
 }
 
@@ -161,12 +175,22 @@ mod tests {
     }
 
     #[test]
+    fn an_address_in_use_stays_known() {
+        let (mut all, start) = (Unguarded::default(), Nanos::SECOND);
+        for second in 0..3 * LIFETIME.0 / Nanos::SECOND.0 {
+            let now = start.after(Nanos::SECOND.times(second));
+            assert!(all.admit(now, 1, PREFIX, &packet(host(1), 6, 0)));
+            assert!(all.is_used(now, host(1).to_bits()), "{second}");
+        }
+    }
+
+    #[test]
     fn memory_is_bounded_and_an_address_is_forgotten_after_an_hour() {
         let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
         for n in 0..4 * MOST as u64 {
             now = now.after(Nanos::SECOND);
             assert!(all.admit(now, 1, PREFIX, &packet(host(n), 6, 0)));
-            let addresses = &all.0[&1];
+            let addresses = all.0[1].as_ref().unwrap();
             assert!(addresses.young.len() <= MOST && addresses.old.len() <= MOST);
         }
         let last = host(4 * MOST as u64 - 1).to_bits();
