@@ -3,17 +3,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::time::Duration;
 
 use super::{FabricError, Running};
 use crate::api::report::{HomeReport, MacReport, NeighbourReport, SCHEMA, Tables};
 use crate::file::{Home, Mac};
-use tombolo_switch::gateway::GatewayHandle;
 use tombolo_switch::vlan::DEFAULT;
-
-/// Longest wait for what a gateway has heard; a worker's turn takes far less. A gateway that is
-/// being restarted says nothing.
-const GATEWAY_ANSWER: Duration = Duration::from_millis(100);
 
 impl Running {
     /// The tables of all networks at this instant.
@@ -21,14 +15,16 @@ impl Running {
     /// # Errors
     /// If a worker has ended.
     pub(crate) fn tables(&self) -> Result<Tables, FabricError> {
+        // The gateways leave what they have heard in the turn in which their worker answers the
+        // other questions. One that is being restarted has what it left last: nothing is waited
+        // for.
+        self.networks.values().filter_map(|net| net.gateway.as_ref()).for_each(|gateway| gateway.ask_learned6());
         let (mut macs, mut neighbours) = (Vec::new(), Vec::new());
         for spec in &self.spec.networks {
             let (Some(net), Some((_, worker))) = (self.networks.get(&spec.name), self.worker_of(&spec.name)) else {
                 continue;
             };
             let handle = worker.thread.handle();
-            // It is asked first, and answers in the worker's turn with the others.
-            let learned = net.gateway.as_ref().filter(|g| g.config().ipv6.is_some()).map(GatewayHandle::ask_learned6);
             let status = handle.status()?;
             let names: BTreeMap<_, _> = status.ports.iter().map(|p| (p.token.0, p.name.to_string())).collect();
             let mut places = BTreeMap::new();
@@ -78,9 +74,9 @@ impl Running {
                     add(ip.into(), mac.map(|mac| mac.to_string()), Some(name.clone()), "file");
                 }
             }
-            let learned = learned.and_then(|answers| answers.recv_timeout(GATEWAY_ANSWER).ok()).unwrap_or_default();
+            let learned = net.gateway.as_ref().map(|gateway| gateway.learned6()).unwrap_or_default();
             let named: BTreeMap<_, _> = leases.iter().filter_map(|l| Some((l.mac, l.name.as_ref()?))).collect();
-            for (address, mac) in learned {
+            for &(address, mac) in learned.iter() {
                 let of_file = net.gateway.as_ref().and_then(|gateway| gateway.name_of(mac));
                 let name = of_file.or_else(|| named.get(&mac).map(ToString::to_string));
                 add(address.into(), Some(Mac(mac).to_string()), name, "learned");

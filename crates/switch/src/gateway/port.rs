@@ -35,7 +35,7 @@ use crate::port::{Caps, Fault, Link, Port, Sent};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Called to wake somebody, from any thread; must not block.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
@@ -49,7 +49,6 @@ enum Command {
     SetBoot(BootTable),
     SetElsewhere(Arc<Elsewhere>),
     SetRouter6(Option<Mac>, u16),
-    ListLearned6(mpsc::Sender<Vec<(Ipv6Addr, Mac)>>),
     Withdraw,
 }
 
@@ -100,6 +99,11 @@ struct Shared {
     /// The last that the handle set, and the one before: so that its memory is given up by the
     /// handle, and not by the worker.
     elsewhere: Mutex<(Arc<Elsewhere>, Arc<Elsewhere>)>,
+    /// What the gateway's [`Gateway::learned6`] was when it was asked for last.
+    learned: Mutex<Arc<Vec<(Ipv6Addr, Mac)>>>,
+    /// It is asked for; a flag, so that no list of questions grows while the port is out of
+    /// service.
+    wants_learned: AtomicBool,
     /// The last advertisement has left.
     withdrawn: AtomicBool,
     start: Start,
@@ -207,12 +211,18 @@ impl GatewayHandle {
         self.send(Command::SetRouter6(router, secs));
     }
 
-    /// Queues [`Gateway::learned6`] for the worker, which answers within its next turn; nothing
-    /// comes while the port is out of service.
-    pub fn ask_learned6(&self) -> mpsc::Receiver<Vec<(Ipv6Addr, Mac)>> {
-        let (answer, answers) = mpsc::channel();
-        self.send(Command::ListLearned6(answer));
-        answers
+    /// Has the worker leave [`Gateway::learned6`] for [`GatewayHandle::learned6`] within its next
+    /// turn.
+    pub fn ask_learned6(&self) {
+        // Relaxed: `mail` hands it over.
+        self.0.wants_learned.store(true, Ordering::Relaxed);
+        self.0.mail.store(true, Ordering::Release);
+        call(&self.0.wake_port);
+    }
+
+    /// What the worker has left last. Never waits for it.
+    pub fn learned6(&self) -> Arc<Vec<(Ipv6Addr, Mac)>> {
+        lock(&self.0.learned).clone()
     }
 
     /// The name of the member with this MAC address.
@@ -354,6 +364,8 @@ impl GatewayPort {
             router6: Mutex::default(),
             boot: Mutex::default(),
             elsewhere: Mutex::default(),
+            learned: Mutex::default(),
+            wants_learned: AtomicBool::new(false),
             withdrawn: AtomicBool::new(false),
             config: gateway.config().clone(),
             start: gateway.start,
@@ -396,8 +408,6 @@ impl GatewayPort {
                 Command::SetBoot(table) => self.gateway.set_boot(table),
                 Command::SetElsewhere(elsewhere) => self.gateway.set_elsewhere(elsewhere),
                 Command::SetRouter6(router, secs) => self.gateway.set_router6(router, secs),
-                // The caller may have stopped waiting.
-                Command::ListLearned6(answer) => drop(answer.send(self.gateway.learned6(self.now))),
                 Command::Withdraw => self.gateway.withdraw(),
             }
         }
@@ -440,6 +450,9 @@ impl Port for GatewayPort {
         self.now = now;
         if self.shared.mail.swap(false, Ordering::Acquire) {
             self.run_commands();
+            if self.shared.wants_learned.swap(false, Ordering::Relaxed) {
+                *lock(&self.shared.learned) = Arc::new(self.gateway.learned6());
+            }
         }
         self.promised = self.gateway.poll(now);
         self.early = false;

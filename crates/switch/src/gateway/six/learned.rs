@@ -25,9 +25,6 @@ pub(super) const MAX_ADDRESSES: usize = 16_384;
 pub(super) const FRESH_SPAN: Nanos = Nanos::SECOND.times(300);
 /// Within this time after a claim, the address's earlier holder may object (RFC 4862 §5.4.5).
 const CLAIM_SPAN: Nanos = Nanos::SECOND.times(2);
-/// Most addresses that are being asked because somebody lists them; those asked for by name have no
-/// such limit.
-const LISTED_PROBES: usize = 64;
 /// How often, and after which time each, an address is asked whether it is there.
 const PROBES: u8 = 3;
 const PROBE_SPAN: Nanos = Nanos::SECOND;
@@ -117,18 +114,10 @@ impl Learned {
         }
     }
 
-    /// All addresses with their MAC addresses. Those that were not heard from lately are asked
-    /// whether they are there, [`LISTED_PROBES`] at a time, so that one that has gone is not listed
-    /// for long.
-    pub(super) fn list(&mut self, now: Nanos) -> Vec<(Ipv6Addr, Mac)> {
-        let all: Vec<_> = self.by_address.iter().map(|(address, entry)| (*address, entry.mac)).collect();
-        for (address, _) in &all {
-            if self.probed.len() >= LISTED_PROBES {
-                break;
-            }
-            self.check(*address, now);
-        }
-        all
+    /// All addresses with their MAC addresses. None is asked whether it is there: a listing is no
+    /// reason to wake a member.
+    pub(super) fn list(&self) -> Vec<(Ipv6Addr, Mac)> {
+        self.by_address.iter().map(|(address, entry)| (*address, entry.mac)).collect()
     }
 
     /// Addresses of `mac`, oldest first.
@@ -214,27 +203,6 @@ mod tests {
         learned.hear(ip(1), A, Source::Mac(A), true, now.after(Nanos::MILLI));
         assert_eq!(learned.mac_of(ip(1)), Some(A));
         assert!(learned.of_mac(B).is_empty());
-    }
-
-    #[test]
-    fn a_listing_asks_some_of_those_that_are_silent() {
-        let mut learned = Learned::default();
-        let mut now = Nanos::SECOND;
-        for n in 0..200u16 {
-            learned.hear(ip(n), A, Source::Port(Token(n.into())), false, now);
-        }
-        assert_eq!((learned.list(now).len(), learned.due(now)), (200, vec![]), "all were heard just now");
-        now = now.after(FRESH_SPAN);
-        learned.hear(ip(7), A, Source::Port(Token(7)), false, now);
-        for round in 0..4 {
-            assert!(learned.list(now).contains(&(ip(7), A)));
-            for _ in 0..=PROBES {
-                assert!(learned.due(now).len() <= LISTED_PROBES);
-                now = now.after(PROBE_SPAN);
-            }
-            assert_eq!(learned.len(), 200usize.saturating_sub((round + 1) * LISTED_PROBES).max(1));
-        }
-        assert_eq!(learned.list(now), [(ip(7), A)]);
     }
 
     #[test]

@@ -760,11 +760,10 @@ impl Gateway {
     }
 
     /// The IPv6 addresses that members gave themselves (SLAAC), each with the MAC address that it
-    /// was first heard from, in no order. Those that were not heard from lately are asked whether
-    /// they are still there. What the file gives, or DHCPv6 leases, is in it too where a member has
-    /// announced it.
-    pub fn learned6(&mut self, now: Nanos) -> Vec<(Ipv6Addr, Mac)> {
-        self.six.as_mut().map(|six| six.learned.list(now)).unwrap_or_default()
+    /// was first heard from, in no order. What the file gives, or DHCPv6 leases, is in it too where
+    /// a member has announced it.
+    pub fn learned6(&self) -> Vec<(Ipv6Addr, Mac)> {
+        self.six.as_ref().map(|six| six.learned.list()).unwrap_or_default()
     }
 
     /// Whether `address` is of the network.

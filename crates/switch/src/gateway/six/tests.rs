@@ -1,9 +1,11 @@
 //! The gateway's IPv6 side under a virtual clock.
 
 use super::*;
-use crate::gateway::{DhcpConfig, Elsewhere, GatewayConfig, LeaseStore, Member, Name6, Remote, Start};
+use crate::gateway::{DhcpConfig, Elsewhere, GatewayConfig, GatewayPort, LeaseStore, Member, Name6, Remote, Start};
+use crate::port::Port as _;
 use crate::wait::Token;
 use proptest::prelude::*;
+use std::sync::Arc;
 
 const MAC: Mac = [2, 0, 0, 0, 0, 0xfe];
 const PREFIX: Ipv6Addr = Ipv6Addr::new(0xfd00, 1, 2, 3, 0, 0, 0, 0);
@@ -444,10 +446,14 @@ fn addresses_that_members_gave_themselves_have_names() {
         assert!(world.put(3, &detect(3, target)).is_empty());
     }
     assert_eq!(world.resolve(9, &["cam"], 28), (0, vec![host(0xabc).octets().to_vec()]));
-    assert!(world.gateway.learned6(world.now).contains(&(host(0xabc), mac(3))));
+    assert!(world.gateway.learned6().contains(&(host(0xabc), mac(3))));
     // It is asked whether it is still there once somebody asks for it, and given up where it is
     // silent.
     world.now = world.now.after(learned::FRESH_SPAN);
+    // A listing asks nobody.
+    assert_eq!(world.gateway.learned6().len(), 2);
+    world.gateway.poll(world.now);
+    assert!(world.sent().iter().all(|f| f[54] != 135));
     assert_eq!(world.resolve(9, &["cam"], 28).1.len(), 1);
     for _ in 0..5 {
         world.gateway.poll(world.now);
@@ -455,6 +461,25 @@ fn addresses_that_members_gave_themselves_have_names() {
         world.now = world.now.after(Nanos::SECOND);
     }
     assert_eq!(world.resolve(9, &["cam"], 28), (0, vec![]));
+}
+
+#[test]
+fn a_listing_for_the_host_is_made_once_however_often_it_is_asked_for() {
+    let mut world = World::new();
+    assert!(world.put(3, &detect(3, host(0xabc))).is_empty());
+    let now = world.now;
+    let (mut port, handle) = GatewayPort::new(world.gateway);
+    (0..1000).for_each(|_| handle.ask_learned6());
+    assert!(handle.learned6().is_empty(), "the worker has not had its turn");
+    port.service(now).unwrap();
+    let first = handle.learned6();
+    assert_eq!(*first, [(host(0xabc), mac(3))]);
+    port.service(now).unwrap();
+    assert!(Arc::ptr_eq(&first, &handle.learned6()), "it is made when it is asked for");
+    handle.ask_learned6();
+    handle.withdraw();
+    port.service(now).unwrap();
+    assert!(handle.learned6().is_empty());
 }
 
 proptest! {
