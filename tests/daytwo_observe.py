@@ -98,7 +98,7 @@ def test_what_happened_overnight_is_told_also_after_a_crash_and_when_the_fabric_
         assert "down" in [event["kind"] for event in down[len(after):]]
         assert events(fabric, "--since", "0s") == []
         stray = fabric.cli("events", "wbe")
-        assert stray.stdout == "" and 'no event so far is about "wbe"; did you mean "web"?' in stray.stderr, stray
+        assert stray.stdout == "" and 'no event so far concerns "wbe"; did you mean "web"?' in stray.stderr, stray
         text = fabric.cli("events", "--last", 3).stdout.splitlines()
         assert len(text) == 3 and all(line.startswith("20") and "Z  " in line for line in text), text
 

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 use tombolo_host::api::client::Ending;
-use tombolo_host::api::report::EventReport;
+use tombolo_host::api::report::{EventReport, Status};
 use tombolo_host::fabric::events::{Files, Kind};
 use tombolo_host::file::nearest;
 use tombolo_host::{moment, rundir};
@@ -59,13 +59,23 @@ fn subjects(event: &EventReport) -> impl Iterator<Item = &str> {
     [&event.name, &event.network].into_iter().flatten().map(String::as_str)
 }
 
-/// What is to be said of a name that no event so far is about. It may be mistyped, or of a member
+/// What is to be said of a name that no event so far concerns. It may be mistyped, or of a member
 /// that comes.
-fn stranger(name: &str, known: &[EventReport]) -> Option<String> {
+fn stranger(name: &str, known: &[EventReport], is_there: impl FnOnce() -> bool) -> Option<String> {
     let names: BTreeSet<&str> = known.iter().flat_map(subjects).collect();
-    let near =
-        nearest(name, names.iter().copied()).map_or_else(String::new, |near| format!("; did you mean \"{near}\"?"));
-    (!names.contains(name)).then(|| format!("no event so far is about \"{name}\"{near}"))
+    if names.contains(name) {
+        return None;
+    }
+    let near = nearest(name, names).filter(|_| !is_there());
+    let near = near.map_or_else(String::new, |near| format!("; did you mean \"{near}\"?"));
+    Some(format!("no event so far concerns \"{name}\"{near}"))
+}
+
+/// Whether the fabric has something of that name that events are about.
+fn has(status: &Status, name: &str) -> bool {
+    let names = status.machines.iter().map(|m| &m.name).chain(status.ports.iter().map(|p| &p.name));
+    let more = status.networks.iter().map(|n| &n.name).chain(status.links.iter().map(|l| &l.name));
+    names.chain(more).any(|known| known == name)
 }
 
 impl Events {
@@ -98,7 +108,8 @@ impl Events {
             }
         }
         for name in &self.names {
-            if let Some(note) = stranger(name, &known) {
+            let is_there = || client.status().is_ok_and(|status| has(&status, name));
+            if let Some(note) = stranger(name, &known, is_there) {
                 out::tell!("tombolo: {note}");
             }
         }
@@ -229,10 +240,14 @@ mod tests {
     #[test]
     fn a_name_of_no_event_is_told_with_a_near_one() {
         let known = [event("start", "web", None)];
-        assert_eq!(stranger("web", &known), None);
-        assert_eq!(stranger("lan", &known), None);
-        assert_eq!(stranger("wbe", &known).unwrap(), "no event so far is about \"wbe\"; did you mean \"web\"?");
-        assert_eq!(stranger("nobody", &known).unwrap(), "no event so far is about \"nobody\"");
+        assert_eq!(stranger("web", &known, || true), None);
+        assert_eq!(stranger("lan", &known, || true), None);
+        assert_eq!(
+            stranger("wbe", &known, || false).unwrap(),
+            "no event so far concerns \"wbe\"; did you mean \"web\"?"
+        );
+        assert_eq!(stranger("web2", &known, || true).unwrap(), "no event so far concerns \"web2\"");
+        assert_eq!(stranger("nobody", &known, || false).unwrap(), "no event so far concerns \"nobody\"");
     }
 
     #[test]

@@ -56,8 +56,11 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
             Origin::Entry(entry, arguments) => {
                 let key = p.key.strip_prefix(entry).and_then(|rest| rest.strip_prefix('.'));
                 match key.map(|key| key.split('[').next().unwrap_or(key)) {
-                    None if p.key.is_empty() => what,
-                    None => format!("{}: {what}", p.key),
+                    None => match numbered(&p.key) {
+                        _ if p.key.is_empty() => what,
+                        Some(which) => format!("{which}: {what}"),
+                        None => format!("{}: {what}", p.key),
+                    },
                     Some(key) => match arguments.iter().find(|(of, _)| *of == key) {
                         Some((_, argument)) => format!("{argument}: {what}"),
                         None => format!("--{}: {what}", key.replace('_', "-")),
@@ -76,6 +79,15 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
         Origin::Entry(..) if !error.is_misuse() => Failure::failed(lines.join("\n")),
         _ => Failure::misused(lines.join("\n")),
     }
+}
+
+/// An entry of a list that was there before, as people count: "rule 2 (`tombolo rule ls`), from"
+/// for `rule[1].from`.
+fn numbered(key: &str) -> Option<String> {
+    let (word, rest) = key.split_once('[')?;
+    let (index, rest) = rest.split_once(']')?;
+    let listed = if word == "rule" { " (`tombolo rule ls`)" } else { "" };
+    Some(format!("{word} {}{listed}{}", index.parse::<usize>().ok()? + 1, rest.replacen('.', ", ", 1)))
 }
 
 /// One section under way.
@@ -185,7 +197,7 @@ mod tests {
             assert_eq!(found, format!("{told}: expected a value, found nothing; look"));
         }
         let other = text(problem("rule[1].from", "look"), entry);
-        assert_eq!(other, "rule[1].from: expected a value, found nothing; look");
+        assert_eq!(other, "rule 2 (`tombolo rule ls`), from: expected a value, found nothing; look");
         let of_rate = text(problem("rate", "did you mean \"send\"?"), Origin::Flag("rate"));
         assert_eq!(of_rate, "--rate: expected a value, found nothing; did you mean \"send\"?");
     }
