@@ -336,8 +336,11 @@ pub fn difference(old: &Model, new: &Model) -> Vec<Change> {
         after: Some(after),
     }));
     out.sort_by(|a, b| a.section.cmp(&b.section));
+    // The prefix is the part of a network that guards of its members have.
+    let has_prefix = |change: &&Change| change.keys.iter().any(|key| key.key == "ipv6");
+    let with_prefix = out.iter().filter(has_prefix);
     let networks: Vec<String> =
-        out.iter().filter_map(|change| Some(change.section.strip_prefix("network.")?.to_string())).collect();
+        with_prefix.filter_map(|change| Some(change.section.strip_prefix("network.")?.to_string())).collect();
     for change in out.iter_mut().filter(|change| change.action == Action::Change && change.reason.is_empty()) {
         let of: Vec<_> = networks.iter().filter(|name| change.follows(name)).map(|n| format!("network.{n}")).collect();
         if !of.is_empty() {

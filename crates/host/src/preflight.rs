@@ -573,7 +573,8 @@ fn free(proto: Proto, listen: SocketAddr) -> Result<(), Taken> {
 pub(crate) fn forwarded_by(others: &[(String, Proto, SocketAddr)], proto: Proto, listen: SocketAddr) -> Option<Taken> {
     let (name, _, other) = others.iter().find(|(_, p, other)| *p == proto && file::overlap(*other, listen))?;
     let found = format!("{} {listen}: fabric \"{name}\" of this machine forwards {other}", proto.word());
-    Some(Taken { found, hint: "choose another port, or end that fabric".into(), may_pass: true })
+    // Its rules stay while that fabric does: the kernel takes nothing back.
+    Some(Taken { found, hint: "choose another port, or end that fabric".into(), may_pass: false })
 }
 
 /// As [`free`], for forwards and exports, which listen at an IPv6 address for IPv6 alone.
@@ -809,6 +810,9 @@ mod tests {
         let Boot::Vm { disks, .. } = &mut fabric.machines[0].boot else { panic!() };
         disks[0].0 = "/absent/disk.raw".into();
         let found = faults(&fabric, None);
+        let others = [("other".to_string(), Proto::Tcp, "127.0.0.1:80".parse().unwrap())];
+        let forwarded = forwarded_by(&others, Proto::Tcp, "127.0.0.1:80".parse().unwrap());
+        assert!(forwarded.is_some_and(|taken| !taken.may_pass), "the kernel does not take back what runs");
         let passes = |section: &str| found.iter().find(|f| f.section == section).map(|f| f.may_pass);
         assert_eq!(passes("forward[0]"), Some(true), "{found:#?}");
         assert_eq!(passes("tap.u"), Some(true), "{found:#?}");

@@ -118,7 +118,7 @@ fn list(path: &std::path::Path, problems: &[Problem], part: Part) -> String {
         Part::Addition => "in the addition; nothing was added",
         Part::Change => "in the change; nothing was changed",
         Part::Machine => "on this machine; nothing was done",
-        Part::Both => "in the fabric file and on this machine; nothing was started",
+        Part::Both => "in the fabric file and on this machine; nothing was changed",
     };
     out.push_str(&format!("{} fault{s} {outcome}", problems.len()));
     out
