@@ -5,6 +5,9 @@
 //! another machine to it counts only for a member that the home has it for, or had when the claim
 //! came: so a member that moved keeps what it had, and no machine takes what was never given to its
 //! members.
+//!
+//! A machine that started after the move does not know what the home gave. So any lease counts
+//! while the home has the address for no member: a lease that is in use must not be given twice.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -28,7 +31,7 @@ pub const MAX_CONFLICTS: usize = 1000;
 struct To {
     mac: Mac,
     machine: Machine,
-    /// Wins over one that is not.
+    /// Not a lease, and so wins over one. Names are never leased.
     fixed: bool,
     /// The thing's home has, or had, it for the same member.
     given: bool,
@@ -81,6 +84,11 @@ fn give(list: &mut [To], home: Option<Machine>) {
     for to in list.iter_mut().filter(|to| of_home.contains(&to.mac)) {
         to.given = true;
     }
+}
+
+/// Whether a claim counts to what is at home at a machine. See the head of the module.
+fn counts(to: &To, home: Option<Machine>) -> bool {
+    home.is_none() || to.given || !to.fixed
 }
 
 fn remove<K: Hash + Eq>(map: &mut HashMap<K, Vec<To>>, key: &K, mac: Mac, machine: Machine) {
@@ -169,10 +177,13 @@ impl Claims {
         list.iter().map(|to| To { machine: self.winner(to.mac).unwrap_or(to.machine), ..*to })
     }
 
-    /// Of those that count: what the home claims now, then what a file fixes.
+    /// Of those that count: what the home claims now, then what it gave, then what a file fixes.
     fn best(&self, list: Option<&Vec<To>>, home: Option<Machine>) -> Option<To> {
-        let counts = list?.iter().filter(|to| home.is_none() || to.given);
-        let rank = |to: &&To| (home.is_some_and(|home| to.machine != home), !to.fixed);
+        let counts = list?.iter().filter(|to| counts(to, home));
+        let rank = |to: &&To| {
+            let from_home = home.map(|home| (to.machine != home, !to.given));
+            (from_home, !to.fixed)
+        };
         let at = |to: &To| self.winner(to.mac).unwrap_or(to.machine);
         let best = counts.min_by_key(|to| (rank(to), at(to), to.mac))?;
         Some(To { machine: at(best), ..*best })
@@ -233,7 +244,7 @@ impl Claims {
         }
         if let Some(name) = &claim.member.name {
             let given = was_named.as_ref() == Some(name);
-            add(self.names.entry(name.clone()).or_default(), false, given, self.homes.of_name(name));
+            add(self.names.entry(name.clone()).or_default(), true, given, self.homes.of_name(name));
         }
         self.macs.entry(mac).or_default().push((machine, claim));
         self.touch(mac, touched);
@@ -277,7 +288,7 @@ impl Claims {
     pub fn conflicts(&self) -> Vec<(String, Vec<Machine>, Machine)> {
         let mut found = Vec::new();
         let mut look = |what: String, list: &Vec<To>, home: Option<Machine>| {
-            let may_not = home.is_some() && list.iter().any(|to| !to.given);
+            let may_not = list.iter().any(|to| !counts(to, home));
             if list.len() < 2 && !may_not {
                 return;
             }

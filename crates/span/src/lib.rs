@@ -34,6 +34,7 @@
 //!   for a moment, and only once.
 //! - An IP address or a name that a file for several machines gives to one of them
 //!   ([`Control::homes`]) belongs to a member that this machine has it for, wherever the member is.
+//!   While it has the address for none, it belongs to a member with a lease of it.
 //! - Any other IP address belongs to the member whose file fixes it, else to the machine whose name
 //!   sorts first. The others are told to end their lease ([`Action::Lost`]).
 //! - Any other name belongs to the machine whose name sorts first.

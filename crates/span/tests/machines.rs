@@ -261,6 +261,78 @@ fn what_a_file_gives_to_a_machine_no_other_one_takes_and_a_member_that_moves_tak
 }
 
 #[test]
+fn a_lease_that_moved_with_its_member_stays_when_a_machine_starts_again_or_the_file_changes() {
+    let mut all = ["a", "b", "c", "x"].map(|name| (name, Control::new(Settings::new(name), 1)));
+    let home =
+        |machine: &str, first, last| Home { machine: machine.into(), name: None, addresses: Some((first, last)) };
+    let starts = |name: &str, epoch| {
+        let mut control = Control::new(Settings::new(name), epoch);
+        ["a", "b", "c", "x"].into_iter().for_each(|name| control.expect(name));
+        control.homes(NETWORK, vec![home("x", ip(10), ip(19))]);
+        control
+    };
+    all.iter_mut().for_each(|(name, control)| *control = starts(name, 1));
+    let here = |members: &[Member]| -> Vec<Local> {
+        let local = |member: &Member| Local { member: member.clone(), placed: true, silent_for: Some(Duration::ZERO) };
+        members.iter().map(local).collect()
+    };
+    let moved = Member { name: None, ..leased(1, 10) };
+    let other = Member { name: None, ..leased(2, 11) };
+    // "x" leases it, the member moves to "b", and the lease of "x" ends.
+    all[3].1.local(NETWORK, Some(ip(204)), here(std::slice::from_ref(&moved)), S);
+    exchange(&mut all, S);
+    all[1].1.local(NETWORK, Some(ip(202)), here(std::slice::from_ref(&moved)), 2 * S);
+    exchange(&mut all, 2 * S);
+    all[3].1.local(NETWORK, Some(ip(204)), here(std::slice::from_ref(&other)), 3 * S);
+    exchange(&mut all, 3 * S);
+    // All that knew it start again, one after the other: another machine, the owner, the member's.
+    let mut known = BTreeMap::new();
+    for (at, epoch) in [(2, 2), (3, 3), (1, 4)] {
+        let name = all[at].0;
+        all[at].1 = starts(name, epoch);
+        if at == 3 {
+            all[3].1.local(NETWORK, Some(ip(204)), here(std::slice::from_ref(&other)), 4 * S);
+        } else if at == 1 {
+            all[1].1.local(NETWORK, Some(ip(202)), here(std::slice::from_ref(&moved)), 4 * S);
+        }
+        exchange(&mut all, 4 * S);
+        // Also the gateway of "x" is told, so that it leases the address to no other member.
+        for reader in [2, 3, 0] {
+            all[reader].1.homes(NETWORK, vec![]);
+            all[reader].1.homes(NETWORK, vec![home("x", ip(10), ip(19))]);
+            known.clear();
+            tables(&mut all[reader].1, &mut known);
+            assert_eq!(
+                known["b"].as_slice(),
+                std::slice::from_ref(&moved),
+                "at {} after {name} started",
+                all[reader].0
+            );
+            assert_eq!(all[reader].1.conflicts(), [], "at {} after {name} started", all[reader].0);
+        }
+        let lost = all[1].1.actions().into_iter().any(|action| matches!(action, Action::Lost { .. }));
+        assert!(!lost, "after {name} started");
+    }
+    // The range is shared in another way: a part of it is at home at "a".
+    for at in [0, 2, 3] {
+        all[at].1.homes(NETWORK, vec![home("a", ip(10), ip(14)), home("x", ip(15), ip(19))]);
+        known.clear();
+        tables(&mut all[at].1, &mut known);
+        assert_eq!(known["b"].as_slice(), std::slice::from_ref(&moved), "at {}", all[at].0);
+    }
+    // Should the owner have leased it all the same, then its member has it, and the other lease ends.
+    let twice = Member { name: None, ..leased(3, 10) };
+    all.iter_mut().for_each(|(_, control)| control.homes(NETWORK, vec![home("x", ip(10), ip(19))]));
+    all[3].1.local(NETWORK, Some(ip(204)), here(&[other, twice]), 5 * S);
+    exchange(&mut all, 5 * S);
+    let lost = all[1].1.actions().into_iter().find(|action| matches!(action, Action::Lost { .. }));
+    assert_eq!(lost, Some(Action::Lost { network: NETWORK.into(), addresses: vec![ip(10)] }));
+    let conflicts = all[2].1.conflicts();
+    let named: Vec<_> = conflicts.iter().map(|c| (c.what.as_str(), c.machines.join(" "), c.winner.as_str())).collect();
+    assert_eq!(named, [("10.0.0.10", "b x".to_string(), "x")]);
+}
+
+#[test]
 fn a_dead_machine_is_forgotten_after_its_lease_and_one_that_is_cut_off_keeps_what_it_knows() {
     let mut world = world(4, 2, quick());
     world.kill(3);
