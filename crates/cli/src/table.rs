@@ -17,7 +17,7 @@ Examples:
 pub(crate) enum Table {
     /// Print the forwarding tables: to which port frames for a MAC address go
     Mac(Of),
-    /// Print which IP addresses members have: leased, reserved, or their own of IPv6
+    /// Print which IP addresses members have: leased, reserved, or IPv6 that they gave themselves
     #[command(visible_alias = "neighbors")]
     Neighbours(Of),
 }
