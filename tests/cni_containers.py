@@ -1496,8 +1496,8 @@ def test_apply_keeps_the_port_mappings_of_containers():
         f = stack.enter_context(Fabric(folder, text, netns=outside, own_mounts=False))
         cni = Cni(f, "1.1.0")
         ports = [{"hostPort": 8080, "containerPort": 80, "hostIP": "0.0.0.0"}, {"hostPort": 8084, "containerPort": 80, "hostIP": "::1"}]
-        config = {"runtimeConfig": {"portMappings": ports}}
-        result = cni("ADD", "c1", path(one), **config)
+        mapped = {"runtimeConfig": {"portMappings": ports}}
+        result = cni("ADD", "c1", path(one), **mapped)
         server = ("import socket, threading\ndef serve(c):\n c.sendall(b'from the container\\n')\n for d in iter(lambda: c.recv(99), b''): c.sendall(d)\n c.close()\n"
                   "with socket.create_server(('::', 80), family=socket.AF_INET6, dualstack_ipv6=True) as s:\n"
                   " while True: threading.Thread(target=serve, args=s.accept()[:1], daemon=True).start()")
@@ -1517,13 +1517,24 @@ def test_apply_keeps_the_port_mappings_of_containers():
             talk.wait_line(lambda line: line == f"word {n}", 30)  # noqa: B023
             for address, port in (("198.51.100.2", "8080"), ("::1", "8084")):
                 until(f"the mapping of {address}", lambda: listens(outside, address, port), 30)  # noqa: B023
-            cni("CHECK", "c1", path(one), prevResult=result, **config)
+            cni("CHECK", "c1", path(one), prevResult=result, **mapped)
+        # A rule, a forward and a setting about the container go with an apply, but for the setting; the container stays.
+        f.cli("rule", "add", "allow", "--from", "c1")
+        f.cli("forward", "add", "0.0.0.0:9001", "c1:80")
+        f.cli("set", "tap.c1.class=high")
+        said = f.cli("apply", f.file).stdout
+        assert "c1 was added while the fabric ran, and stays" in said and "tap.c1" not in said, said
+        config = json.loads(f.cli("config", "--json").stdout)
+        assert config["changes"] == {} and config["config"]["tap"]["c1"]["class"] == "high", config
+        assert len(f.status()["forwards"]) == 2 and set(cni.ports()) == {"c1"}, f.status()["forwards"]
+        cni("CHECK", "c1", path(one), prevResult=result, **mapped)
+        until("the mapping", lambda: listens(outside, "198.51.100.2", "8080"), 30)
         # A forward of the file at the mapping's port is refused, and says what has it.
         f.file.write_text(text + more.replace("9000", "8080"))
         done = f.cli("apply", f.file, check=False)
         assert done.returncode and "c1 was added while the fabric ran, and does not fit" in done.stderr and "8080" in done.stderr, done
         assert listens(outside, "198.51.100.2", "8080")
-        cni("DEL", "c1", path(one), **config)
+        cni("DEL", "c1", path(one), **mapped)
         assert not f.status()["forwards"]
 
 

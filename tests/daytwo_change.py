@@ -166,10 +166,11 @@ def test_a_daemon_that_follows_keeps_what_was_changed_and_the_file_ends_it():
         fabric.kill()
         fabric.start()
         holds("after a kill")
-        # What was added is changed, and removed, like what the file has.
+        # What was added is changed, and removed, like what the file has; it stays an addition.
         report = change(fabric, "set", "port.extra.rate.send=5M")
         assert sections(report) == {"port.extra": ("change", "done")}, report
-        assert change(fabric, "config")["changes"]["port"]["extra"]["kind"] == "stream", "it is no addition any more"
+        assert change(fabric, "config")["changes"] == expected
+        assert change(fabric, "config")["config"]["port"]["extra"]["rate"] == {"send": "5M"}
         assert sections(change(fabric, "unset", "port.extra")) == {"port.extra": ("remove", "done")}
         assert "extra" not in fabric.cli("config").stdout
         # A member of the file that was removed stays away, too, until the file is applied.
@@ -186,6 +187,51 @@ def test_a_daemon_that_follows_keeps_what_was_changed_and_the_file_ends_it():
         assert change(fabric, "config")["changes"] == {}
         assert connects(spaces, "web", "db", 22)
         assert change(fabric, "apply")["reverted"] == []
+        fabric.down()
+
+
+@timeout(240)
+def test_what_was_added_outlives_an_apply_whatever_was_changed_about_it():
+    with members(text()) as (fabric, _):
+        for name in ("set", "named", "both"):
+            fabric.cli("port", "add", name, "--kind", "stream")
+        change(fabric, "set", "port.set.rate.send=5M")
+        change(fabric, "rule", "add", "deny", "--from", "named", "--to", "both", "--port", "22", "--protocol", "tcp")
+        change(fabric, "set", "port.both.rate.send=7M")
+
+        def rates():
+            ports = change(fabric, "config")["config"]["port"]
+            return {name: ports[name].get("rate", {}).get("send") for name in ("set", "named", "both")}
+
+        def kept(how):
+            assert rates() == {"set": "5M", "named": None, "both": "7M"}, (how, rates())
+
+        kept("changed")
+        assert "set" not in change(fabric, "config")["changes"]["port"]
+        wrong = fabric.cli("set", "port.set.rate.send=nonsense", check=False)
+        assert wrong.returncode == 2 and "change: port.set.rate: expected" in wrong.stderr, wrong.stderr
+        fabric.kill()
+        fabric.start()
+        kept("after a kill")
+        fabric.replace()
+        kept("after a handover")
+        dry = change(fabric, "apply", "--dry-run")
+        assert sorted(dry["kept"]) == ["both", "named", "set"] and dry["reverted"] == ["rule"], dry
+        report = change(fabric, "apply")
+        assert sections(report) == {"policy": ("remove", "done")}, report
+        kept("after an apply")
+        assert change(fabric, "config")["changes"] == {}
+        # A rule that goes again leaves nothing of what it named.
+        change(fabric, "rule", "add", "deny", "--from", "named")
+        assert "named" in change(fabric, "config")["changes"]["port"]
+        change(fabric, "rule", "rm", "1")
+        assert "named" not in str(change(fabric, "config")["changes"])
+        kept("at the end")
+        fabric.cli("port", "del", "both")
+        fabric.kill()
+        fabric.start()
+        assert sections(change(fabric, "apply")) == {}
+        assert "both" not in fabric.cli("config").stdout
         fabric.down()
 
 

@@ -148,6 +148,10 @@ pub struct Owner {
     pub bypass: bool,
     /// Members added while running; a daemon that follows a crash adds them again.
     pub additions: Vec<Addition>,
+    /// Those of them that a rule or forward of the configuration names, so that `changes` has them:
+    /// as they were added. They are additions again once `changes` is not.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub named: Vec<Addition>,
     /// Rate limits that were changed while it ran: by port, as text of a fabric file. They go
     /// before the file's.
     #[serde(default)]
@@ -220,6 +224,12 @@ pub struct ContainerPlace {
 }
 
 impl Owner {
+    /// Ends what was changed since the file was read. Members that were added are still there.
+    pub fn end_changes(&mut self) {
+        self.changes.clear();
+        self.additions.append(&mut self.named);
+    }
+
     /// What that daemon is at. One that is dead and not reaped is gone; one that takes its fabric
     /// down is ending.
     pub fn liveness(&self) -> Liveness {

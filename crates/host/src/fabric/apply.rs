@@ -48,6 +48,7 @@ use crate::difference::{
 use crate::file::{self, Contained, Fabric, Forward};
 use crate::plan::{self, Facts, Plan, PortPlan};
 use crate::preflight;
+use crate::rundir::Addition;
 
 /// The version of the report.
 const SCHEMA: u32 = 1;
@@ -61,6 +62,8 @@ pub(super) struct Prepared {
     base: Option<Document>,
     /// See [`Wanted::changes`].
     changes_of_file: Map<String, Value>,
+    /// See [`Wanted::additions`].
+    additions: Vec<Addition>,
     source: Source,
     /// The members that the file itself has.
     own: Vec<String>,
@@ -79,6 +82,8 @@ pub(super) struct Wanted {
     pub(super) base: Option<Document>,
     /// What is changed of that: a merge patch.
     pub(super) changes: Map<String, Value>,
+    /// The members that were added while the fabric ran, in place of those recorded.
+    pub(super) additions: Vec<Addition>,
     pub(super) source: Source,
     /// Only tell what would be done.
     pub(super) dry_run: bool,
@@ -139,22 +144,24 @@ impl Running {
         let own = spec.members().map(String::from).collect();
         let base = Document::read(text);
         let reverted = self.reverted(base.as_ref());
+        let additions = self.all_additions();
         let (changes, source, dry_run) = (Map::new(), Source::File, query.dry_run);
-        let mut prepared = self.prepare_wanted(Wanted { spec, own, file, base, changes, source, dry_run })?;
+        let mut prepared =
+            self.prepare_wanted(Wanted { spec, own, file, base, changes, additions, source, dry_run })?;
         prepared.report.reverted = reverted;
         Ok(prepared)
     }
 
     /// As [`Running::prepare_apply`], once the text was read.
     pub(super) fn prepare_wanted(&mut self, wanted: Wanted) -> Result<Prepared, FabricError> {
-        let Wanted { spec, own, file: path, base, changes: patch, source, dry_run } = wanted;
+        let Wanted { spec, own, file: path, base, changes: patch, additions, source, dry_run } = wanted;
         if spec.name != self.spec.name {
             return Err(FabricError::State(format!(
                 "expected a file of the fabric \"{}\", which runs, found one of \"{}\"; `tombolo up` starts that one",
                 self.spec.name, spec.name
             )));
         }
-        let (spec, kept) = self.with_additions(spec, &own)?;
+        let (spec, kept) = self.with_additions(spec, &additions, &own)?;
         let mut facts = self.facts.clone();
         let wants_xl = facts.xl.is_err() && spec.machines.iter().any(|m| m.attach == file::Attach::Xen);
         let unasked = facts.qemu.is_err() || facts.kvm == Err(NOT_ASKED.into());
@@ -199,13 +206,29 @@ impl Running {
         }
         // From here on nothing else changes the fabric.
         self.applying = is_asked;
-        Ok(Prepared { changes, new, facts, file: path, base, changes_of_file: patch, source, own, report, is_asked })
+        Ok(Prepared {
+            changes,
+            new,
+            facts,
+            file: path,
+            base,
+            changes_of_file: patch,
+            additions,
+            source,
+            own,
+            report,
+            is_asked,
+        })
     }
 
     /// The file with the members that were added while the fabric ran, and their names: an apply
     /// does not end what the file never had. One that the file has now is the file's.
-    fn with_additions(&self, spec: Fabric, own: &[String]) -> Result<(Fabric, Vec<String>), FabricError> {
-        let recorded = self.dir.as_ref().map(|dir| dir.owner().additions.clone()).unwrap_or_default();
+    fn with_additions(
+        &self,
+        spec: Fabric,
+        recorded: &[Addition],
+        own: &[String],
+    ) -> Result<(Fabric, Vec<String>), FabricError> {
         // A member of the file would end the container's, as the one that it was until now.
         let mut was = self.spec.contained().filter(|member| own.iter().any(|name| name == member.name));
         let is_other =
@@ -219,7 +242,7 @@ impl Running {
         let mut misfit = None;
         let mut kept = Vec::new();
         let mut additions = Vec::new();
-        for mut addition in recorded {
+        for mut addition in recorded.iter().cloned() {
             let names = addition.names.len();
             addition.names.retain(|name| !own.contains(name));
             if addition.names.len() == names {
@@ -250,14 +273,16 @@ impl Running {
 
 /// Does what was prepared, and reports each step.
 pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<ApplyReport, FabricError> {
-    let Prepared { changes, new, facts, file, base, changes_of_file, source, own, mut report, is_asked } = prepared;
+    let Prepared { changes, new, facts, file, base, changes_of_file, additions, source, own, mut report, is_asked } =
+        prepared;
     if !is_asked {
         return Ok(report);
     }
     let mut steps = Steps { changes, failed: BTreeMap::new() };
     let say = {
         let mut running = shared.running.lock().await;
-        let noted = running.note_file(&file, &own, facts, &new, changes_of_file);
+        let is_file = matches!(source, Source::File);
+        let noted = running.note_file(&file, is_file, (additions, &own), facts, &new, changes_of_file);
         if let Err(error) = noted {
             running.applying = false;
             return Err(error);
@@ -373,7 +398,8 @@ impl Running {
     fn note_file(
         &mut self,
         file: &Path,
-        own: &[String],
+        is_file: bool,
+        (additions, own): (Vec<Addition>, &[String]),
         facts: Facts,
         new: &Model,
         changes: Map<String, Value>,
@@ -383,9 +409,14 @@ impl Running {
         self.start_links(&new.plan)?;
         self.file = file.to_path_buf();
         let path = self.file.clone();
+        let there: Vec<String> = new.fabric.members().map(String::from).collect();
         self.dir().record(|o| {
             o.file = path;
             o.changes = changes;
+            // Those that the changed configuration has, and not because the file has them.
+            let is_named = |a: &Addition| a.names.iter().all(|name| own.contains(name) && there.contains(name));
+            o.named = additions.iter().filter(|a| !is_file && is_named(a)).cloned().collect();
+            o.additions = additions;
             // Those that the file has now are no additions any more.
             for addition in &mut o.additions {
                 addition.names.retain(|name| !own.contains(name));

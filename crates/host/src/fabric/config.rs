@@ -10,8 +10,10 @@
 //!   changes the file's content so too.
 //! - An `apply` ends all changes: then what the file says holds again. So do `down`, and a start
 //!   from another file.
-//! - Members that were added (`additions` of the owner record) are a part of what is read. One that
-//!   a change is about is the configuration's from then on, and is an addition no more.
+//! - Members that were added (`additions` of the owner record) are a part of what is read. A change
+//!   of one changes what was added, so that it outlives the next `apply` as the member does. One
+//!   that a rule or forward of the configuration names is the configuration's (`named`), and an
+//!   addition again after the next `apply`.
 
 use std::path::Path;
 
@@ -24,7 +26,7 @@ use crate::api::config::{ConfigQuery, ConfigReport};
 use crate::api::report::SCHEMA;
 use crate::config::{self, Document};
 use crate::file::{self, Fabric, FileError, MEMBERS, Part, Which};
-use crate::rundir::{Addition, RunDir};
+use crate::rundir::{Addition, Owner, RunDir};
 
 /// What is shown in place of a file's path.
 pub(super) const CHANGE: &str = "change";
@@ -76,7 +78,7 @@ pub(super) fn restore(
     changed(&spec, base, changes, &dir.owner().file.clone()).unwrap_or_else(|error| {
         let keys = keys_of(changes);
         say(&format!("{keys} was changed before and no longer fits; what the file says holds: {error}"));
-        dir.record(|o| o.changes.clear());
+        dir.record(Owner::end_changes);
         spec
     })
 }
@@ -162,6 +164,37 @@ fn without_sections(root: &Value, addition: &Value) -> Option<Value> {
         }
     }
     Some(out)
+}
+
+/// The sections of an addition as `root` has them; `None` if it lacks one, or has them as they were
+/// added, or how many members they make may be another number.
+fn changed_sections(root: &Value, addition: &Value) -> Option<Value> {
+    let mut out = addition.clone();
+    for (word, name, section) in members(addition) {
+        let now = root.get(word)?.get(name)?;
+        if section.get("count").is_some() || now.get("count").is_some() {
+            return None;
+        }
+        *out.get_mut(word)?.get_mut(name)? = now.clone();
+    }
+    (out != *addition).then_some(out)
+}
+
+/// The sections of a changed addition as they are added: without what [`on_this_machine`] has put
+/// in, where that was not changed.
+fn as_added(mut changed: Value, shown: &Value, added: &Value) -> Value {
+    for (word, name, section) in members(added) {
+        let Some(now) = changed.get_mut(word).and_then(|all| all.get_mut(name)).and_then(Value::as_object_mut) else {
+            continue;
+        };
+        for key in ["on", "mac"] {
+            let put_in = shown.get(word).and_then(|all| all.get(name)).and_then(|section| section.get(key));
+            if section.get(key).is_none() && now.get(key) == put_in {
+                now.remove(key);
+            }
+        }
+    }
+    changed
 }
 
 /// The sections of an addition with `on`, for a file of several machines. A member that one machine
@@ -405,8 +438,22 @@ impl Running {
         }
         let root = config::merge(before.root.clone(), patch);
         let base = self.base()?.clone();
-        let additions: Vec<_> = self.additions().iter().map(|addition| (addition, self.sections(addition))).collect();
+        let mut has_changed = false;
+        let all = self.all_additions();
+        let now = all.iter().map(|addition| {
+            let shown = self.sections(addition);
+            let Some(changed) = changed_sections(&root, &shown) else { return (addition.clone(), shown) };
+            let text = base.with(as_added(changed.clone(), &shown, &sections(addition))).text();
+            has_changed = true;
+            (Addition { names: addition.names.clone(), text }, changed)
+        });
+        let now: Vec<(Addition, Value)> = now.collect();
+        let additions: Vec<_> = now.iter().map(|(addition, sections)| (addition, sections.clone())).collect();
         let full = root.clone();
+        // What is wrong with a changed one is told as of a section of the file.
+        if has_changed {
+            parse(&base.with(root.clone()), &self.file, self.spec.which())?;
+        }
         let (own, changed) = without_additions(root, &additions, &base, |_| false);
         let (mut own, changed, spec) = match parse(&changed, &self.file, self.spec.which()) {
             Ok(spec) => (own, changed, spec),
@@ -427,7 +474,9 @@ impl Running {
         let changes = changes_to(&base, &changed.root);
         let source = Source::Change(config::paths(patch));
         let file = self.file.clone();
-        self.prepare_wanted(Wanted { spec, own, file, base: Some(base), changes, source, dry_run: query.dry_run })
+        let additions = now.into_iter().map(|(addition, _)| addition).collect();
+        let dry_run = query.dry_run;
+        self.prepare_wanted(Wanted { spec, own, file, base: Some(base), changes, additions, source, dry_run })
     }
 
     /// Whether a change from `before` to `after`, of which `spec` is read, is about this machine of
@@ -499,13 +548,48 @@ impl Running {
         self.events.add(Kind::Apply, Told::of(name), &lost);
     }
 
+    /// The members that were added, also those that a rule or forward of the configuration names, all
+    /// as they are now.
+    pub(super) fn all_additions(&self) -> Vec<Addition> {
+        self.additions().iter().cloned().chain(self.named()).collect()
+    }
+
+    fn named(&self) -> Vec<Addition> {
+        let (Some(base), Some(dir)) = (&self.base, &self.dir) else { return vec![] };
+        let now = with_changes(base, &dir.owner().changes);
+        let of_now = |addition: &Addition| {
+            let added = sections(addition);
+            let mut own = added.clone();
+            for (word, name, _) in members(&added) {
+                // It has gone since.
+                own[word][name] = now.get(word)?.get(name)?.clone();
+            }
+            if let Some(Value::Array(own)) = own.get_mut("forward") {
+                own.retain(|forward| forwards(&now).contains(forward));
+            }
+            let own = as_added(own, &self.sections(addition), &added);
+            Some(Addition { names: addition.names.clone(), text: base.with(own).text() })
+        };
+        dir.owner().named.iter().filter_map(of_now).collect()
+    }
+
     /// The keys that were changed since the file was read, and that a file of this content says
     /// otherwise.
     pub(super) fn reverted(&self, content: Option<&Document>) -> Vec<String> {
         let (Some(base), Some(content)) = (&self.base, content) else { return vec![] };
         let changes = self.changes();
         let now = with_changes(base, &changes);
-        let differs = |path: &String| config::at(&now, path) != config::at(&content.root, path);
+        let named = self.named();
+        let stays = |path: &String| {
+            let member = path.split_once('.').filter(|(word, _)| MEMBERS.contains(word)).map(|(_, rest)| rest);
+            let is_of = |name: &String| {
+                member.is_some_and(|rest| {
+                    rest.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+                })
+            };
+            named.iter().any(|addition| addition.names.iter().any(is_of))
+        };
+        let differs = |path: &String| !stays(path) && config::at(&now, path) != config::at(&content.root, path);
         config::paths(&Value::Object(changes)).into_iter().filter(differs).collect()
     }
 }

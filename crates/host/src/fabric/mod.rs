@@ -451,11 +451,13 @@ impl Running {
             Some(left) if left.file == absolute => {
                 unchanged = (!left.changes.is_empty()).then(|| spec.clone());
                 let spec = config::restore(spec, base.as_ref(), &left.changes, &mut dir, &say);
-                restore_additions(spec, &left.additions, &mut dir, &say)?
+                let additions = dir.owner().additions.clone();
+                restore_additions(spec, &additions, &mut dir, &say)?
             }
             Some(_) => {
                 dir.record(|o| {
                     o.additions.clear();
+                    o.named.clear();
                     o.rates.clear();
                     o.changes.clear();
                 });
@@ -567,15 +569,15 @@ impl Running {
     /// As [`Running::prepare`], with what the file says in place of what was changed since, which
     /// this machine refuses: `why`.
     async fn prepare_unchanged(&mut self, spec: Fabric, why: &str) -> Result<Plan, FabricError> {
+        let keys = config::keys_of(&self.dir().owner().changes);
+        self.dir().record(Owner::end_changes);
         let (say, additions) = (self.say.clone(), self.dir().owner().additions.clone());
         self.spec = restore_additions(spec, &additions, self.dir(), &say)?;
         self.facts = facts(&self.spec, self.facts.runtime.clone());
         let plan = self.prepare().await?;
-        let keys = config::keys_of(&self.dir().owner().changes);
         (self.say)(&format!(
             "{keys} was changed before and this machine refuses it now; what the file says holds: {why}"
         ));
-        self.dir().record(|o| o.changes.clear());
         Ok(plan)
     }
 
@@ -1355,6 +1357,7 @@ impl Running {
             dir.record(|o| {
                 (o.standing, o.ending) = (None, false);
                 o.additions.clear();
+                o.named.clear();
                 o.rates.clear();
                 o.changes.clear();
                 o.settled.clear();
