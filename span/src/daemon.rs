@@ -79,6 +79,9 @@ pub struct HomeEntry {
     pub from: Option<IpAddr>,
     /// The last address.
     pub to: Option<IpAddr>,
+    /// A member's MAC address.
+    #[serde(default)]
+    pub mac: Option<String>,
 }
 
 /// Where a MAC address is.

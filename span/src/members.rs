@@ -91,6 +91,7 @@ pub fn here(tables: &Tables, ports: &[Port]) -> BTreeMap<String, Here> {
                 machine: home.machine.clone(),
                 name: home.name.as_ref().map(|name| name.to_ascii_lowercase()),
                 addresses: home.from.zip(home.to),
+                mac: home.mac.as_deref().and_then(mac_of),
             })
             .collect();
     }
@@ -126,6 +127,7 @@ mod tests {
             "homes": [
                 { "network": "lan", "machine": "node-1", "name": null, "from": "10.87.0.5", "to": "10.87.0.9" },
                 { "network": "lan", "machine": "node-2", "name": "Db", "from": null, "to": null },
+                { "network": "lan", "machine": "node-2", "name": null, "from": null, "to": null, "mac": "02:00:00:00:00:0a" },
                 { "network": "other", "machine": "node-2", "name": "x", "from": null, "to": null },
             ],
         }))
@@ -174,9 +176,11 @@ mod tests {
             machine: machine.into(),
             name: name.map(Into::into),
             addresses,
+            mac: None,
         };
+        let of_mac = Home { mac: Some([2, 0, 0, 0, 0, 10]), ..home("node-2", None, None) };
         let part = Some(([10, 87, 0, 5].into(), [10, 87, 0, 9].into()));
-        assert_eq!(lan.homes, [home("node-1", None, part), home("node-2", Some("db"), None)]);
+        assert_eq!(lan.homes, [home("node-1", None, part), home("node-2", Some("db"), None), of_mac]);
     }
 
     #[test]

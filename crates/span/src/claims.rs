@@ -46,6 +46,8 @@ pub struct Homes {
     pub parts: BTreeMap<IpAddr, (IpAddr, Machine)>,
     /// Names of members.
     pub names: HashMap<String, Machine>,
+    /// MAC addresses of members.
+    pub macs: HashMap<Mac, Machine>,
 }
 
 impl Homes {
@@ -60,7 +62,8 @@ impl Homes {
 
     fn renumber(&mut self, new: impl Fn(Machine) -> Machine) {
         let parts = self.parts.values_mut().map(|(_, machine)| machine);
-        for machine in self.addresses.values_mut().chain(self.names.values_mut()).chain(parts) {
+        let single = self.addresses.values_mut().chain(self.names.values_mut()).chain(self.macs.values_mut());
+        for machine in single.chain(parts) {
             *machine = new(*machine);
         }
     }
@@ -132,6 +135,11 @@ impl Claims {
             None => self.kept.remove(&mac),
         };
         self.touch(mac, touched);
+    }
+
+    /// The machine at which a file has a member.
+    pub fn home(&self, mac: Mac) -> Option<Machine> {
+        self.homes.macs.get(&mac).copied()
     }
 
     /// The machine that keeps a member, whatever others claim.

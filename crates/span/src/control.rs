@@ -77,6 +77,8 @@ pub struct Home {
     pub name: Option<String>,
     /// The first and the last address; of a member both are the same.
     pub addresses: Option<(IpAddr, IpAddr)>,
+    /// A member's MAC address.
+    pub mac: Option<Mac>,
 }
 
 /// What is to be done.
@@ -314,6 +316,9 @@ impl Control {
             if let Some(name) = &home.name {
                 all.names.insert(name.clone(), machine);
             }
+            if let Some(mac) = home.mac {
+                all.macs.insert(mac, machine);
+            }
             match home.addresses {
                 Some((first, last)) if first == last => drop(all.addresses.insert(first, machine)),
                 Some((first, last)) => drop(all.parts.insert(first, (last, machine))),
@@ -351,14 +356,17 @@ impl Control {
 
     /// A machine takes a member from another one that still claims it. The first time it may have
     /// moved. One that came back since, or comes back now, is that of two machines: the one to
-    /// which it came back keeps it as long as it claims it.
+    /// which it came back keeps it as long as it claims it. If a file has the member at home at one
+    /// of the two, it is this one that keeps it: the other one may have claimed it before it ran.
     fn takes(&mut self, network: &str, mac: Mac, (from, to): (Machine, Machine), now: Duration) {
         let key = (network.to_string(), mac);
         let old = self.taken.get(&key).filter(|old| now.saturating_sub(old.at) < MEMORY).copied();
-        let keeper = old.map(|old| old.from).filter(|keeper| [from, to].contains(keeper));
+        let home = self.claims.get(network).and_then(|claims| claims.home(mac));
+        let home = home.filter(|home| [from, to].contains(home));
+        let keeper = old.and_then(|old| home.or(Some(old.from).filter(|keeper| [from, to].contains(keeper))));
         let returns = old.map_or(0, |old| old.returns) + u32::from(keeper.is_some());
         if old.is_some() || self.taken.len() < MAX_TAKEN {
-            self.taken.insert(key, Taken { from: keeper.unwrap_or(from), at: now, returns });
+            self.taken.insert(key, Taken { from: home.or(keeper).unwrap_or(from), at: now, returns });
         }
         let Some(keeper) = keeper else { return };
         let (claims, keeps) = (if keeper == from { to } else { from }, &self.names[keeper as usize]);

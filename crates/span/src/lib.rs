@@ -31,7 +31,8 @@
 //! - A member that was taken from a machine, and that sends there again, is kept by that machine:
 //!   for ten minutes no version takes it, as long as the machine claims that it is there. It claims
 //!   so until the member is silent there for 5 s or more. So a member can be taken from its machine
-//!   for a moment, and only once.
+//!   for a moment, and only once. If a file has the member at one of the two machines, it is this one
+//!   that keeps it.
 //! - An IP address or a name that a file for several machines gives to one of them
 //!   ([`Control::homes`]) belongs to a member that this machine has it for, wherever the member is.
 //!   While it has the address for none, it belongs to a member with a lease of it.

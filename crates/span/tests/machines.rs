@@ -124,6 +124,7 @@ fn two_members_with_one_mac_address_do_not_make_the_machines_fight() {
 struct Attack {
     world: World,
     version: u64,
+    epoch: u64,
     count: u64,
 }
 
@@ -133,24 +134,29 @@ impl Attack {
         let mut world = world(4, 1, quick());
         world.pass(10 * S);
         world.kill(3);
-        Attack { world, version: 1, count: 0 }
+        Attack { world, version: 1, epoch: 9, count: 0 }
     }
 
     /// Claims members in the name of machine 3, or withdraws its claims.
     fn says(&mut self, came: Vec<Claim>, went: Vec<[u8; 6]>) {
         self.count += 1;
         let networks = vec![Joined { name: NETWORK.into(), end: None, came, went }];
-        let bytes = Change { number: Number { epoch: 9, count: self.count }, networks }.encode();
+        let bytes = Change { number: Number { epoch: self.epoch, count: self.count }, networks }.encode();
         let now = self.world.now;
         for at in 0..3 {
             let control = self.world.machines[at].control.as_mut().unwrap();
             if self.count == 1 {
-                let nothing = Change { number: Number { epoch: 9, count: 0 }, networks: vec![] };
+                let nothing = Change { number: Number { epoch: self.epoch, count: 0 }, networks: vec![] };
                 control.answered("node-003", &tombolo_span::message::State::All(nothing).encode(), now).unwrap();
             }
             control.heard("node-003", &bytes, now).unwrap();
             self.world.look(at);
         }
+    }
+
+    /// The next message is the first one of a program that started again.
+    fn epoch_ends(&mut self) {
+        (self.epoch, self.count) = (self.epoch + 1, 0);
     }
 
     fn claims_member_0(&mut self) {
@@ -194,6 +200,54 @@ fn a_machine_that_claims_a_member_of_another_one_again_and_again_has_it_for_a_mo
 }
 
 #[test]
+fn a_machine_that_claims_a_member_before_it_runs_does_not_keep_it_from_the_machine_of_the_file() {
+    // Also one that claims it without a pause while the other machines start again.
+    for starts_again in [false, true] {
+        let mut attack = Attack::new();
+        let at_home = || vec![Home { machine: "node-000".into(), name: None, addresses: None, mac: Some(mac(0)) }];
+        let tell = |attack: &mut Attack, at: usize| {
+            attack.world.machines[at].control.as_mut().unwrap().homes(NETWORK, at_home());
+        };
+        (0..3).for_each(|at| tell(&mut attack, at));
+        attack.world.remove(0, mac(0));
+        attack.world.pass(S);
+        attack.claims_member_0();
+        attack.world.pass(5 * S);
+        assert_eq!(attack.world.place(1, mac(0)), Some("node-003"), "any machine may have it");
+        attack.world.add(0, member(0));
+        let (mut right, mut all) = (0, 0);
+        for round in 0..400 {
+            if starts_again && round == 150 {
+                attack.world.kill(1);
+                attack.world.start(1);
+                tell(&mut attack, 1);
+                attack.epoch_ends();
+            }
+            attack.claims_member_0();
+            attack.world.pass(Duration::from_millis(400));
+            // The machine that started learns it when the member's machine claims it again, five times
+            // in a minute.
+            if !(starts_again && (150..310).contains(&round)) {
+                right += attack.right();
+                all += 2;
+            }
+        }
+        assert!(right * 100 > all * 96, "{right} of {all} looks, {starts_again}");
+        let conflicts = attack.world.machines[2].control.as_ref().unwrap().conflicts();
+        assert!(conflicts.iter().any(|c| c.what == "02:00:00:00:00:00" && c.winner == "node-000"), "{conflicts:?}");
+        let named = |text: &String| text.contains("machine node-003: two machines have");
+        assert!(attack.world.machines[2].events.iter().any(named));
+        // It can move from there all the same.
+        attack.says(vec![], vec![mac(0)]);
+        attack.world.machines[0].here.get_mut(&mac(0)).unwrap().sends = false;
+        attack.world.add(1, member(0));
+        let begin = attack.world.now;
+        assert!(attack.world.until(begin + 30 * S, |world| world.place(2, mac(0)) == Some("node-001")));
+        assert!(attack.world.now - begin < 8 * S, "{:?}", attack.world.now - begin);
+    }
+}
+
+#[test]
 fn a_member_that_was_contested_can_still_move_and_is_followed_after_it_is_silent() {
     let mut attack = Attack::new();
     for _ in 0..10 {
@@ -214,7 +268,8 @@ fn a_member_that_was_contested_can_still_move_and_is_followed_after_it_is_silent
 fn what_a_file_gives_to_a_machine_no_other_one_takes_and_a_member_that_moves_takes_it_along() {
     let mut all = ["a", "b", "c", "x"].map(|name| (name, Control::new(Settings::new(name), 1)));
     // 10 to 19 are leased by "x", whose name sorts last, 5 and "web" are of its member.
-    let home = |name: Option<&str>, addresses| Home { machine: "x".into(), name: name.map(Into::into), addresses };
+    let home =
+        |name: Option<&str>, addresses| Home { machine: "x".into(), name: name.map(Into::into), addresses, mac: None };
     let homes = [home(None, Some((ip(10), ip(19)))), home(None, Some((ip(5), ip(5)))), home(Some("web"), None)];
     for (_, control) in &mut all {
         ["a", "b", "c", "x"].into_iter().for_each(|name| control.expect(name));
@@ -263,8 +318,12 @@ fn what_a_file_gives_to_a_machine_no_other_one_takes_and_a_member_that_moves_tak
 #[test]
 fn a_lease_that_moved_with_its_member_stays_when_a_machine_starts_again_or_the_file_changes() {
     let mut all = ["a", "b", "c", "x"].map(|name| (name, Control::new(Settings::new(name), 1)));
-    let home =
-        |machine: &str, first, last| Home { machine: machine.into(), name: None, addresses: Some((first, last)) };
+    let home = |machine: &str, first, last| Home {
+        machine: machine.into(),
+        name: None,
+        addresses: Some((first, last)),
+        mac: None,
+    };
     let starts = |name: &str, epoch| {
         let mut control = Control::new(Settings::new(name), epoch);
         ["a", "b", "c", "x"].into_iter().for_each(|name| control.expect(name));

@@ -475,6 +475,9 @@ pub struct HomeReport {
     pub from: Option<std::net::IpAddr>,
     /// The last address.
     pub to: Option<std::net::IpAddr>,
+    /// The MAC address of a member.
+    #[serde(default)]
+    pub mac: Option<String>,
 }
 
 /// One entry of a network's forwarding table.

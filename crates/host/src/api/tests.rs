@@ -1228,6 +1228,7 @@ fn the_document_describes_every_field_of_the_reports() {
             name: Some("web".into()),
             from: Some("10.0.0.1".parse().unwrap()),
             to: Some("10.0.0.1".parse().unwrap()),
+            mac: Some("02:00:00:00:00:01".into()),
         }],
     };
     check("Tables", serde_json::to_value(tables).unwrap());

@@ -90,6 +90,7 @@ impl Running {
             name: home.name.clone(),
             from: home.addresses.map(|(from, _)| from.into()),
             to: home.addresses.map(|(_, to)| to.into()),
+            mac: home.mac.map(|mac| mac.to_string()),
         };
         let mut homes: Vec<_> = self.spec.elsewhere.homes.iter().map(home).collect();
         homes.sort();

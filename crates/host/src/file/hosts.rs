@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::model::Dhcp;
+use super::model::{Dhcp, Mac};
 use super::names::MEMBERS;
 use super::parse::{clean_name, named};
 use super::problem::{Complaints, dotted, near};
@@ -91,6 +91,8 @@ pub struct Home {
     pub name: Option<String>,
     /// The first and the last address. Of a member and of a gateway both are the same.
     pub addresses: Option<(Ipv4Addr, Ipv4Addr)>,
+    /// The MAC address of a member that runs on this machine alone.
+    pub mac: Option<Mac>,
 }
 
 /// What the file has on other machines, as far as it matters here.
@@ -120,6 +122,28 @@ struct Member {
     networks: Vec<String>,
     /// Its fixed addresses, with their networks.
     ips: Vec<(String, Ipv4Addr)>,
+    /// Its MAC addresses that the file gives, in the order of its networks.
+    macs: Vec<Mac>,
+}
+
+impl Member {
+    /// Its MAC addresses with their networks, as they are on the only machine that has it. `base` is
+    /// the fabric's name without the machine's.
+    fn all_macs(&self, base: &str) -> Vec<(&str, Mac)> {
+        let word = self.section.split('.').next().unwrap_or_default();
+        let mut all = Vec::new();
+        for (i, network) in self.networks.iter().enumerate() {
+            let number = i.to_string();
+            let derived = |name: &String| match word {
+                "tap" => Some(Mac::derived(&[base, name, network])),
+                "port" => None,
+                _ => Some(Mac::derived(&[base, name, network, &number])),
+            };
+            let macs = self.names.iter().filter_map(|name| self.macs.get(i).copied().or_else(|| derived(name)));
+            all.extend(macs.map(|mac| (network.as_str(), mac)));
+        }
+        all
+    }
 }
 
 /// The machines of a file, and where its sections run.
@@ -343,7 +367,8 @@ impl Hosts {
                 let ips = at.iter().zip(texts(table.get("ip")));
                 let ips = ips.filter_map(|(network, ip)| Some((network.to_string(), ip.parse().ok()?))).collect();
                 let networks = at.iter().map(ToString::to_string).collect();
-                self.members.push(Member { section, names, homes, networks, ips });
+                let macs = texts(table.get("mac")).into_iter().filter_map(Mac::parse).collect();
+                self.members.push(Member { section, names, homes, networks, ips, macs });
             }
         }
         let mut exports: HashMap<String, Vec<usize>> = HashMap::new();
@@ -415,26 +440,29 @@ impl Hosts {
 
     /// What the machines before the `index`-th have in the networks that span machines. One of two
     /// sections that contradict each other is told of the other, so that there is one complaint.
-    pub(super) fn elsewhere(&self, index: usize, spans: impl Fn(&str) -> bool) -> Elsewhere {
-        let homes = self.members_homes(&spans);
+    pub(super) fn elsewhere(&self, index: usize, base: &str, spans: impl Fn(&str) -> bool) -> Elsewhere {
+        let homes = self.members_homes(base, &spans);
         Elsewhere { homes, ..self.on_others(index, |home| home < index, spans) }
     }
 
-    /// The names and fixed addresses of members that are on one machine alone.
-    fn members_homes(&self, spans: impl Fn(&str) -> bool) -> Vec<Home> {
+    /// The names and addresses of members that are on one machine alone.
+    fn members_homes(&self, base: &str, spans: impl Fn(&str) -> bool) -> Vec<Home> {
         let mut all = Vec::new();
         for member in &self.members {
             let [home] = member.homes[..] else { continue };
             let machine = &self.list[home].name;
-            let mut add = |network: &str, name: Option<&String>, ip: Option<Ipv4Addr>| {
-                let addresses = ip.map(|ip| (ip, ip));
-                all.push(Home { network: network.into(), machine: machine.clone(), name: name.cloned(), addresses });
+            let mut add = |network: &str, name: Option<&String>, ip: Option<Ipv4Addr>, mac: Option<Mac>| {
+                let (network, machine, name) = (network.into(), machine.clone(), name.cloned());
+                all.push(Home { network, machine, name, addresses: ip.map(|ip| (ip, ip)), mac });
             };
             for network in member.networks.iter().filter(|network| spans(network)) {
-                member.names.iter().for_each(|name| add(network, Some(name), None));
+                member.names.iter().for_each(|name| add(network, Some(name), None, None));
             }
             for (network, ip) in member.ips.iter().filter(|(network, _)| spans(network)) {
-                add(network, None, Some(*ip));
+                add(network, None, Some(*ip), None);
+            }
+            for (network, mac) in member.all_macs(base).into_iter().filter(|(network, _)| spans(network)) {
+                add(network, None, None, Some(mac));
             }
         }
         all
@@ -482,7 +510,7 @@ impl Hosts {
             let single = fixed.into_iter().flatten().map(|ip| counted_on(ip, at)).map(|ip| (ip, ip));
             for addresses in single.chain([(part.from, part.to)]) {
                 let (network, machine) = (network.into(), host.name.clone());
-                out.homes.push(Home { network, machine, name: None, addresses: Some(addresses) });
+                out.homes.push(Home { network, machine, name: None, addresses: Some(addresses), mac: None });
             }
         }
         for (at, host) in self.list.iter().enumerate().filter(|(at, _)| *at != index) {
@@ -709,7 +737,7 @@ mod tests {
         }
         // Both know what belongs to which of them.
         assert_eq!(a.elsewhere.homes, b.elsewhere.homes);
-        let homes = a.elsewhere.homes.iter().map(|home| {
+        let homes = a.elsewhere.homes.iter().filter(|home| home.mac.is_none()).map(|home| {
             let ends = home.addresses.map(|(from, to)| (from.octets()[3], to.octets()[3]));
             (home.network.as_str(), home.machine.as_str(), home.name.as_deref(), ends)
         });
@@ -722,6 +750,26 @@ mod tests {
             ("lan", "a", None, Some((75, 134))),
         ];
         assert_eq!(homes.collect::<Vec<_>>(), expected);
+        // And the MAC addresses, as the machine itself has them.
+        let more = FILE.to_string()
+            + "[tap.w]\non = \"a\"\nnetwork = \"lan\"\nmac = \"02:00:00:00:00:07\"\n\
+               [cell.c]\non = \"a\"\ncount = 2\nimage = \"/proc/self/exe\"\nnetwork = [\"lan\", \"own\", \"lan\"]\n\
+               [port.p]\non = \"b\"\nnetwork = \"lan\"\nmac = \"02:00:00:00:00:08\"\nkind = \"vhost-user\"\nsocket = \"p.sock\"\n\
+               [port.q]\non = \"b\"\nnetwork = \"lan\"\nkind = \"vhost-user\"\nsocket = \"q.sock\"\n";
+        let (a, b) = (on(&more, "a"), on(&more, "b"));
+        let homes = |machine: &str| {
+            let homes = b.elsewhere.homes.iter().filter(|home| home.machine == machine && home.network == "lan");
+            homes.filter_map(|home| home.mac).collect::<std::collections::BTreeSet<_>>()
+        };
+        let nics = a.machines.iter().flat_map(|machine| &machine.nics).filter(|nic| nic.network == "lan");
+        let expected: std::collections::BTreeSet<_> = nics
+            .map(|nic| nic.mac)
+            .chain(a.taps.iter().filter(|tap| tap.network == "lan").map(|tap| tap.mac))
+            .collect();
+        assert_eq!((expected.len(), homes("a")), (6, expected));
+        let expected = b.taps.iter().filter(|tap| tap.network == "lan").map(|tap| tap.mac);
+        assert_eq!(homes("b"), expected.chain(b.ports.iter().filter_map(|port| port.mac)).collect());
+        assert_eq!(homes("b").len(), 2);
         // A member keeps its MAC address when it moves, and one that is on each machine has another
         // on each.
         let moved = on(&FILE.replace("[tap.t]\non = \"a\"", "[tap.t]\non = \"b\""), "b");

@@ -393,7 +393,7 @@ impl<'t> Reader<'_, 't> {
         networks.sort_by_key(|(_, span, _)| span.start);
         if let Some((hosts, index)) = self.hosts {
             let spans = |name: &str| networks.iter().any(|(n, _, table)| n == name && table.contains_key("span"));
-            self.fabric.elsewhere = hosts.elsewhere(index, spans);
+            self.fabric.elsewhere = hosts.elsewhere(index, &base, spans);
         }
         for (name, span, table) in networks {
             self.network(name, span, table, &base);
