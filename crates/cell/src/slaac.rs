@@ -183,8 +183,10 @@ impl Slaac {
             self.interval_ns = FIRST_INTERVAL_NS;
         }
         for lease in &mut self.addresses {
-            if let Detection::Claimed { retry_ns } = &mut lease.value.detection {
-                *retry_ns = now_ns;
+            let detection = &mut lease.value.detection;
+            // A question that was under way may be lost with the link.
+            if matches!(detection, Detection::Claimed { .. } | Detection::Asked { .. }) {
+                *detection = Detection::Claimed { retry_ns: now_ns };
             }
         }
     }
@@ -609,8 +611,13 @@ mod tests {
             assert_eq!(slaac.claimed(taken, now), Some(wait), "round {round}");
         }
         assert_eq!(wait, LONGEST_INTERVAL_NS);
-        // The link comes up again, and nobody claims the address.
+        // The link comes up again, and once more while the question is under way.
         slaac.restart(MAC, now);
+        assert_eq!(slaac.ask_again(now), Some(taken));
+        now += DUPLICATE_NS / 2;
+        slaac.restart(MAC, now);
+        assert!(!slaac.expire(now + DUPLICATE_NS));
+        // No host claims the address.
         assert_eq!(slaac.ask_again(now), Some(taken));
         assert!(!slaac.expire(now + DUPLICATE_NS - 1) && slaac.addresses().next().is_none());
         assert!(slaac.expire(now + DUPLICATE_NS));
