@@ -181,6 +181,11 @@ def test_an_agent_that_may_not_run_commands_and_a_machine_without_one_are_told_o
     with standing(agent=False) as (fabric, _):
         bare = execute(fabric, "true")
         assert bare.returncode == 125 and b"agent = true" in bare.stderr, bare
+        # One that was just given an agent has a device that QEMU may still be making.
+        fabric.file.write_text(fabric.file.read_text().replace("agent = false", "agent = true"))
+        fabric.cli("apply", fabric.file)
+        early = execute(fabric, "true", flags=("--timeout", "1"))
+        assert b"agent = true" not in early.stderr, early
 
 
 @timeout(240)

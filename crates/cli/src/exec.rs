@@ -24,6 +24,8 @@ const NOT_DONE: u8 = 125;
 const NOT_RUN: u8 = 126;
 /// There is none of that name.
 const NOT_FOUND: u8 = 127;
+/// QEMU has made the agent's device by then, counted from its start, on a busy machine too.
+const DEVICE: Duration = Duration::from_secs(3);
 
 const EXAMPLES: &str = "\
 The VM needs `agent = true` in the fabric file, and qemu-guest-agent running in the guest. The command is run by
@@ -77,6 +79,12 @@ fn look(status: &Status, name: &str) -> Result<(), String> {
         return Err(format!("there is no machine \"{name}\"; there are: {}", names()));
     };
     can_run(name, &m.kind, m.domain.is_some() || m.accel == "xen", &m.state)
+}
+
+/// Whether the machine was started so short a time ago that its QEMU may still be making devices.
+fn is_young(status: &Status, name: &str) -> bool {
+    let machine = status.machines.iter().find(|machine| machine.name == name);
+    machine.and_then(|machine| machine.uptime_s).is_some_and(|uptime| uptime < DEVICE.as_secs_f64())
 }
 
 /// Whether a machine of this kind, in this state, can run a command.
@@ -190,6 +198,11 @@ impl Exec {
         let status = select.client()?.status().map_err(|error| by_code(error.into()))?;
         look(&status, name).map_err(not_done)?;
         let socket = agent::socket_path(&root.join(fabric), name);
+        // QEMU makes it in the first moments of a machine.
+        let made = Instant::now() + DEVICE;
+        while !socket.exists() && is_young(&status, name) && Instant::now() < made {
+            std::thread::sleep(Duration::from_millis(50));
+        }
         if !socket.exists() {
             return Err(not_done(format!(
                 "{name} has no device for an agent: add `agent = true` to [vm.{name}] in {}; `tombolo apply` then \
