@@ -88,7 +88,8 @@ fn render(report: &ApplyReport, colour: bool) -> String {
         text.push_str(&format!("  {name} was added while the fabric ran, and stays\n"));
     }
     for key in &report.reverted {
-        text.push_str(&format!("  {key} was changed while the fabric ran, and is as in the file from now on\n"));
+        let verb = if report.outcome == "planned" { "would be" } else { "is" };
+        text.push_str(&format!("  {key} was changed while the fabric ran, and {verb} as in the file from now on\n"));
     }
     let count = |action: &str| report.changes.iter().filter(|c| c.action == action && c.outcome != "failed").count();
     let counts = format!(
