@@ -312,7 +312,7 @@ fn a_capture_is_a_file_that_tshark_reads() {
     let line = format!("tombolo_port_rx_frames_total{{port=\"guest\",network=\"lan\"}} {}", port.counters.rx_frames);
     assert!(metrics.lines().any(|l| l == line), "{metrics}");
     // A pipe gets the file too.
-    let mut piped = home.command("capture guest --seconds 0.3").stdout(Stdio::piped()).spawn().unwrap();
+    let mut piped = home.command("capture guest --seconds 3").stdout(Stdio::piped()).spawn().unwrap();
     let mut bytes = Vec::new();
     piped.stdout.take().unwrap().read_to_end(&mut bytes).unwrap();
     assert!(end(&mut piped).success() && bytes.starts_with(&0x0a0d_0d0a_u32.to_le_bytes()));
