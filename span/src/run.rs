@@ -255,11 +255,7 @@ impl Run {
             if !self.lines.takes(now) {
                 continue;
             }
-            let Conflict { network, what, machines, winner } = conflict;
-            say(&format!(
-                "conflict in {network}: {what} is claimed by {}, and {winner} has it",
-                machines.join(" and ")
-            ));
+            say(&conflict.to_string());
         }
         self.conflicts = conflicts;
         let status = self.standing();

@@ -292,38 +292,116 @@ impl Claims {
     }
 
     /// Things that several members claim, or one that may not, at most [`MAX_CONFLICTS`]: what, the
-    /// machines in their order, and the one that has it.
+    /// machines that claim it in their order, and the one that has it. Of more, those that take
+    /// something from a machine come first, so that claims to free addresses do not hide them.
     pub fn conflicts(&self) -> Vec<(String, Vec<Machine>, Machine)> {
-        let mut found = Vec::new();
-        let mut look = |what: String, list: &Vec<To>, home: Option<Machine>| {
-            let may_not = list.iter().any(|to| !counts(to, home));
-            if list.len() < 2 && !may_not {
-                return;
-            }
-            let members: BTreeSet<Mac> = list.iter().map(|to| to.mac).collect();
-            let winner = self.best(Some(list), home).map(|best| best.machine).or(home.filter(|_| may_not));
-            if let (true, Some(winner)) = (members.len() > 1 || may_not, winner)
-                && found.len() < MAX_CONFLICTS
-            {
-                let machines = self.valid(list).map(|to| to.machine).chain([winner]);
-                let machines: BTreeSet<Machine> = machines.collect();
-                found.push((what, machines.into_iter().collect(), winner));
+        let mut found = BTreeSet::new();
+        let mut add = |what, machines: BTreeSet<Machine>, winner: Machine| {
+            found.insert((what, machines, winner));
+            if found.len() > MAX_CONFLICTS {
+                found.pop_last();
             }
         };
-        for (ip, list) in &self.addresses {
-            look(ip.to_string(), list, self.homes.of_address(*ip));
-        }
-        for (name, list) in &self.names {
-            look(name.clone(), list, self.homes.of_name(name));
-        }
         for (mac, keeper) in &self.kept {
             let claims = self.macs.get(mac).into_iter().flatten().filter(|(_, claim)| claim.placed);
             let machines: BTreeSet<Machine> = claims.map(|(machine, _)| *machine).collect();
-            if machines.len() > 1 && machines.contains(keeper) && found.len() < MAX_CONFLICTS {
-                found.push((mac_text(*mac), machines.into_iter().collect(), *keeper));
+            if machines.len() > 1 && machines.contains(keeper) {
+                add(What::Kept(*mac), machines, *keeper);
             }
         }
-        found.sort();
-        found
+        let addresses = self.addresses.iter().map(|(ip, list)| (Key::Address(*ip), list, self.homes.of_address(*ip)));
+        let names = self.names.iter().map(|(name, list)| (Key::Name(name), list, self.homes.of_name(name)));
+        for (key, list, home) in addresses.chain(names) {
+            let may_not = list.iter().any(|to| !counts(to, home));
+            let members: BTreeSet<Mac> = list.iter().map(|to| to.mac).collect();
+            if members.len() < 2 && !may_not {
+                continue;
+            }
+            let Some(winner) = self.best(Some(list), home).map(|best| best.machine).or(home) else { continue };
+            let machines: BTreeSet<Machine> = self.valid(list).map(|to| to.machine).collect();
+            let what = if machines.contains(&winner) { What::Contested(key) } else { What::Foreign(key) };
+            add(what, machines, winner);
+        }
+        let text = |what: &What| match what {
+            What::Kept(mac) => mac_text(*mac),
+            What::Contested(key) | What::Foreign(key) => key.to_string(),
+        };
+        let mut told: Vec<_> = found
+            .iter()
+            .map(|(what, machines, winner)| (text(what), machines.iter().copied().collect(), *winner))
+            .collect();
+        told.sort();
+        told
+    }
+}
+
+/// What is contested, the most important first.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum What<'a> {
+    /// A member that its machine keeps, and another machine claims.
+    Kept(Mac),
+    /// What its winner claims too.
+    Contested(Key<'a>),
+    /// What belongs to a machine that does not claim it.
+    Foreign(Key<'a>),
+}
+
+/// An address or a name.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Key<'a> {
+    Address(IpAddr),
+    Name(&'a str),
+}
+
+impl std::fmt::Display for Key<'_> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Key::Address(ip) => ip.fmt(out),
+            Key::Name(name) => name.fmt(out),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::member::Member;
+
+    #[test]
+    fn what_a_machine_keeps_is_told_first_and_claims_to_foreign_addresses_do_not_hide_it() {
+        let (right, hostile) = (1, 0);
+        let address = |number: u32| Address { ip: std::net::Ipv4Addr::from(0x0a00_0000 + number).into(), fixed: true };
+        let claim = |mac: Mac, addresses: Vec<Address>, version| Claim {
+            member: Member { mac, name: None, addresses },
+            version,
+            placed: true,
+        };
+        let mac = |number: u32| {
+            let [_, _, c, d] = number.to_be_bytes();
+            [2, 0, 0, 0, c, d]
+        };
+        let (mut claims, mut touched) = (Claims::default(), BTreeSet::new());
+        let mut homes = Homes::default();
+        homes.parts.insert(address(1).ip, (address(60_000).ip, right));
+        claims.set_homes(homes, &mut touched);
+        for number in 0..=MAX_CONFLICTS as u32 {
+            let foreign = claim(mac(number), vec![address(number + 1)], 1);
+            claims.set(hostile, foreign.member.mac, Some(foreign), &mut touched);
+        }
+        // A member that its machine keeps, and an address that both have.
+        let last = MAX_CONFLICTS as u32;
+        let (kept, both) = (mac(50_000), address(last + 1));
+        claims.set(right, kept, Some(claim(kept, vec![both.clone()], 1)), &mut touched);
+        claims.set(hostile, kept, Some(claim(kept, vec![], 9)), &mut touched);
+        claims.keep(kept, Some(right), &mut touched);
+        let told = claims.conflicts();
+        assert_eq!(told.len(), MAX_CONFLICTS);
+        let of = |what: &str| {
+            told.iter().find(|(told, ..)| told == what).map(|(_, machines, winner)| (&machines[..], *winner))
+        };
+        assert_eq!(of(&mac_text(kept)), Some((&[hostile, right][..], right)));
+        assert_eq!(of(&both.ip.to_string()), Some((&[hostile, right][..], right)));
+        assert_eq!(of("10.0.0.1"), Some((&[hostile][..], right)), "its owner does not claim it");
+        assert_eq!(claims.conflicts(), told, "the same ones each time");
     }
 }

@@ -166,10 +166,19 @@ pub struct Conflict {
     pub network: String,
     /// An IP address, a name, or a MAC address.
     pub what: String,
-    /// The machines, in order.
+    /// The machines that claim it, in order.
     pub machines: Vec<String>,
-    /// The one whose member has it.
+    /// The one whose member has it, or to which a file gives it.
     pub winner: String,
+}
+
+impl std::fmt::Display for Conflict {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Conflict { network, what, machines, winner } = self;
+        let verb =
+            if machines.contains(winner) { format!("{winner} has it") } else { format!("it belongs to {winner}") };
+        write!(out, "conflict in {network}: {what} is claimed by {}, and {verb}", machines.join(" and "))
+    }
 }
 
 #[derive(Clone, Debug, Default)]
