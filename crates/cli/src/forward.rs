@@ -190,7 +190,11 @@ impl RemoveForward {
             proto == self.proto.word() && forward.get("listen").and_then(Value::as_str) == Some(&self.listen)
         };
         let before = all.len();
-        let known: Vec<_> = all.iter().filter_map(|f| f.get("listen")?.as_str().map(String::from)).collect();
+        let shown = |forward: &Value| {
+            let proto = forward.get("proto").and_then(Value::as_str).unwrap_or("tcp");
+            Some(format!("{proto} {}", forward.get("listen")?.as_str()?))
+        };
+        let known: Vec<_> = all.iter().filter_map(shown).collect();
         all.retain(|forward| !is_it(forward));
         if all.len() < before {
             return Ok(None);
@@ -326,7 +330,7 @@ mod tests {
         remove.edit(&mut forwards).unwrap();
         assert_eq!(forwards, [json!({"listen": "127.0.0.1:8080", "to": "web:80"})]);
         let Err(Failure::Said(_, text)) = remove.edit(&mut forwards) else { panic!() };
-        assert!(text.contains("no udp forward from 127.0.0.1:8080; there are 127.0.0.1:8080"), "{text}");
+        assert!(text.contains("no udp forward from 127.0.0.1:8080; there are tcp 127.0.0.1:8080"), "{text}");
         let mut rules = vec![json!({"action": "allow"})];
         let Line::Rule(Rule::Add(add)) = parse("rule add deny --at 1") else { panic!() };
         add.edit(&mut rules).unwrap();
