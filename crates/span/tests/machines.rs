@@ -159,6 +159,15 @@ impl Attack {
         (self.epoch, self.count) = (self.epoch + 1, 0);
     }
 
+    /// Its machine still lists it, silent, while it sends at another one.
+    fn moves_member_0(&mut self) {
+        self.world.machines[0].here.get_mut(&mac(0)).unwrap().sends = false;
+        self.world.add(1, member(0));
+        let begin = self.world.now;
+        assert!(self.world.until(begin + 30 * S, |world| world.place(2, mac(0)) == Some("node-001")));
+        assert!(self.world.now - begin < 8 * S, "{:?}", self.world.now - begin);
+    }
+
     fn claims_member_0(&mut self) {
         self.version += 2;
         let claim = Claim { member: member(0), version: self.version, placed: true };
@@ -239,11 +248,7 @@ fn a_machine_that_claims_a_member_before_it_runs_does_not_keep_it_from_the_machi
         assert!(attack.world.machines[2].events.iter().any(named));
         // It can move from there all the same.
         attack.says(vec![], vec![mac(0)]);
-        attack.world.machines[0].here.get_mut(&mac(0)).unwrap().sends = false;
-        attack.world.add(1, member(0));
-        let begin = attack.world.now;
-        assert!(attack.world.until(begin + 30 * S, |world| world.place(2, mac(0)) == Some("node-001")));
-        assert!(attack.world.now - begin < 8 * S, "{:?}", attack.world.now - begin);
+        attack.moves_member_0();
     }
 }
 
@@ -257,11 +262,7 @@ fn a_member_that_was_contested_can_still_move_and_is_followed_after_it_is_silent
     attack.says(vec![], vec![mac(0)]);
     assert_eq!(attack.right(), 2);
     // Now it does move, and its old machine still lists it.
-    attack.world.machines[0].here.get_mut(&mac(0)).unwrap().sends = false;
-    attack.world.add(1, member(0));
-    let begin = attack.world.now;
-    assert!(attack.world.until(begin + 30 * S, |world| world.place(2, mac(0)) == Some("node-001")));
-    assert!(attack.world.now - begin < 8 * S, "{:?}", attack.world.now - begin);
+    attack.moves_member_0();
 }
 
 #[test]

@@ -459,7 +459,7 @@ impl Running {
             Ok(spec) => (own, changed, spec),
             Err(error) => {
                 // A forward or a rule may name members that were added. These are the
-                // configuration's from then on.
+                // configuration's as long as it names them.
                 let named = |addition: &Addition| addition.names.iter().any(|name| names(&changed.root, name));
                 let (more, kept) = without_additions(full, &additions, &base, named);
                 if more.len() == own.len() {

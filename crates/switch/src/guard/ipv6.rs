@@ -121,12 +121,12 @@ pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
 /// detection).
 pub(super) fn claimed(source: u128, packet: &[u8]) -> Option<u128> {
     let Upper::Icmp { message, .. } = upper_layer(packet) else { return None };
-    let claims = match *message.first()? {
-        NEIGHBOUR_ADVERTISEMENT => true,
-        NEIGHBOUR_SOLICITATION => source == 0,
-        _ => false,
-    };
-    if claims { address(message.get(8..)?) } else { None }
+    if claims(*message.first()?, source) { address(message.get(8..)?) } else { None }
+}
+
+/// Whether a message of this kind from `source` says that its target is the sender's, or will be.
+pub(super) fn claims(kind: u8, source: u128) -> bool {
+    kind == NEIGHBOUR_ADVERTISEMENT || kind == NEIGHBOUR_SOLICITATION && source == 0
 }
 
 /// The options of a message of neighbour discovery (RFC 4861 §4.6): the kind, and the bytes of the

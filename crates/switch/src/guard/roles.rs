@@ -182,9 +182,7 @@ fn ipv6(packet: &[u8], roles: Roles, protected: &Protected) -> Option<Reason> {
                 ipv6::ROUTER_ADVERTISEMENT | ipv6::REDIRECT => {
                     return (!roles.router).then_some(Reason::RogueRouter);
                 }
-                ipv6::NEIGHBOUR_ADVERTISEMENT => true,
-                ipv6::NEIGHBOUR_SOLICITATION => source == 0,
-                _ => false,
+                kind => ipv6::claims(kind, source),
             };
             let target = message.get(8..).and_then(ipv6::address);
             // A target that is out of sight may be any.

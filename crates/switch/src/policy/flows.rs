@@ -197,6 +197,13 @@ struct Recent<const WORDS: usize> {
 #[repr(align(64))]
 struct Pair<const WORDS: usize>([Recent<WORDS>; 2]);
 
+impl<const WORDS: usize> Pair<WORDS> {
+    #[inline(always)]
+    fn has(&self, recent: &Recent<WORDS>) -> bool {
+        self.0.iter().any(|place| place.when == recent.when && place.is_of(recent, u32::MAX))
+    }
+}
+
 impl<const WORDS: usize> Recent<WORDS> {
     /// No connection: without addresses, from a port to itself.
     const NONE: Recent<WORDS> = Recent { addresses: [0; WORDS], ends: 0, when: u64::MAX, kind: 0 };
@@ -276,19 +283,14 @@ impl<const WORDS: usize> Recents<WORDS> {
     #[inline(always)]
     fn has(&self, recent: &Recent<WORDS>) -> bool {
         let pair = self.pairs.get(recent.hash(&self.secret) & self.mask);
-        pair.is_some_and(|Pair(pair)| {
-            pair.iter().any(|place| place.when == recent.when && place.is_of(recent, u32::MAX))
-        })
+        pair.is_some_and(|pair| pair.has(recent))
     }
 
     /// Those of this tick stay. Where all are, as many directions as possible keep their place.
     fn note(&mut self, recent: Recent<WORDS>) {
-        if self.has(&recent) {
-            return;
-        }
         let at = recent.hash(&self.secret) & self.mask;
-        let Some(Pair(pair)) = self.pairs.get_mut(at) else { return };
-        match pair.iter_mut().find(|place| place.when != recent.when) {
+        let Some(pair) = self.pairs.get_mut(at).filter(|pair| !pair.has(&recent)) else { return };
+        match pair.0.iter_mut().find(|place| place.when != recent.when) {
             Some(place) => *place = recent,
             None => self.crowded[at / 64] |= 1 << (at % 64),
         }
