@@ -13,6 +13,7 @@ Runs as a program of its own in a mount namespace, for hugepages.
 
 import contextlib
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -21,7 +22,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REPEATS, SLICE_S, SETTLE_S, SEED = 41, 0.2, 0.05, 20261127
+SLICE_S, SETTLE_S, SEED = 0.2, 0.05, 20261127
+# A size has repeats until the interval of `all` is this narrow, in percent, within limits.
+LEAST_REPEATS, MOST_REPEATS, NARROW = 41, 161, 5
 SIZES = (1500, 64)
 FORWARDER_CPU, HUGEPAGES = 1, 700
 MACS = ("02:00:00:00:01:00", "02:00:00:00:01:01")
@@ -130,10 +133,22 @@ class Circle:
 
 
 def percent(with_it, without):
-    """How much more, by the medians; and between what half of the repeats are."""
-    more = (statistics.median(with_it) / statistics.median(without) - 1) * 100
-    first, _, last = statistics.quantiles([(a / b - 1) * 100 for a, b in zip(with_it, without)])
-    return [round(value, 1) for value in (more, first, last)]
+    """How much more in percent, as the median over the repeats, and the ends of its 95 % interval.
+
+    The interval is that of the sign test, which holds for any distribution: by the normal approximation, the true median is
+    between the values that are 0.98 √n places before and after the middle (Conover, Practical Nonparametric Statistics, 3.2)."""
+    more = sorted((a / b - 1) * 100 for a, b in zip(with_it, without))
+    far = 0.98 * math.sqrt(len(more))
+    first = max(0, math.floor(len(more) / 2 - far))
+    last = min(len(more) - 1, math.ceil(len(more) / 2 + far) - 1)
+    return [round(value, 1) for value in (statistics.median(more), more[first], more[last])]
+
+
+def is_narrow(ns):
+    if len(ns["none"]) < LEAST_REPEATS:
+        return False
+    _, least, most = percent(ns["all"], ns["none"])
+    return most - least <= NARROW
 
 
 def sizes(fabric, load, folder):
@@ -142,7 +157,7 @@ def sizes(fabric, load, folder):
     for size in SIZES:
         circle = Circle(fabric, load, folder, size)
         ns, mpps = ({name: [] for name in SETTINGS} for _ in range(2))
-        for _ in range(REPEATS):
+        while len(ns["none"]) < MOST_REPEATS and not is_narrow(ns):
             for name in dice.sample(list(SETTINGS), len(SETTINGS)):
                 took, rate = circle.slice(name)
                 ns[name].append(took)
@@ -152,8 +167,8 @@ def sizes(fabric, load, folder):
         for name in SETTINGS:
             cost, least, most = percent(ns[name], ns["none"])
             print(f"{size:5} bytes {name:6} {statistics.median(ns[name]):8.1f} ns {statistics.median(mpps[name]):8.2f} M/s "
-                  f"{cost:6.1f} % more (half of them {least} to {most})")
-        print(f"{size:5} bytes: {connections} connections, lost so far: {circle.lost() or 'none'}")
+                  f"{cost:6.1f} % more (95 %: {least} to {most})")
+        print(f"{size:5} bytes: {len(ns['none'])} repeats, {connections} connections, lost so far: {circle.lost() or 'none'}")
         yield size, ns
 
 
