@@ -185,17 +185,14 @@ impl AddForward {
 impl RemoveForward {
     /// Takes the forward out of all.
     fn edit(&self, all: &mut Vec<Value>) -> Result<Option<usize>, Failure> {
-        let is_it = |forward: &Value| {
-            let proto = forward.get("proto").and_then(Value::as_str).unwrap_or("tcp");
-            proto == self.proto.word() && forward.get("listen").and_then(Value::as_str) == Some(&self.listen)
-        };
-        let before = all.len();
-        let shown = |forward: &Value| {
+        let of = |forward: &Value| {
             let proto = forward.get("proto").and_then(Value::as_str).unwrap_or("tcp");
             Some(format!("{proto} {}", forward.get("listen")?.as_str()?))
         };
-        let known: Vec<_> = all.iter().filter_map(shown).collect();
-        all.retain(|forward| !is_it(forward));
+        let asked = format!("{} {}", self.proto.word(), self.listen);
+        let before = all.len();
+        let known: Vec<_> = all.iter().filter_map(of).collect();
+        all.retain(|forward| of(forward).as_deref() != Some(&asked));
         if all.len() < before {
             return Ok(None);
         }

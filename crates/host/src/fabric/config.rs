@@ -243,7 +243,7 @@ fn names(root: &Value, member: &str) -> bool {
 /// the members of the others too.
 fn without_additions(
     mut root: Value,
-    additions: &[(&Addition, Value)],
+    additions: &[(Addition, Value)],
     base: &Document,
     keep: impl Fn(&Addition) -> bool,
 ) -> (Vec<String>, Document) {
@@ -448,20 +448,18 @@ impl Running {
             (Addition { names: addition.names.clone(), text }, changed)
         });
         let now: Vec<(Addition, Value)> = now.collect();
-        let additions: Vec<_> = now.iter().map(|(addition, sections)| (addition, sections.clone())).collect();
-        let full = root.clone();
         // What is wrong with a changed one is told as of a section of the file.
         if has_changed {
             parse(&base.with(root.clone()), &self.file, self.spec.which())?;
         }
-        let (own, changed) = without_additions(root, &additions, &base, |_| false);
+        let (own, changed) = without_additions(root.clone(), &now, &base, |_| false);
         let (mut own, changed, spec) = match parse(&changed, &self.file, self.spec.which()) {
             Ok(spec) => (own, changed, spec),
             Err(error) => {
                 // A forward or a rule may name members that were added. These are the
                 // configuration's as long as it names them.
                 let named = |addition: &Addition| addition.names.iter().any(|name| names(&changed.root, name));
-                let (more, kept) = without_additions(full, &additions, &base, named);
+                let (more, kept) = without_additions(root, &now, &base, named);
                 if more.len() == own.len() {
                     return Err(error.into());
                 }
@@ -642,8 +640,10 @@ mod tests {
         let base = Document::read("name = \"d\"\n").unwrap();
         let of =
             |name: &str| Addition { names: vec![name.into()], text: format!("[port.{name}]\nkind = \"stream\"\n") };
-        let (web, other) = (of("web"), of("other"));
-        let all = [(&web, sections(&web)), (&other, sections(&other))];
+        let all = [of("web"), of("other")].map(|addition| {
+            let sections = sections(&addition);
+            (addition, sections)
+        });
         for patch in [
             json!({"forward": [{"listen": "127.0.0.1:1", "to": "web:80"}]}),
             json!({"rule": [{"action": "deny", "from": ["db", "web"]}]}),
