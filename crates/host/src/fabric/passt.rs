@@ -48,7 +48,7 @@ pub(super) struct Passt {
     /// Whether it was started to serve IPv6, and whether it has ever said that it does.
     serves_ipv6: bool,
     has_served_ipv6: bool,
-    /// How it ended, until it is started again.
+    /// How the one before it ended, until this one has run for [`EARLY_END`].
     pub(super) fault: Option<String>,
     /// Why the watchdog has ended it.
     blame: Option<Blame>,
@@ -181,6 +181,14 @@ impl Drop for Passt {
 }
 
 const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
+
+/// Why passt ends on a machine without default routes, which it does not say itself.
+fn no_route(devices: &[String], ipv6: bool) -> &'static str {
+    match devices.is_empty() && !ipv6 {
+        true => "; this machine has no default route, and passt needs one (`ip route add default via …`)",
+        false => "",
+    }
+}
 
 /// Whether a passt that is started now can serve IPv6, and is to.
 fn serves_ipv6(user: &UserUplink) -> bool {
@@ -426,10 +434,14 @@ impl Running {
                 }
                 let how = blame.map_or(status, |blame| blame.to_string());
                 let last = crate::console::tail(&log, 3).join(" / ");
+                let last = format!("{last}{}", no_route(&routes::host_default_devices(), routes::host_has_default6()));
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
-                passt.fault = Some(format!("passt ended: {how}; {last}"));
+                let is_known = passt.fault.replace(format!("passt ended: {how}; {last}")).is_some();
                 let pause = passt.backoff.failed(passt.since, Instant::now());
-                running.note_uplink(&port, pid, Some(&format!("{how}; {last}")));
+                // As long as it goes on, the forwards are closed, which was told.
+                if !is_known {
+                    running.note_uplink(&port, pid, Some(&format!("{how}; {last}")));
+                }
                 pause
             };
             start_again(&me, &say, port, pause).await;
@@ -515,10 +527,21 @@ async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Sa
                 passt.restarts += 1;
                 passt.process = Helper::Child(child);
                 (passt.serves_ipv6, passt.has_served_ipv6) = (ipv6, false);
-                passt.fault = None;
+                let process = Process::open(pid);
                 running.record_passt(&port, pid);
-                running.note_uplink(&port, pid, None);
-                running.watch_passt(port, pid);
+                running.watch_passt(port.clone(), pid);
+                drop(running);
+                // One that ends at once has opened nothing.
+                tokio::time::sleep(EARLY_END).await;
+                let Some(running) = me.upgrade() else { return };
+                let mut running = running.lock().await;
+                let passt = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut());
+                if let Some(passt) = passt.filter(|p| p.process.id() == pid)
+                    && process.is_some_and(|process| process.is_running())
+                {
+                    passt.fault = None;
+                    running.note_uplink(&port, pid, None);
+                }
                 return;
             }
             Err(error) => {
