@@ -268,7 +268,7 @@ fn a_peer_that_breaks_the_rules_is_told_of_with_the_reason() {
         assert!(squeezed.contains("protocol: vhost-user: request "), "{said}");
     }
     let warned = home.ok("status");
-    assert!(warned.contains("! port vm: its peer broke the rules 1 time(s), last: protocol: "), "{warned}");
+    assert!(warned.contains("! port vm was reset: its peer broke the rules, last: protocol: "), "{warned}");
     UnixStream::connect(home.path("run/t/vm.sock")).expect("the port takes the next peer");
     home.ok("down");
 }

@@ -414,7 +414,7 @@ fn judge_port(a: &Option<PortPlan>, b: &Option<PortPlan>, rest: &[KeyChange], wh
         (Some(a), Some(b)) if (&a.network, &a.attachment, a.mtu) == (&b.network, &b.attachment, b.mtu) => {
             (Action::Change, String::new())
         }
-        (None, _) => (Action::Restart, "it could not be made before".into()),
+        (None, _) => (Action::Restart, "it is missing: it could not be made, or was deleted".into()),
         _ if rest.is_empty() => (Action::Restart, what.into()),
         _ => (Action::Restart, format!("{}: {what}", named(rest))),
     }

@@ -221,12 +221,15 @@ impl Condition {
     }
 }
 
+/// The detail `state` of a port whose interface is gone.
+pub const DELETED: &str = "deleted; waiting for one of that name";
+
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Condition::Up => "up",
             Condition::Down => "down",
-            Condition::Gone => "deleted; waiting for one of that name",
+            Condition::Gone => DELETED,
         })
     }
 }

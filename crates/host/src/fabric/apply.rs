@@ -31,6 +31,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use tombolo_port::link::DELETED;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{ControlError, WorkerSettings};
 
@@ -46,7 +47,7 @@ use crate::difference::{
     self, Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
 };
 use crate::file::{self, Contained, Fabric, Forward};
-use crate::plan::{self, Facts, Plan, PortPlan};
+use crate::plan::{self, Attachment, Facts, Plan, PortPlan};
 use crate::preflight;
 use crate::rundir::Addition;
 
@@ -125,8 +126,22 @@ impl Running {
         let kernel = fabric.networks.iter().filter_map(|n| plan::uplink(&fabric, n).1).collect();
         let links = fabric.links.iter().filter_map(|l| plan::direct_link(l, &self.facts).ok()).collect();
         let machines = self.machines.values().filter(|m| !m.never_started).map(|m| m.plan.clone()).collect();
-        let ports = self.ports.values().map(|p| p.plan.clone()).collect();
+        let deleted = self.deleted_taps();
+        let ports = self.ports.values().map(|p| &p.plan).filter(|plan| !deleted.contains(&plan.name));
+        let ports = ports.cloned().collect();
         Model { plan: Plan { ports, machines, kernel, links }, fabric }
+    }
+
+    /// Ports of taps that the fabric made and that somebody has deleted since.
+    fn deleted_taps(&self) -> Vec<String> {
+        let is_made = |name: &str| {
+            let plan = self.ports.get(name).map(|port| &port.plan);
+            plan.is_some_and(|plan| matches!(plan.attachment, Attachment::Tap { adopt: false, .. }))
+        };
+        let statuses = self.workers.iter().filter_map(|w| w.thread.handle().status().ok());
+        let ports = statuses.flat_map(|status| status.ports).filter(|port| is_made(&port.name));
+        let deleted = ports.filter(|p| p.details.iter().any(|(key, value)| *key == "state" && value.text() == DELETED));
+        deleted.map(|port| port.name.to_string()).collect()
     }
 
     /// Compares the text of a fabric file with what runs, and looks at all that the changes need.

@@ -550,8 +550,7 @@ impl Running {
                     let what = match (&port.panic, again) {
                         (Some(_), _) => "is out of service after a panic in its code".to_string(),
                         (None, 1..) => "was restarted after a panic in its code".to_string(),
-                        (None, 0) if more == 1 => "was reset: its peer broke the rules".to_string(),
-                        (None, 0) => format!("was reset {more} times: its peer broke the rules"),
+                        (None, 0) => super::report::reset_words(port, more),
                     };
                     self.events.add(Kind::Fault, facts().cause(&cause), &format!("port {name} {what}"));
                 } else {

@@ -13,7 +13,7 @@ use tombolo_switch::drop::Reason;
 use tombolo_switch::gateway::Ipv6Config;
 use tombolo_switch::guard::{Guard, link_local};
 use tombolo_switch::limit::{Limit, Rate, Storm};
-use tombolo_switch::port::{Caps, Link};
+use tombolo_switch::port::{Caps, FaultKind, Link};
 
 use super::{FabricError, Running};
 use crate::api::report::{
@@ -101,7 +101,17 @@ fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
         return Some(format!("port {}: restarted {restarts} time(s) after a panic in its code, last: {fault}", p.name));
     }
     let faults = p.counters.faults.get();
-    (faults > 0).then(|| format!("port {}: its peer broke the rules {faults} time(s), last: {fault}", p.name))
+    (faults > 0).then(|| format!("port {} {}, last: {fault}", p.name, reset_words(p, faults)))
+}
+
+/// That a port was reset so many times, and whose doing it was the last time.
+pub(super) fn reset_words(p: &PortStatus, times: u64) -> String {
+    let peer = p.last_fault.as_ref().is_some_and(|record| record.fault.kind != FaultKind::System);
+    let why = if peer { ": its peer broke the rules" } else { "" };
+    match times {
+        1 => format!("was reset{why}"),
+        _ => format!("was reset {times} times{why}"),
+    }
 }
 
 /// What is to be said of a link.
@@ -488,7 +498,7 @@ mod tests {
                    `tombolo down` and `tombolo up` bring it back";
         assert_eq!(say("gateway-lan"), bug);
         let peer = say("peer");
-        assert!(peer.starts_with("port peer: its peer broke the rules "), "{peer}");
+        assert!(peer.starts_with("port peer was reset"), "{peer}");
         assert!(peer.contains("last: protocol: no such word ("), "{peer}");
         let lasting = say("lasting");
         assert!(

@@ -822,6 +822,12 @@ fn own_message(stream: &UnixStream, message: &Message, connection: &Mutex<Connec
 fn fault(error: Error) -> Option<Fault> {
     let kind = match &error {
         Error::Disconnected | Error::SocketBroken(_) => return None,
+        // It went while an answer was on its way.
+        Error::SocketError(error)
+            if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) =>
+        {
+            return None;
+        }
         Error::SocketError(_) | Error::SocketRetry(_) => FaultKind::System,
         _ => FaultKind::Protocol,
     };
@@ -830,4 +836,13 @@ fn fault(error: Error) -> Option<Fault> {
         other => format!("vhost-user message: {other}"),
     };
     Some(Fault { kind, detail })
+}
+
+#[cfg(test)]
+#[test]
+fn a_frontend_that_goes_while_it_is_answered_is_no_fault() {
+    let write = |kind: io::ErrorKind| fault(Error::SocketError(kind.into()));
+    assert_eq!((write(io::ErrorKind::BrokenPipe), write(io::ErrorKind::ConnectionReset)), (None, None));
+    assert_eq!(write(io::ErrorKind::OutOfMemory).map(|fault| fault.kind), Some(FaultKind::System));
+    assert_eq!(fault(Error::PartialMessage).map(|fault| fault.kind), Some(FaultKind::Protocol));
 }
