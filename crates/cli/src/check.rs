@@ -60,16 +60,15 @@ impl Check {
         let which = self.of.machine.as_deref().map_or(Which::Any, Which::Named);
         let text = match file::text_of(&path) {
             Err(FileError::Faulty { problems, .. }) if self.json => {
-                return self.report(&path, None, problems.iter().map(|problem| ("file", problem)), Exit::Misused);
+                return self.report(&path, None, &problems, Exit::Misused);
             }
             read => read?,
         };
         let (spec, places) = match file::parse_with_places(text.clone(), &path, which) {
             Ok(read) => read,
             Err(FileError::Faulty { problems, .. }) if self.json => {
-                let of_file = problems.iter().map(|problem| ("file", problem));
                 let found = preflight::of_readable(&text, &path, which, standing_of);
-                let all = of_file.chain(found.iter().map(|problem| ("machine", problem)));
+                let all = problems.iter().chain(&found);
                 return self.report(&path, file::name_of(&path, which).ok(), all, Exit::Misused);
             }
             Err(error) => return Err(preflight::beside(error, &text, which, standing_of).into()),
@@ -94,7 +93,7 @@ impl Check {
         let FileError::Faulty { problems, .. } = &error else { return Err(error.into()) };
         if self.json {
             let exit = if problems.is_empty() { Exit::Done } else { Exit::Failed };
-            return self.report(&path, Some(spec.name), problems.iter().map(|problem| ("machine", problem)), exit);
+            return self.report(&path, Some(spec.name), problems, exit);
         }
         if !problems.is_empty() {
             return Err(Failure::failed(error.to_string()));
@@ -115,11 +114,11 @@ impl Check {
         &self,
         path: &Path,
         fabric: Option<String>,
-        problems: impl IntoIterator<Item = (&'p str, &'p Problem)>,
+        problems: impl IntoIterator<Item = &'p Problem>,
         exit: Exit,
     ) -> Result<Exit, Failure> {
-        let faults = problems.into_iter().map(|(of, p)| Fault {
-            of,
+        let faults = problems.into_iter().map(|p| Fault {
+            of: p.of.word(),
             line: p.line,
             column: p.column,
             key: &p.key,

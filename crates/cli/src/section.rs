@@ -148,6 +148,7 @@ mod tests {
     fn faults_are_told_by_the_flag_or_the_file() {
         use tombolo_host::api::report::Fault;
         let problem = |key: &str| ProblemReport {
+            of: "file".into(),
             line: 2,
             column: 7,
             key: key.into(),
@@ -173,6 +174,7 @@ mod tests {
     fn a_flag_that_is_missing_is_asked_for_as_a_flag() {
         use tombolo_host::api::report::Fault;
         let problem = |key: &str, hint: &str| ProblemReport {
+            of: "file".into(),
             line: 1,
             column: 1,
             key: key.into(),

@@ -55,5 +55,13 @@ pub(super) fn wrong(key: &str, expected: impl Into<String>, found: impl Into<Str
     let text = format!("{key}: expected {expected}, found {found}");
     let (key, hint) = (key.to_string(), None);
     // The address has neither lines nor columns.
-    Answer::new(StatusCode::BAD_REQUEST, text).problem(ProblemReport { line: 0, column: 0, key, expected, found, hint })
+    Answer::new(StatusCode::BAD_REQUEST, text).problem(ProblemReport {
+        of: "file".into(),
+        line: 0,
+        column: 0,
+        key,
+        expected,
+        found,
+        hint,
+    })
 }

@@ -813,6 +813,9 @@ pub struct Fault {
 /// One fault of what was sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProblemReport {
+    /// "file" where what was sent has to change, "machine" where this machine lacks something.
+    #[serde(default)]
+    pub of: String,
     /// Line of the text that was sent, from 1; 0 for a key of the address.
     pub line: u64,
     /// Column of that line in characters, from 1; 0 for a key of the address.
@@ -836,6 +839,7 @@ impl From<&crate::file::Problem> for ProblemReport {
             expected: p.expected.clone(),
             found: p.found.clone(),
             hint: p.hint.clone(),
+            of: p.of.word().into(),
         }
     }
 }

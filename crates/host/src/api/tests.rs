@@ -1168,6 +1168,7 @@ fn the_document_describes_every_field_of_the_reports() {
         error: "e".into(),
         hint: Some("h".into()),
         problems: vec![super::report::ProblemReport {
+            of: "file".into(),
             line: 2,
             column: 10,
             key: "cell.web.memory".into(),

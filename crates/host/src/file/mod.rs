@@ -52,6 +52,6 @@ pub(crate) use parse::find_app;
 pub use parse::{add, apps, load, load_on, name_of, parse, parse_on};
 pub use places::{Places, Readable, load_with_places, parse_with_places};
 pub use policy::OUTSIDE;
-pub use problem::{FileError, Part, Problem, nearest, text_of};
+pub use problem::{FileError, Of, Part, Problem, nearest, text_of};
 pub(crate) use traffic::class_word;
 pub use traffic::rate_change;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::hosts::Which;
 use super::model::Fabric;
 use super::parse;
-use super::problem::{Complaints, FileError, Part, Problem, dotted, text_of};
+use super::problem::{Complaints, FileError, Of, Part, Problem, dotted, text_of};
 use super::read::Spots;
 
 /// The text of a fabric file with the places of its keys.
@@ -99,7 +99,7 @@ impl Places {
         let known = self.spots.has(section, "") || self.spots.has(section, key);
         let place = |offset| Complaints::new(&self.text).place(offset);
         let (line, column) = if known { place(self.spots.of(section, key).start) } else { (0, 0) };
-        Problem { line, column, key: dotted(section, key), expected, found, hint }
+        Problem { line, column, key: dotted(section, key), expected, found, hint, of: Of::Machine }
     }
 
     /// All of them as one error, in the order of their places.

@@ -5,6 +5,26 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::{fmt, io};
 
+/// What has to change for a complaint to be met.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Of {
+    /// What the file says.
+    #[default]
+    File,
+    /// What this machine has.
+    Machine,
+}
+
+impl Of {
+    /// As in reports.
+    pub fn word(self) -> &'static str {
+        match self {
+            Of::File => "file",
+            Of::Machine => "machine",
+        }
+    }
+}
+
 /// One complaint. Lines and columns count from 1; columns are in characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
@@ -20,6 +40,8 @@ pub struct Problem {
     pub found: String,
     /// A near name, or what to do.
     pub hint: Option<String>,
+    /// What has to change.
+    pub of: Of,
 }
 
 impl fmt::Display for Problem {
@@ -102,7 +124,8 @@ pub fn text_of(path: &Path) -> Result<String, FileError> {
         let (line, column) = Complaints::new(&String::from_utf8_lossy(good)).place(good.len());
         let found = rest.first().map_or_else(String::new, |byte| format!("the byte {byte:#04x}"));
         let hint = Some("save it as UTF-8".into());
-        let problem = Problem { line, column, key: String::new(), expected: "text in UTF-8".into(), found, hint };
+        let problem =
+            Problem { line, column, key: String::new(), expected: "text in UTF-8".into(), found, hint, of: Of::File };
         FileError::Faulty { path: path.into(), problems: vec![problem], part: Part::File }
     })
 }
@@ -215,7 +238,15 @@ impl<'a> Complaints<'a> {
         hint: Option<String>,
     ) {
         let (line, column) = self.place(span.start);
-        self.list.push(Problem { line, column, key: key.into(), expected: expected.into(), found: found.into(), hint });
+        self.list.push(Problem {
+            line,
+            column,
+            key: key.into(),
+            expected: expected.into(),
+            found: found.into(),
+            hint,
+            of: Of::File,
+        });
     }
 
     /// The complaints in the order of their places, doubles removed.
