@@ -70,7 +70,11 @@ pub(crate) fn tell(report: &ApplyReport, json: bool) -> Result<Exit, Failure> {
 
 /// The report for people: a line for each change, then what came of it.
 fn render(report: &ApplyReport, colour: bool) -> String {
-    let width = report.changes.iter().map(|c| c.section.len()).max().unwrap_or(0);
+    let section = |change: &ChangeReport| match change.section.as_str() {
+        "policy" => "rules and mirrors".to_string(),
+        section => section.to_string(),
+    };
+    let width = report.changes.iter().map(|c| section(c).len()).max().unwrap_or(0);
     let mut text = String::new();
     for change in &report.changes {
         let (sign, tone) = match (change.outcome.as_str(), change.action.as_str()) {
@@ -80,7 +84,7 @@ fn render(report: &ApplyReport, colour: bool) -> String {
             (_, "restart") => ('!', out::Tone::Bold),
             _ => ('~', out::Tone::Bold),
         };
-        let line = format!("{sign} {:width$}  {}", change.section, said(change, report.outcome == "refused"));
+        let line = format!("{sign} {:width$}  {}", section(change), said(change, report.outcome == "refused"));
         text.push_str(&out::toned(line.trim_end(), tone, colour));
         text.push('\n');
     }

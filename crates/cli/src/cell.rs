@@ -9,6 +9,7 @@ use tombolo_host::api::client::{Client, ClientError, Ending};
 use tombolo_host::api::report::{MachineReport, Machines, SCHEMA};
 
 use crate::exit::{Exit, Failure};
+use crate::number;
 use crate::out;
 use crate::port::{read_sections, whole};
 use crate::section::{Section, origin, told};
@@ -48,7 +49,7 @@ pub(crate) struct Run {
     #[arg(long, value_name = "SIZE", conflicts_with = "sections")]
     memory: Option<String>,
     /// Virtual CPUs
-    #[arg(long, value_name = "N", conflicts_with = "sections")]
+    #[arg(long, value_name = "N", value_parser = number::whole, conflicts_with = "sections")]
     cpus: Option<u32>,
     /// Ethernet address
     #[arg(long, conflicts_with = "sections")]
@@ -70,7 +71,7 @@ pub(crate) struct Run {
     #[arg(long, conflicts_with = "sections")]
     attach: Option<String>,
     /// Queue pairs of each device
-    #[arg(long, value_name = "N", conflicts_with = "sections")]
+    #[arg(long, value_name = "N", value_parser = number::whole, conflicts_with = "sections")]
     queues: Option<u32>,
     /// ip, mac or off
     #[arg(long, conflicts_with = "sections")]

@@ -92,7 +92,7 @@ const NAMES: &[(&str, &str, What)] = &[
     ("span settings", "machine", What::Host),
     ("events", "names", What::Subject),
     ("logs", "members", What::Log),
-    ("wait", "name", What::Awaited),
+    ("wait", "names", What::Awaited),
     ("exec", "machine", What::Machine),
     ("set", "settings", What::Setting),
     ("unset", "keys", What::Key),

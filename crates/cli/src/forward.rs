@@ -8,6 +8,7 @@ use tombolo_host::api::report::SCHEMA;
 use tombolo_host::config;
 
 use crate::exit::{Exit, Failure};
+use crate::number;
 use crate::out;
 use crate::section::Origin;
 use crate::select::Select;
@@ -109,7 +110,7 @@ pub(crate) struct AddRule {
     #[arg(long)]
     network: Option<String>,
     /// Its number, from 1, by which it comes before others [default: the last]
-    #[arg(long, value_name = "NUMBER")]
+    #[arg(long, value_name = "NUMBER", value_parser = number::place, allow_hyphen_values = true)]
     at: Option<usize>,
     #[command(flatten)]
     how: How,
@@ -118,6 +119,7 @@ pub(crate) struct AddRule {
 #[derive(Args, Debug)]
 pub(crate) struct RemoveRule {
     /// Number of the rule in `tombolo rule ls`, from 1
+    #[arg(value_parser = number::place, allow_hyphen_values = true)]
     number: usize,
     #[command(flatten)]
     how: How,

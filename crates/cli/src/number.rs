@@ -7,6 +7,16 @@ pub(crate) fn count(text: &str) -> Result<u64, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number of at least 1, such as 10".into())
 }
 
+/// A place in a list, from 1 on.
+pub(crate) fn place(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number from 1 on".into())
+}
+
+/// A number of things that a section of a file has, which is judged there.
+pub(crate) fn whole(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| "expected a whole number, such as 2".into())
+}
+
 /// A span of time in whole milliseconds.
 pub(crate) fn milliseconds(text: &str) -> Result<Duration, String> {
     let ms = text.parse().map_err(|_| "expected milliseconds as a whole number, such as 500".to_string());
@@ -50,6 +60,17 @@ mod tests {
         }
         for text in ["-1", "x", "1.5", "5ms"] {
             assert!(milliseconds(text).unwrap_err().starts_with("expected"), "{text}");
+        }
+    }
+
+    #[test]
+    fn places_and_whole_numbers_say_what_they_expect() {
+        assert_eq!((place("1"), whole("0")), (Ok(1), Ok(0)));
+        for text in ["0", "-1", "x", ""] {
+            assert!(place(text).unwrap_err().starts_with("expected"), "{text}");
+        }
+        for text in ["-1", "x", "1.5", "5000000000"] {
+            assert!(whole(text).unwrap_err().starts_with("expected"), "{text}");
         }
     }
 

@@ -49,6 +49,8 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
             // Of `cell.NAME.memory` the flag is the last word; a section's own fault is that of its
             // name. The name itself is not a flag of every command.
             Origin::Flags => match p.key.splitn(3, '.').nth(2) {
+                // The first argument of `cell run`, which has no flag.
+                Some("app") => format!("APP: {what}"),
                 Some(key) => format!("--{}: {what}", key.replace('_', "-")),
                 None => format!("the name: {what}"),
             },

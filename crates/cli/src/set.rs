@@ -4,7 +4,7 @@
 use clap::Args;
 use serde_json::{Map, Value};
 use tombolo_host::api::apply::ApplyReport;
-use tombolo_host::api::config::ConfigQuery;
+use tombolo_host::api::config::{ConfigQuery, ConfigReport};
 use tombolo_host::config;
 use tombolo_host::file::nearest;
 
@@ -190,11 +190,20 @@ impl Config {
         match (self.json, self.changes) {
             (true, false) => out::json(&report)?,
             (true, true) => out::json(&report.changes)?,
-            (false, true) => out::print(&changes(&report.changes))?,
-            (false, false) => out::print(&report.toml)?,
+            (false, true) => out::print(&(changes(&report.changes) + &limits(&report)))?,
+            (false, false) => out::print(&(report.toml.clone() + &limits(&report)))?,
         }
         Ok(Exit::Done)
     }
+}
+
+/// The limits of `port set`, as comments: sections of a file may have no place for them, such as
+/// those of one of several members.
+fn limits(report: &ConfigReport) -> String {
+    let line = |(port, text): (&String, &String)| {
+        format!("# port {port} has another limit while it runs (`tombolo port set`): {}\n", text.trim())
+    };
+    report.port_limits.iter().map(line).collect()
 }
 
 /// What was changed, as `set` and `unset` take it.

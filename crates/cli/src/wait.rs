@@ -17,19 +17,20 @@ const LOOK: Duration = Duration::from_millis(100);
 
 const EXAMPLES: &str = "\
 Exit codes: 0 it is so; 1 it did not come to that in time, or cannot any more (a machine failed for good); with
---for exit: 0 it ended well or was stopped, 1 it failed.
+--for exit: 0 it ended well or was stopped, 1 it failed. With several names, 0 says that it is so of all.
 
 Examples:
   tombolo wait --timeout 60              every machine is on the network
-  tombolo wait --for lease web           web has its address
+  tombolo wait --for lease web db        both have their addresses
   tombolo wait --for exit job && echo ok";
 
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Wait {
-    /// The machine, port or service [default: all machines, for `up`]
-    #[arg(required_if_eq_any([("what", "lease"), ("what", "port"), ("what", "service"), ("what", "exit")]))]
-    name: Option<String>,
+    /// The machines, ports or services; it is waited for all of them [default: all machines, for
+    /// `up`]
+    #[arg(value_name = "NAME", required_if_eq_any([("what", "lease"), ("what", "port"), ("what", "service"), ("what", "exit")]))]
+    names: Vec<String>,
     /// What to wait for
     #[arg(long = "for", value_name = "WHAT", value_enum, default_value = "up", id = "what")]
     what: What,
@@ -165,23 +166,44 @@ fn service(name: &str) -> State {
     }
 }
 
+/// How it stands with all of them: what will never be, before what is not yet, and the worst end.
+fn of_all(states: impl Iterator<Item = State>) -> State {
+    let mut all = State::Met(Exit::Done);
+    for state in states {
+        all = match (all, state) {
+            (never @ State::Never(_), _) | (_, never @ State::Never(_)) => never,
+            (late @ State::NotYet(_), _) | (_, late @ State::NotYet(_)) => late,
+            (State::Met(Exit::Done), met) => met,
+            (met, State::Met(_)) => met,
+        };
+    }
+    all
+}
+
 impl Wait {
+    /// How it stands with one of the names; without one, with all machines.
+    fn state(&self, status: &Status, name: Option<&str>) -> State {
+        match (self.what, name) {
+            (What::Lease, Some(name)) => lease(status, name),
+            (What::Port, Some(name)) => port(status, name),
+            (What::Exit, Some(name)) => exit(status, name),
+            (_, name) => up(status, name),
+        }
+    }
+
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let end = Instant::now() + self.timeout;
-        let name = self.name.as_deref();
         let mut client = if self.what == What::Service { None } else { Some(select.client()?) };
         loop {
             let state = match client.as_ref().map(|client| client.status()) {
-                None => service(name.unwrap_or_default()),
+                None => of_all(self.names.iter().map(|name| service(name))),
                 // It may be about to start.
                 Some(Err(error)) if error.is_absent() || error.is_unanswered() => State::NotYet(error.to_string()),
                 Some(status) => {
                     let status = status?;
-                    match (self.what, name) {
-                        (What::Lease, Some(name)) => lease(&status, name),
-                        (What::Port, Some(name)) => port(&status, name),
-                        (What::Exit, Some(name)) => exit(&status, name),
-                        (_, name) => up(&status, name),
+                    match self.names.is_empty() {
+                        true => self.state(&status, None),
+                        false => of_all(self.names.iter().map(|name| self.state(&status, Some(name)))),
                     }
                 }
             };
@@ -260,6 +282,18 @@ mod tests {
         assert_eq!(exit(&status("failed", None, false), "web"), State::Met(Exit::Failed));
         assert!(matches!(exit(&status("failed", Some(1.0), false), "web"), State::NotYet(_)));
         assert!(matches!(lease(&runs, "web"), State::NotYet(text) if text.contains("has not asked")));
+    }
+
+    #[test]
+    fn of_several_names_the_worst_is_told() {
+        let (met, late) = (|| State::Met(Exit::Done), || State::NotYet("late".into()));
+        let never = || State::Never("never".into());
+        let all = |states: Vec<State>| of_all(states.into_iter());
+        assert_eq!(all(vec![met(), met()]), met());
+        assert_eq!(all(vec![met(), late(), met()]), late());
+        assert_eq!(all(vec![late(), never(), met()]), never());
+        assert_eq!(all(vec![met(), State::Met(Exit::Failed), met()]), State::Met(Exit::Failed));
+        assert_eq!(parse("--for lease web db").unwrap().names, ["web", "db"]);
     }
 
     #[test]

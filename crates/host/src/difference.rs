@@ -14,11 +14,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::ops::RangeInclusive;
 
 use tombolo_ivshmem::links::Config;
 use tombolo_switch::class::Marking;
 use tombolo_switch::limit::{Limit, Rates, Storm};
-use tombolo_switch::policy::Isolation;
+use tombolo_switch::policy::{self, Isolation, Mirror, Protocol, Rule, Who};
 use tombolo_switch::vlan::Membership;
 
 use crate::file::{self, Boot, Fabric, Forward, Guard, Image, Ip6, Network, Uplink, boot_text, class_word};
@@ -401,8 +402,9 @@ fn judge(old: &Model, before: &Part, after: &Part, keys: &[KeyChange]) -> (Actio
         (Part::Export(_), Part::Export(_)) | (Part::Import(_), Part::Import(_)) => {
             (Action::Restart, "calls under way through it end".into())
         }
-        (Part::Policy(_), Part::Policy(_)) => {
-            (Action::Change, "connections that exist are judged by the new rules at their next frame".into())
+        (Part::Policy(a), Part::Policy(b)) => {
+            let rules = "connections that exist are judged by the new rules at their next frame";
+            (Action::Change, if a.0 == b.0 { String::new() } else { rules.into() })
         }
         // A section has its kind in its path.
         _ => (Action::Restart, String::new()),
@@ -522,6 +524,20 @@ impl Keys {
         });
     }
 
+    /// Each item that goes and each that comes; where there is none, that the order differs.
+    fn items<T: PartialEq>(&mut self, key: &str, before: &[T], after: &[T], text: impl Fn(&T) -> String) {
+        let had = self.0.len();
+        let gone = before.iter().filter(|item| !after.contains(item)).map(|item| (Some(text(item)), None));
+        let new = after.iter().filter(|item| !before.contains(item)).map(|item| (None, Some(text(item))));
+        for (before, after) in gone.chain(new) {
+            self.text(key, before, after);
+        }
+        if self.0.len() == had && before != after {
+            let counted = |list: &[T]| Some(format!("{} in another order or number", list.len()));
+            self.0.push(KeyChange { key: key.into(), before: counted(before), after: counted(after) });
+        }
+    }
+
     fn proof(&mut self, before: &Option<file::Proof>, after: &Option<file::Proof>) {
         self.say("tls", &before.is_some(), &after.is_some(), |tls| Some(tls.to_string()));
         let machine = |proof: &Option<file::Proof>| proof.as_ref().map(|proof| proof.machine.clone());
@@ -566,6 +582,59 @@ impl Keys {
 }
 
 type Limits<'a> = (Guard, &'a Ip6, &'a file::Traffic);
+
+fn who_text(who: &Who) -> String {
+    match who {
+        Who::Label(label) => label.to_string(),
+        Who::Prefix(ip, bits) => format!("{ip}/{bits}"),
+    }
+}
+
+/// A list of names that stands for all where it is empty.
+fn listed(word: &str, names: impl Iterator<Item = String>) -> Option<String> {
+    let names: Vec<_> = names.collect();
+    (!names.is_empty()).then(|| format!("{word} {}", names.join(" or ")))
+}
+
+/// A rule as `rule add` takes it, in words: "deny from a or b to db, tcp, port 80".
+fn rule_text(rule: &Rule, network: Option<&str>) -> String {
+    let action = match rule.action {
+        policy::Action::Allow => "allow",
+        policy::Action::Deny => "deny",
+    };
+    let protocol = match rule.protocol {
+        Protocol::Any => None,
+        Protocol::Icmp => Some("icmp".into()),
+        Protocol::Number(6) => Some("tcp".into()),
+        Protocol::Number(17) => Some("udp".into()),
+        Protocol::Number(number) => Some(format!("protocol {number}")),
+    };
+    let port = |range: &RangeInclusive<u16>| match range.start() == range.end() {
+        true => range.start().to_string(),
+        false => format!("{}-{}", range.start(), range.end()),
+    };
+    let parts = [
+        Some(action.to_string()),
+        listed("from", rule.from.iter().map(who_text)),
+        listed("to", rule.to.iter().map(who_text)),
+        protocol,
+        listed("port", rule.ports.iter().map(port)),
+        network.map(|name| format!("in {name}")),
+    ];
+    parts.into_iter().flatten().collect::<Vec<_>>().join(" ")
+}
+
+/// A mirror in words: "of web to ids".
+fn mirror_text(mirror: &Mirror, network: Option<&str>) -> String {
+    let of = listed("of", mirror.of.iter().map(ToString::to_string)).unwrap_or("of all".into());
+    let way = match (mirror.sent, mirror.received) {
+        (true, false) => " what they send",
+        (false, true) => " what they receive",
+        _ => "",
+    };
+    let network = network.map_or_else(String::new, |name| format!(" in {name}"));
+    format!("{of}{way} to {}{network}", mirror.to)
+}
 
 /// The keys `vlan`, `trunk` and `native`.
 fn vlan_texts(vlans: &Option<Membership>) -> [Option<String>; 3] {
@@ -690,8 +759,8 @@ fn keys(before: &Part, after: &Part) -> Vec<KeyChange> {
             out.proof(&a.proof, &b.proof);
         }
         (Part::Policy(a), Part::Policy(b)) => {
-            out.say("rule", &a.0, &b.0, |rules| Some(format!("{} rules", rules.len())));
-            out.say("mirror", &a.1, &b.1, |mirrors| Some(format!("{} mirrors", mirrors.len())));
+            out.items("rule", &a.0, &b.0, |decl| rule_text(&decl.rule, decl.network.as_deref()));
+            out.items("mirror", &a.1, &b.1, |decl| mirror_text(&decl.mirror, decl.network.as_deref()));
         }
         _ => {}
     }

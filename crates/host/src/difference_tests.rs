@@ -288,3 +288,27 @@ fn other_keys_in_the_same_folder_are_a_change_of_the_exports_and_imports_that_us
         assert_eq!(changes[0].keys[0].after, Some(format!("{folder}, other keys")));
     }
 }
+
+#[test]
+fn rules_and_mirrors_that_come_and_go_are_told_one_by_one() {
+    let ports = "[port.ids]\nkind = \"stream\"\nnetwork = \"lan\"\n";
+    let file = |rules: &str| model(&format!("{FILE}{ports}{rules}"));
+    let deny = "[[rule]]\naction = \"deny\"\nfrom = [\"ids\", \"10.0.0.0/8\"]\nto = \"db\"\n";
+    let allow = "[[rule]]\naction = \"allow\"\nprotocol = \"tcp\"\nports = [22, \"80-90\"]\nnetwork = \"lan\"\n";
+    let mirror = "[[mirror]]\nof = \"db\"\nto = \"ids\"\n";
+    let keys = |a: &Model, b: &Model| -> Vec<(String, Option<String>, Option<String>)> {
+        let changes = difference(a, b);
+        changes.into_iter().flat_map(|c| c.keys).map(|k| (k.key, k.before, k.after)).collect()
+    };
+    let (a, b) = (file(&format!("{deny}{mirror}")), file(&format!("{deny}{allow}")));
+    let allowed = "allow tcp port 22 or 80-90 in lan";
+    let expected =
+        [("rule".to_string(), None, Some(allowed.to_string())), ("mirror".into(), Some("of db to ids".into()), None)];
+    assert_eq!(keys(&a, &b), expected);
+    assert!(difference(&a, &b)[0].reason.contains("new rules"));
+    assert_eq!(difference(&a, &file(deny))[0].reason, "", "mirrors judge no connection");
+    let text = "deny from ids or 10.0.0.0/8 to db";
+    assert_eq!(keys(&b, &file(allow)), [("rule".into(), Some(text.into()), None)]);
+    let order = keys(&b, &file(&format!("{allow}{deny}")));
+    assert!(matches!(&order[..], [(key, Some(a), Some(_))] if key == "rule" && a.contains("order")), "{order:?}");
+}

@@ -1,5 +1,6 @@
 //! `/v1/config`: the configuration that runs, and changes of it.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use axum::Json;
@@ -30,6 +31,10 @@ pub struct ConfigReport {
     pub config: Value,
     /// The same as TOML.
     pub toml: String,
+    /// The rate limits that ports were given while they ran, by port, as the key `rate` of a fabric
+    /// file. They hold in place of the configuration's.
+    #[serde(default)]
+    pub port_limits: BTreeMap<String, String>,
     /// What commands and requests have changed since the file was read, as a merge patch of its
     /// content.
     pub changes: Value,

@@ -171,10 +171,17 @@ impl Running {
     pub(super) fn prepare_wanted(&mut self, wanted: Wanted) -> Result<Prepared, FabricError> {
         let Wanted { spec, own, file: path, base, changes: patch, additions, source, dry_run } = wanted;
         if spec.name != self.spec.name {
-            return Err(FabricError::State(format!(
-                "expected a file of the fabric \"{}\", which runs, found one of \"{}\"; `tombolo up` starts that one",
-                self.spec.name, spec.name
-            )));
+            let (now, other) = (&self.spec.name, &spec.name);
+            return Err(FabricError::State(match source {
+                Source::File => format!(
+                    "expected a file of the fabric \"{now}\", which runs, found one of \"{other}\"; `tombolo up` starts \
+                     that one"
+                ),
+                Source::Change(_) => format!(
+                    "the name of a fabric that runs cannot be changed, and \"{now}\" is to be \"{other}\": change it in \
+                     the file between `tombolo down` and `tombolo up`"
+                ),
+            }));
         }
         let (spec, kept) = self.with_additions(spec, &additions, &own)?;
         let mut facts = self.facts.clone();

@@ -416,6 +416,7 @@ impl Running {
             revision: config::revision(&toml),
             config: document.root,
             toml,
+            port_limits: self.dir.as_ref().map(|dir| dir.owner().rates.clone()).unwrap_or_default(),
             changes: Value::Object(self.changes()),
         })
     }
@@ -521,7 +522,8 @@ impl Running {
                 let text = format!(
                     "the configuration names \"{name}\" in {}; it cannot go before that: {}",
                     keys.join(", "),
-                    "`tombolo rule`, `forward` and `unset` change it"
+                    "`tombolo rule` and `tombolo forward` change rules and forwards, and `tombolo unset mirror` removes the \
+                     mirrors"
                 );
                 Err(FabricError::State(text))
             }

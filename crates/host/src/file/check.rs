@@ -822,7 +822,8 @@ impl Check<'_, '_, '_> {
             if asked && guard != Guard::Ip {
                 let leans_on = [(&at[..], "guard"), (&at, "mac"), (&at, "ip")];
                 let found = format!("it with guard = \"{}\"", guard.word());
-                let hint = Some("set guard = \"ip\"; a port needs `mac` and `ip` for that".to_string());
+                let needs = if at.starts_with("port.") { "; a port needs `mac` and `ip` for that" } else { "" };
+                let hint = Some(format!("set guard = \"ip\"{needs}"));
                 self.fault((&at, "ip6"), &leans_on, "it beside guard = \"ip\" alone", found, hint);
             }
         }

@@ -225,7 +225,21 @@ fn known(check: &mut Check<'_, '_, '_>, spot: (&str, &str), label: &str, names: 
     let refused = super::MEMBERS.iter().any(|word| check.refuses(word, label));
     if !names.contains(&label) && !refused {
         let expected = "the name of a member or a group, \"outside\", an address or a prefix";
-        check.fault(spot, &[], expected, format!("{label:?}"), near(label, names.iter().copied()));
+        check.fault(spot, &[], expected, format!("{label:?}"), hint(label, names));
+    }
+}
+
+/// A near name; of a section with `count` the names that it makes.
+fn hint(label: &str, names: &[&str]) -> Option<String> {
+    let is_number = |rest: &str| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit());
+    let is_of = |name: &&&str| name.strip_prefix(label).and_then(|rest| rest.strip_prefix('-')).is_some_and(is_number);
+    let made: Vec<&str> = names.iter().filter(is_of).copied().collect();
+    match made.as_slice() {
+        [] => near(label, names.iter().copied()),
+        [one] => Some(format!("`count` makes \"{one}\" of it")),
+        [first, .., last] => {
+            Some(format!("`count` makes \"{first}\" to \"{last}\" of it: name these, or a group of the section"))
+        }
     }
 }
 

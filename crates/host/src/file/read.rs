@@ -70,6 +70,10 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         let known = || schema.keys().map(|k| k.name).chain(extra.iter().copied());
         for (key, value) in table {
             let name: &str = key.get_ref();
+            // What is left of a head that is no TOML, which was told.
+            if name.is_empty() && out.broken {
+                continue;
+            }
             if known().any(|k| k == name) {
                 spots.0.insert(dotted(&path, name), value.span());
                 continue;

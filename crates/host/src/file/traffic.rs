@@ -29,7 +29,7 @@ pub fn rate_change(text: &str, path: &Path) -> Result<Rates, FileError> {
         out.say(&span, "", format!("valid TOML ({})", error.message()), there, None);
     }
     let expected = "the key rate, like rate = { send = \"100M\" }";
-    let only = "other keys of a port change with the file, by `tombolo down` and `tombolo up`";
+    let only = "other keys of a port change by `tombolo set`, or with the file by `tombolo apply`";
     for (key, _) in root.get_ref() {
         let name: &str = key.get_ref();
         if name != "rate" {
