@@ -170,7 +170,11 @@ impl Run {
                 if self.absent.take().is_some_and(|since| since.elapsed() > LOOK) {
                     say("the fabric answers again");
                 }
-                self.has(here(&tables, &ports));
+                let mut here = here(&tables, &ports);
+                // While the daemon does not answer, they are as they were.
+                let homes = here.iter_mut().map(|(network, here)| (network.clone(), std::mem::take(&mut here.homes)));
+                self.control.homes(homes.collect());
+                self.has(here);
             }
             // Its members are there, as far as this machine knows.
             Err(error) if error.is_shortage() => {
@@ -206,7 +210,6 @@ impl Run {
             self.networks = networks;
         }
         for (network, here) in all {
-            self.control.homes(&network, here.homes);
             self.control.local(&network, here.end, here.members, now);
         }
     }

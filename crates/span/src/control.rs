@@ -306,6 +306,10 @@ impl Control {
         }
         self.taken.values_mut().for_each(|taken| taken.from = shift(taken.from));
         self.others.insert(at, Other { tokens: f64::from(MAX_CHANGES_PER_S), ..Other::default() });
+        let has_home = |homes: &[Home]| homes.iter().any(|home| home.machine == name);
+        let at_home: Vec<String> =
+            self.homes.iter().filter(|(_, homes)| has_home(homes)).map(|(network, _)| network.clone()).collect();
+        at_home.iter().for_each(|network| self.set_homes(network));
         Some(at)
     }
 
@@ -313,14 +317,21 @@ impl Control {
         self.names.binary_search_by(|known| known.as_str().cmp(name)).ok().map(|at| at as Machine)
     }
 
-    /// What belongs to which machine in a network, in place of what did. Machines that are not
-    /// known are left out.
-    pub fn homes(&mut self, network: &str, homes: Vec<Home>) {
-        if self.homes.get(network).map_or(&[][..], Vec::as_slice) == homes {
-            return;
-        }
+    /// What belongs to which machine in each network, in place of what did in all networks. A
+    /// machine that becomes known later has its things from then on.
+    pub fn homes(&mut self, mut all: BTreeMap<String, Vec<Home>>) {
+        all.retain(|_, homes| !homes.is_empty());
+        let before = std::mem::replace(&mut self.homes, all);
+        let networks: BTreeSet<&String> = before.keys().chain(self.homes.keys()).collect();
+        let is_new = |network: &&String| before.get(*network) != self.homes.get(*network);
+        let changed: Vec<String> = networks.into_iter().filter(is_new).cloned().collect();
+        changed.iter().for_each(|network| self.set_homes(network));
+    }
+
+    /// Has a network's claims follow what belongs to the machines that are known.
+    fn set_homes(&mut self, network: &str) {
         let mut all = Homes::default();
-        for home in &homes {
+        for home in self.homes.get(network).into_iter().flatten() {
             let Some(machine) = self.known(&home.machine) else { continue };
             if let Some(name) = &home.name {
                 all.names.insert(name.clone(), machine);
@@ -340,7 +351,6 @@ impl Control {
         if claims.is_empty() {
             self.claims.remove(network);
         }
-        self.homes.insert(network.into(), homes);
         self.dirty.extend(touched.into_iter().map(|machine| (network.to_string(), machine)));
     }
 
@@ -477,7 +487,11 @@ impl Control {
             self.claim(network, self.me, *mac, None, now);
             self.rivalries.remove(&(network.to_string(), *mac));
         }
-        if self.left_out.insert(network.into(), left_out).unwrap_or_default() != left_out && left_out > 0 {
+        let were_left_out = match left_out {
+            0 => self.left_out.remove(network),
+            _ => self.left_out.insert(network.into(), left_out),
+        };
+        if left_out > 0 && were_left_out != Some(left_out) {
             let why = format!("{left_out} members of {network} are not announced: too many, or not valid");
             self.actions.push(Action::Event(why));
         }
@@ -877,7 +891,10 @@ impl Control {
         let lost: Vec<IpAddr> = lost.into_iter().collect();
         if self.lost.get(network).map_or(&[][..], Vec::as_slice) != lost {
             self.actions.push(Action::Lost { network: network.into(), addresses: lost.clone() });
-            self.lost.insert(network.into(), lost);
+            match lost.is_empty() {
+                true => self.lost.remove(network),
+                false => self.lost.insert(network.into(), lost),
+            };
         }
     }
 

@@ -120,6 +120,11 @@ fn two_members_with_one_mac_address_do_not_make_the_machines_fight() {
     assert!(places[0].is_some());
 }
 
+/// Has a file say what belongs to which machine.
+fn file(control: &mut Control, homes: Vec<Home>) {
+    control.homes(BTreeMap::from([(NETWORK.into(), homes)]));
+}
+
 /// The real control of a machine that behaves, and of a hostile one that claims whatever it likes.
 struct Attack {
     world: World,
@@ -215,7 +220,7 @@ fn a_machine_that_claims_a_member_before_it_runs_does_not_keep_it_from_the_machi
         let mut attack = Attack::new();
         let at_home = || vec![Home { machine: "node-000".into(), name: None, addresses: None, mac: Some(mac(0)) }];
         let tell = |attack: &mut Attack, at: usize| {
-            attack.world.machines[at].control.as_mut().unwrap().homes(NETWORK, at_home());
+            file(attack.world.machines[at].control.as_mut().unwrap(), at_home());
         };
         (0..3).for_each(|at| tell(&mut attack, at));
         attack.world.remove(0, mac(0));
@@ -274,7 +279,7 @@ fn what_a_file_gives_to_a_machine_no_other_one_takes_and_a_member_that_moves_tak
     let homes = [home(None, Some((ip(10), ip(19)))), home(None, Some((ip(5), ip(5)))), home(Some("web"), None)];
     for (_, control) in &mut all {
         ["a", "b", "c", "x"].into_iter().for_each(|name| control.expect(name));
-        control.homes(NETWORK, homes.to_vec());
+        file(control, homes.to_vec());
     }
     let of = |number: u32, ips: &[u32], fixed, name: Option<&str>| {
         let addresses = ips.iter().map(|at| Address { ip: ip(*at), fixed }).collect();
@@ -312,9 +317,57 @@ fn what_a_file_gives_to_a_machine_no_other_one_takes_and_a_member_that_moves_tak
     tables(&mut all[2].1, &mut known);
     assert_eq!((known["b"].clone(), known["x"].clone()), (vec![leased], vec![web]));
     // Without the file's word, the first name has all of it.
-    all[2].1.homes(NETWORK, vec![]);
+    file(&mut all[2].1, vec![]);
     tables(&mut all[2].1, &mut known);
     assert_eq!(known["a"], [taken]);
+}
+
+#[test]
+fn what_a_file_gives_to_a_machine_that_is_known_later_is_its_own_from_then_on() {
+    let mut all = ["c", "m"].map(|name| (name, Control::new(Settings::new(name), 1)));
+    let home =
+        |name: Option<&str>, addresses| Home { machine: "a".into(), name: name.map(Into::into), addresses, mac: None };
+    file(&mut all[1].1, vec![home(None, Some((ip(5), ip(5)))), home(Some("web"), None)]);
+    let taken = Member { name: Some("web".into()), ..member(5) };
+    let here = vec![Local { member: taken.clone(), placed: true, silent_for: Some(Duration::ZERO) }];
+    all[0].1.local(NETWORK, Some(ip(201)), here, S);
+    exchange(&mut all, S);
+    let mut known = BTreeMap::new();
+    tables(&mut all[1].1, &mut known);
+    assert_eq!(known["c"], [taken], "of a machine that is not known nothing is kept back");
+    // Its name sorts before all others, so that they get other numbers.
+    all[1].1.expect("a");
+    tables(&mut all[1].1, &mut known);
+    assert_eq!(known["c"], [Member { name: None, addresses: vec![], ..member(5) }]);
+    assert!(all[1].1.conflicts().iter().all(|c| c.winner == "a") && all[1].1.conflicts().len() == 2);
+}
+
+#[test]
+fn of_a_network_that_leaves_the_file_nothing_is_kept() {
+    let mut control = Control::new(Settings::new("a"), 1);
+    ["a", "b"].into_iter().for_each(|name| control.expect(name));
+    let at_b = |number| Home { machine: "b".into(), name: None, addresses: Some((ip(number), ip(number))), mac: None };
+    let local = |member: Member| Local { member, placed: true, silent_for: Some(Duration::ZERO) };
+    let nameless = |number: u32| Member { name: Some(String::new()), ..member(number) };
+    let name = "leaves-the-file";
+    control.homes(BTreeMap::from([(name.into(), vec![at_b(5)]), (NETWORK.into(), vec![at_b(6)])]));
+    // It has a lease of b's as well, and a member that is not valid.
+    let members = [member(1), leased(2, 5), nameless(3)].map(local).to_vec();
+    control.local(name, Some(ip(201)), members, S);
+    let claim = Claim { member: member(5), version: 1, placed: true };
+    let of_b = Joined { name: name.into(), end: Some(ip(202)), came: vec![claim], went: vec![] };
+    let mut change = Change { number: Number { epoch: 1, count: 1 }, networks: vec![of_b] };
+    control.answered("b", &tombolo_span::message::State::All(change.clone()).encode(), S).unwrap();
+    let lost = Action::Lost { network: name.into(), addresses: vec![ip(5)] };
+    assert!(control.actions().contains(&lost), "b has the address");
+    // The file changes here, then at b.
+    control.homes(BTreeMap::from([(NETWORK.into(), vec![at_b(6)])]));
+    control.local(name, None, vec![], 2 * S);
+    change = Change { number: Number { epoch: 1, count: 2 }, networks: vec![] };
+    control.answered("b", &tombolo_span::message::State::All(change).encode(), 2 * S).unwrap();
+    drop(control.actions());
+    let left = format!("{control:?}");
+    assert!(!left.contains(name) && left.contains(NETWORK), "{left}");
 }
 
 #[test]
@@ -329,7 +382,7 @@ fn a_lease_that_moved_with_its_member_stays_when_a_machine_starts_again_or_the_f
     let starts = |name: &str, epoch| {
         let mut control = Control::new(Settings::new(name), epoch);
         ["a", "b", "c", "x"].into_iter().for_each(|name| control.expect(name));
-        control.homes(NETWORK, vec![home("x", ip(10), ip(19))]);
+        file(&mut control, vec![home("x", ip(10), ip(19))]);
         control
     };
     all.iter_mut().for_each(|(name, control)| *control = starts(name, 1));
@@ -359,8 +412,8 @@ fn a_lease_that_moved_with_its_member_stays_when_a_machine_starts_again_or_the_f
         exchange(&mut all, 4 * S);
         // Also the gateway of "x" is told, so that it leases the address to no other member.
         for reader in [2, 3, 0] {
-            all[reader].1.homes(NETWORK, vec![]);
-            all[reader].1.homes(NETWORK, vec![home("x", ip(10), ip(19))]);
+            file(&mut all[reader].1, vec![]);
+            file(&mut all[reader].1, vec![home("x", ip(10), ip(19))]);
             known.clear();
             tables(&mut all[reader].1, &mut known);
             assert_eq!(
@@ -376,14 +429,14 @@ fn a_lease_that_moved_with_its_member_stays_when_a_machine_starts_again_or_the_f
     }
     // The range is shared in another way: a part of it is at home at "a".
     for at in [0, 2, 3] {
-        all[at].1.homes(NETWORK, vec![home("a", ip(10), ip(14)), home("x", ip(15), ip(19))]);
+        file(&mut all[at].1, vec![home("a", ip(10), ip(14)), home("x", ip(15), ip(19))]);
         known.clear();
         tables(&mut all[at].1, &mut known);
         assert_eq!(known["b"].as_slice(), std::slice::from_ref(&moved), "at {}", all[at].0);
     }
     // Should the owner have leased it all the same, then its member has it, and the other lease ends.
     let twice = Member { name: None, ..leased(3, 10) };
-    all.iter_mut().for_each(|(_, control)| control.homes(NETWORK, vec![home("x", ip(10), ip(19))]));
+    all.iter_mut().for_each(|(_, control)| file(control, vec![home("x", ip(10), ip(19))]));
     all[3].1.local(NETWORK, Some(ip(204)), here(&[other, twice]), 5 * S);
     exchange(&mut all, 5 * S);
     let lost = all[1].1.actions().into_iter().find(|action| matches!(action, Action::Lost { .. }));
