@@ -50,10 +50,18 @@ class Hub(Namespace):
             # A route goes with its interface.
             self.ip("route", "replace", f"10.233.2.{name.split('-')[1]}/32", "dev", f"to-{name}")
 
+    def command(self, config):
+        """The router's command."""
+        return [PYTHON, ROOT / "tests/lib/zenoh_router.py", config]
+
+    def is_ready(self, line):
+        """Whether the router says by this line that it listens."""
+        return line.startswith("router ")
+
     def route(self, stack, config):
-        self.router = Process([PYTHON, ROOT / "tests/lib/zenoh_router.py", config], name="router", netns=self)
+        self.router = Process(self.command(config), name="router", netns=self)
         stack.callback(self.router.kill)
-        self.router.wait_line(lambda line: line.startswith("router "))
+        self.router.wait_line(self.is_ready)
 
 
 class RoutedMachine(Machine):
@@ -102,20 +110,20 @@ def needed():
 
 
 @contextlib.contextmanager
-def machines(count):
+def machines(count, kind=Hub, needed=needed):
+    """The router's namespace is of the class `kind`."""
     need_root()
     needed()
     with scratch() as folder, contextlib.ExitStack() as stack:
-        hub = stack.enter_context(Hub())
+        hub = stack.enter_context(kind())
         keys = folder / "keys"
         names = ["hub", *(f"node-{n}" for n in range(1, count + 1))]
         subprocess.run([PROGRAM, "service", "keys", "--keys", keys, *names], check=True, capture_output=True)
         yield (stack, hub, folder, keys, *(RoutedMachine(stack, folder, hub, n, count) for n in range(1, count + 1)))
 
 
-@timeout(300)
-def test_machines_that_reach_only_a_router_know_each_others_members_and_call_each_other():
-    with machines(3) as (stack, hub, folder, keys, one, two, three):
+def members_and_calls_cross(of):
+    with of(3) as (stack, hub, folder, keys, one, two, three):
         one.serve()
         one.start("--keys", keys, "--export", "calc=node-2")
         # The router may come later.
@@ -140,9 +148,8 @@ def test_machines_that_reach_only_a_router_know_each_others_members_and_call_eac
         until("the report", lambda: two.states() == {"node-1": "up", "node-3": "up"}, PATIENCE_S)
 
 
-@timeout(400)
-def test_whoever_ends_a_call_through_a_router_ends_with_one_named_answer():
-    with machines(2) as (stack, hub, folder, keys, one, two):
+def calls_end_once(of):
+    with of(2) as (stack, hub, folder, keys, one, two):
         service = one.serve("--delay-ms", str(int(PATIENCE_S * 1000)))
         provider, consumer = ("--keys", keys, "--export", "calc"), ("--keys", keys, "--import", "calc=node-1")
         one.start(*provider)
@@ -187,9 +194,8 @@ def test_whoever_ends_a_call_through_a_router_ends_with_one_named_answer():
         two.reaches()
 
 
-@timeout(300)
-def test_a_machine_under_anothers_name_is_not_believed_through_a_router():
-    with machines(4) as (stack, hub, folder, keys, one, two, three, four):
+def another_name_is_not_believed(of):
+    with of(4) as (stack, hub, folder, keys, one, two, three, four):
         one.serve()
         one.start("--keys", keys, "--export", "calc=node-2")
         two.start("--keys", keys)
@@ -214,3 +220,18 @@ def test_a_machine_under_anothers_name_is_not_believed_through_a_router():
         three.span.stop()
         two.start("--keys", keys, "--import", "calc=node-1")
         two.reaches()
+
+
+@timeout(300)
+def test_machines_that_reach_only_a_router_know_each_others_members_and_call_each_other():
+    members_and_calls_cross(machines)
+
+
+@timeout(400)
+def test_a_call_through_a_router_has_one_named_answer_whatever_ends_it():
+    calls_end_once(machines)
+
+
+@timeout(300)
+def test_a_machine_under_anothers_name_is_not_believed_through_a_router():
+    another_name_is_not_believed(machines)

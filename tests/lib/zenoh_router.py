@@ -1,7 +1,7 @@
 """A router of zenoh, run by the Python of build/zenoh: `zenoh_router.py CONFIG` routes until a signal.
 
-The program is not zenohd itself, which no registry has built. It is the library of zenoh that its authors publish on PyPI
-(eclipse-zenoh), opened in the mode that zenohd opens it in: "router", with a settings file of zenohd.
+It is the library of zenoh that its authors publish on PyPI (eclipse-zenoh), opened in the mode that zenohd opens it in: "router", with a
+settings file of zenohd. It takes seconds to install; tests/span_zenohd.py has zenohd itself, which takes ten minutes to build.
 """
 
 import signal
