@@ -5,8 +5,8 @@ import contextlib
 import glob
 import json
 import signal
-import subprocess
 import time
+from pathlib import Path
 
 import span_control
 from lib import Process, Skip, timeout, until
@@ -39,18 +39,30 @@ class OffMachine(DirectMachine):
         """Starts a program of this machine."""
         process = Process(words, name=f"{words[0].name} of {self.name}", netns=self.space, env=self.fabric.env, cwd=self.folder)
         self.stack.callback(process.kill)
+        until(f"the clock of {process.name}", lambda: self.is_off(process.pid, HOURS[self.number]))
         return process
 
-    def hour(self):
-        """The time of day of its programs, in hours."""
-        return int(subprocess.run(["date", "+%s"], env=self.fabric.env, capture_output=True, text=True, check=True).stdout) / 3600
+    def start(self, *more, name=None):
+        super().start(*more, name=name)
+        assert self.is_off(self.span.pid, int(self.fabric.env["FAKETIME"].rstrip("h"))), self.span.tail()
+
+    def is_off(self, pid, hours):
+        """Whether a process has the library, and was told this time. A program that clears its environment, or is linked statically, has neither."""
+        told = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return self.library in Path(f"/proc/{pid}/maps").read_text() and f"FAKETIME={hours:+d}h" in told
+
+    def hours_off(self):
+        """How far the daemon's time of day is from the test's, by its last event."""
+        _, answer = self.fabric.ask("GET", "/v1/events")
+        return (answer["events"][-1]["unix_ms"] / 1000 - time.time()) / 3600
 
 
 @contextlib.contextmanager
 def machines():
     with span_control.machines(3, kind=OffMachine) as (keys, *all_three):
-        hours = [machine.hour() for machine in all_three]
-        assert abs(hours[1] - hours[0] - 3) < 0.1 and abs(hours[2] - hours[0] + 3) < 0.1, hours
+        for machine in all_three:
+            assert abs(machine.hours_off() - HOURS[machine.number]) < 0.2, (machine.name, machine.hours_off())
+            assert machine.is_off(machine.fabric.process.pid, HOURS[machine.number]), machine.name
         yield (keys, *all_three)
 
 

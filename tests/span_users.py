@@ -148,13 +148,14 @@ def test_three_machines_of_three_users_without_privileges_are_one_network():
                 assert set(found["Uid"]) == {str(machine.user)}, (pid, found["Name"], found["Uid"])
                 assert int(found["CapEff"][0], 16) == int(found["CapBnd"][0], 16) == 0 and found["NoNewPrivs"] == ["1"], (pid, found["Name"])
             assert machine.fabric.port("span")["details"]["arp_answers"] >= 1
-        # Nobody's machine is another user's: neither its keys nor its daemon.
+        # A user has neither the keys nor the daemon of another one. The owner has both, by the same commands.
         first, second = machines[:2]
-        reads = subprocess.run(["setpriv", f"--reuid={second.user}", "--clear-groups", "cat", first.folder / "keys/a.key"], capture_output=True, check=False)
-        assert reads.returncode != 0
-        asks = subprocess.run([*second.words, PROGRAM, "status", "--fabric", first.fabric.name], env={**os.environ, **first.fabric.env}, capture_output=True,
-                              text=True, check=False)
-        assert asks.returncode != 0, asks.stdout
+        env = {**os.environ, **first.fabric.env}
+        for command, what, refusal in ((["cat", first.folder / "keys/a.key"], "PRIVATE KEY", "Permission denied"),
+                                       ([PROGRAM, "status", "--fabric", first.fabric.name], first.fabric.name, "no permission")):
+            own, other = (subprocess.run([*user.words, *command], env=env, capture_output=True, text=True, check=False) for user in (first, second))
+            assert own.returncode == 0 and what in own.stdout, own
+            assert other.returncode != 0 and refusal in other.stderr and not other.stdout, other
         for machine in machines:
             machine.span.stop()
             machine.fabric.down()
