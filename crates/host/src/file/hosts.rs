@@ -91,7 +91,7 @@ pub struct Home {
     pub name: Option<String>,
     /// The first and the last address. Of a member and of a gateway both are the same.
     pub addresses: Option<(Ipv4Addr, Ipv4Addr)>,
-    /// The MAC address of a member that runs on this machine alone.
+    /// The MAC address of a member that no other machine has, or of the gateway or router.
     pub mac: Option<Mac>,
 }
 
@@ -127,19 +127,22 @@ struct Member {
 }
 
 impl Member {
-    /// Its MAC addresses with their networks, as they are on the only machine that has it. `base` is
-    /// the fabric's name without the machine's.
-    fn all_macs(&self, base: &str) -> Vec<(&str, Mac)> {
+    /// Its MAC addresses with their networks. Those that the file does not give are derived from
+    /// `fabric`. One that it gives to a member of several machines is that of none of them.
+    fn all_macs(&self, fabric: &str) -> Vec<(&str, Mac)> {
         let word = self.section.split('.').next().unwrap_or_default();
         let mut all = Vec::new();
         for (i, network) in self.networks.iter().enumerate() {
             let number = i.to_string();
             let derived = |name: &String| match word {
-                "tap" => Some(Mac::derived(&[base, name, network])),
+                "tap" => Some(Mac::derived(&[fabric, name, network])),
                 "port" => None,
-                _ => Some(Mac::derived(&[base, name, network, &number])),
+                _ => Some(Mac::derived(&[fabric, name, network, &number])),
             };
-            let macs = self.names.iter().filter_map(|name| self.macs.get(i).copied().or_else(|| derived(name)));
+            let macs = self.names.iter().filter_map(|name| match self.macs.get(i) {
+                Some(given) => Some(*given).filter(|_| self.homes.len() == 1),
+                None => derived(name),
+            });
             all.extend(macs.map(|mac| (network.as_str(), mac)));
         }
         all
@@ -445,24 +448,34 @@ impl Hosts {
         Elsewhere { homes, ..self.on_others(index, |home| home < index, spans) }
     }
 
-    /// The names and addresses of members that are on one machine alone.
+    /// The names and addresses of members that are on one machine alone, and the MAC addresses of
+    /// all members.
     fn members_homes(&self, base: &str, spans: impl Fn(&str) -> bool) -> Vec<Home> {
         let mut all = Vec::new();
         for member in &self.members {
+            for home in &member.homes {
+                let machine = &self.list[*home].name;
+                let fabric = if self.is_alone(&member.section) { Some(base.into()) } else { name_on(base, machine) };
+                let macs = fabric.iter().flat_map(|fabric| member.all_macs(fabric));
+                all.extend(macs.filter(|(network, _)| spans(network)).map(|(network, mac)| Home {
+                    network: network.into(),
+                    machine: machine.clone(),
+                    name: None,
+                    addresses: None,
+                    mac: Some(mac),
+                }));
+            }
             let [home] = member.homes[..] else { continue };
             let machine = &self.list[home].name;
-            let mut add = |network: &str, name: Option<&String>, ip: Option<Ipv4Addr>, mac: Option<Mac>| {
+            let mut add = |network: &str, name: Option<&String>, ip: Option<Ipv4Addr>| {
                 let (network, machine, name) = (network.into(), machine.clone(), name.cloned());
-                all.push(Home { network, machine, name, addresses: ip.map(|ip| (ip, ip)), mac });
+                all.push(Home { network, machine, name, addresses: ip.map(|ip| (ip, ip)), mac: None });
             };
             for network in member.networks.iter().filter(|network| spans(network)) {
-                member.names.iter().for_each(|name| add(network, Some(name), None, None));
+                member.names.iter().for_each(|name| add(network, Some(name), None));
             }
             for (network, ip) in member.ips.iter().filter(|(network, _)| spans(network)) {
-                add(network, None, Some(*ip), None);
-            }
-            for (network, mac) in member.all_macs(base).into_iter().filter(|(network, _)| spans(network)) {
-                add(network, None, None, Some(mac));
+                add(network, None, Some(*ip));
             }
         }
         all
@@ -488,6 +501,18 @@ impl Hosts {
             }
         }
         out
+    }
+
+    /// The MAC addresses of the gateways and routers of all machines in a network, if it has those.
+    pub(super) fn roles(&self, base: &str, network: &str, fixed: [Option<Ipv4Addr>; 2], out: &mut Elsewhere) {
+        for Host { name: machine, .. } in &self.list {
+            let Some(fabric) = name_on(base, machine) else { continue };
+            for (role, _) in ["gateway", "router"].iter().zip(fixed).filter(|(_, ip)| ip.is_some()) {
+                let mac = Some(Mac::derived(&[&fabric, network, role]));
+                let (network, machine) = (network.into(), machine.clone());
+                out.homes.push(Home { network, machine, name: None, addresses: None, mac });
+            }
+        }
     }
 
     /// The gateway, router and range of the other machines in a network of the `index`-th. `range`
@@ -751,25 +776,30 @@ mod tests {
         ];
         assert_eq!(homes.collect::<Vec<_>>(), expected);
         // And the MAC addresses, as the machine itself has them.
-        let more = FILE.to_string()
+        let more = FILE.replace("span = 42", "span = 42\nuplink = \"kernel\"")
             + "[tap.w]\non = \"a\"\nnetwork = \"lan\"\nmac = \"02:00:00:00:00:07\"\n\
                [cell.c]\non = \"a\"\ncount = 2\nimage = \"/proc/self/exe\"\nnetwork = [\"lan\", \"own\", \"lan\"]\n\
                [port.p]\non = \"b\"\nnetwork = \"lan\"\nmac = \"02:00:00:00:00:08\"\nkind = \"vhost-user\"\nsocket = \"p.sock\"\n\
-               [port.q]\non = \"b\"\nnetwork = \"lan\"\nkind = \"vhost-user\"\nsocket = \"q.sock\"\n";
+               [port.q]\non = \"b\"\nnetwork = \"lan\"\nkind = \"vhost-user\"\nsocket = \"q.sock\"\n\
+               [tap.all]\nnetwork = \"lan\"\n\
+               [tap.given]\nnetwork = \"lan\"\nmac = \"02:00:00:00:00:09\"\n\
+               [cell.two]\non = [\"a\", \"b\"]\nimage = \"/proc/self/exe\"\nnetwork = \"lan\"\n";
         let (a, b) = (on(&more, "a"), on(&more, "b"));
         let homes = |machine: &str| {
             let homes = b.elsewhere.homes.iter().filter(|home| home.machine == machine && home.network == "lan");
             homes.filter_map(|home| home.mac).collect::<std::collections::BTreeSet<_>>()
         };
-        let nics = a.machines.iter().flat_map(|machine| &machine.nics).filter(|nic| nic.network == "lan");
-        let expected: std::collections::BTreeSet<_> = nics
-            .map(|nic| nic.mac)
-            .chain(a.taps.iter().filter(|tap| tap.network == "lan").map(|tap| tap.mac))
-            .collect();
-        assert_eq!((expected.len(), homes("a")), (6, expected));
-        let expected = b.taps.iter().filter(|tap| tap.network == "lan").map(|tap| tap.mac);
-        assert_eq!(homes("b"), expected.chain(b.ports.iter().filter_map(|port| port.mac)).collect());
-        assert_eq!(homes("b").len(), 2);
+        // Not that of `given`, which is the same on both.
+        let expected = |fabric: &super::super::Fabric| {
+            let nics = fabric.machines.iter().flat_map(|machine| &machine.nics).filter(|nic| nic.network == "lan");
+            let taps = fabric.taps.iter().filter(|tap| tap.network == "lan" && tap.name != "given");
+            let roles = ["gateway", "router"].map(|role| Mac::derived(&[&fabric.name, "lan", role]));
+            let ports = fabric.ports.iter().filter_map(|port| port.mac);
+            let all = nics.map(|nic| nic.mac).chain(taps.map(|tap| tap.mac)).chain(ports).chain(roles);
+            all.collect::<std::collections::BTreeSet<_>>()
+        };
+        assert_eq!((homes("a").len(), homes("b").len()), (10, 6));
+        assert_eq!((homes("a"), homes("b")), (expected(&a), expected(&b)));
         // A member keeps its MAC address when it moves, and one that is on each machine has another
         // on each.
         let moved = on(&FILE.replace("[tap.t]\non = \"a\"", "[tap.t]\non = \"b\""), "b");

@@ -551,6 +551,7 @@ impl<'t> Reader<'_, 't> {
         if let Some(((hosts, at), (vni, udp_port))) = hosts.zip(tunnel) {
             let range = dhcp.unwrap_or_else(|| whole_range(subnet, low));
             hosts.of_network(at, &name, [gateway, router], dhcp, range, &mut self.fabric.elsewhere);
+            hosts.roles(base, &name, [gateway, router], &mut self.fabric.elsewhere);
             self.spans.push((name.clone(), vni, udp_port));
         }
         let counted_on = |ip| hosts::counted_on(ip, at);
