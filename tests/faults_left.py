@@ -14,6 +14,9 @@ from lib.process import children
 # comments.
 GUEST = bytes.fromhex("fa ba0206 b80001 ef baf803 b052 ee ba0006 ed f6c401 74fa ba0406 b80020 ef f4")
 
+# A user who has no other process.
+USER = 64_120
+
 FORWARD = """
 name = "{name}"
 [network.lan]
@@ -37,6 +40,20 @@ disk = "disk"
 memory = "{memory}"
 accel = "tcg"
 qemu = ["-trace", "qemu_system_shutdown_request", "-trace", "qemu_system_powerdown_request", "-D", "{trace}"]
+"""
+MANY = """
+name = "{name}"
+[network.lan]
+subnet = "10.234.0.0/24"
+uplink = "none"
+[vm.db]
+disk = "db.img"
+memory = "16M"
+accel = "tcg"
+[vm.web]
+disk = "web.img"
+memory = "16M"
+accel = "tcg"
 """
 # QEMU's ShutdownCause (qapi/run-state.json).
 GUEST_SHUTDOWN = "reason=6"
@@ -80,13 +97,48 @@ def test_a_stopped_passt_is_ended_by_up_and_by_down():
             assert is_gone(passt)
 
 
+def bootable(path):
+    disk = bytearray(1 << 20)
+    disk[: len(GUEST)], disk[510:512] = GUEST, b"\x55\xaa"
+    path.write_bytes(disk)
+
+
+@timeout(300)
+def test_down_ends_every_machine_at_the_limit_of_tasks():
+    """A daemon of a user who has as many tasks as it may have: no thread and no process can be started."""
+    need_root()
+    need_program("setpriv")
+    with scratch() as folder:
+        for machine in ("db", "web"):
+            bootable(folder / f"{machine}.img")
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, USER, USER)
+        # A privilege would lift the limit.
+        words = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs",
+                 "--pdeathsig=KILL"]
+        with Fabric(folder, MANY.format(name=f"tasks{os.getpid()}"), prefix=words) as fabric:
+            for machine in ("db", "web"):
+                until("the guest to listen to its button", lambda machine=machine: "R" in fabric.console(machine))
+            pids = fabric.machine_pids()
+            assert len(pids) == 2, pids
+            # A thread that waits for work in a pool ends after ten seconds.
+            time.sleep(12)
+            # Below the present number, so that no task that ends makes room for another one.
+            subprocess.run([*words[:4], "prlimit", f"--pid={fabric.process.pid}", "--nproc=1:1"], check=True)
+            refused = fabric.cli("capture", "db", "--write", folder / "db.pcapng", check=False)
+            assert "check the limit on threads" in refused.stderr, refused
+            # Services are asked on a thread: the page is without them.
+            assert "tombolo_machine" in fabric.cli("metrics").stdout
+            fabric.down()
+            assert fabric.process.popen.returncode == 0, fabric.process.tail()
+            assert all(map(is_gone, pids)), pids
+
+
 @timeout(300)
 def test_a_machine_with_a_disk_has_its_grace_also_after_a_crash():
     """`up` with a changed section, and `down` without a daemon, press the power button, and the guest turns itself off."""
     with scratch() as folder:
-        disk = bytearray(1 << 20)
-        disk[: len(GUEST)], disk[510:512] = GUEST, b"\x55\xaa"
-        (folder / "disk").write_bytes(disk)
+        bootable(folder / "disk")
         name = f"disk{os.getpid()}"
 
         def text(memory):

@@ -398,7 +398,8 @@ fn soon(find: impl FnOnce() -> Vec<Name> + Send + 'static) -> Vec<Name> {
 /// Asks in a separate thread, which nothing waits for.
 fn asked<T: Send + 'static>(find: impl FnOnce() -> T + Send + 'static) -> Receiver<T> {
     let (tell, told) = mpsc::channel();
-    std::thread::spawn(move || tell.send(find()));
+    // Without a thread nothing is found.
+    let _ = std::thread::Builder::new().spawn(move || tell.send(find()));
     told
 }
 

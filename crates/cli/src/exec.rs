@@ -108,11 +108,13 @@ fn can_run(name: &str, kind: &str, is_domain: bool, state: &str) -> Result<(), S
 /// Standard input, whole: the agent takes no more once the command runs.
 fn input(deadline: Option<Instant>) -> Result<Vec<u8>, Failure> {
     let (tell, told) = mpsc::channel();
-    std::thread::spawn(move || {
+    let read = move || {
         let mut bytes = Vec::new();
         let read = io::stdin().take(INPUT_BYTES as u64 + 1).read_to_end(&mut bytes);
         tell.send(read.map(|_| bytes))
-    });
+    };
+    let failed = |error| not_done(format!("no thread could be started that reads standard input: {error}"));
+    std::thread::Builder::new().spawn(read).map_err(failed)?;
     let read = match deadline {
         None => told.recv().ok(),
         Some(deadline) => told.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok(),

@@ -39,16 +39,18 @@ impl Keys {
         single.local_modes &= !(LocalModes::ICANON | LocalModes::ECHO);
         tcsetattr(io::stdin(), OptionalActions::Now, &single)?;
         let (sender, pressed) = channel();
+        // Made first: its end sets the terminal as it was.
+        let keys = Keys { before, pressed };
         // It ends with the process: nothing else ends a read from a terminal.
-        std::thread::spawn(move || {
+        std::thread::Builder::new().spawn(move || {
             let mut byte = [0];
             while let Ok(1) = io::stdin().lock().read(&mut byte) {
                 if sender.send(byte[0]).is_err() {
                     return;
                 }
             }
-        });
-        Ok(Keys { before, pressed })
+        })?;
+        Ok(keys)
     }
 
     /// The next key that was pressed, if one was.

@@ -46,14 +46,16 @@ impl Web {
             out::tell!("open this link within ten minutes; Enter prints another, Ctrl-C ends");
         }
         // It ends with the process: nothing else ends a read from a terminal.
-        std::thread::spawn(move || {
+        let print = move || {
             for line in io::stdin().lock().lines() {
                 let printed = line.and_then(|_| links.fresh()).map(|link| out::print(&format!("{link}\n")));
                 if !matches!(printed, Ok(Ok(()))) {
                     return;
                 }
             }
-        });
+        };
+        let refused = |error| Failure::failed(format!("no thread could be started that waits for Enter: {error}"));
+        std::thread::Builder::new().spawn(print).map_err(refused)?;
         server.run().map_err(failed)?;
         Ok(Exit::Done)
     }

@@ -33,6 +33,7 @@
 #![warn(unreachable_pub)]
 
 pub mod api;
+mod blocking;
 pub mod bridge;
 pub mod config;
 pub mod confine;

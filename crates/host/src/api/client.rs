@@ -28,6 +28,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
+use crate::blocking;
 use crate::rundir;
 
 use super::CaptureOf;
@@ -564,7 +565,7 @@ impl Client {
             stream.set_nonblocking(true)?;
             Ok(stream)
         };
-        UnixStream::from_std(tokio::task::spawn_blocking(wait).await??)
+        UnixStream::from_std(blocking::spawn(wait).await??)
     }
 
     /// Connects. If the socket is missing or has no listener, this waits while its daemon holds its
@@ -661,14 +662,16 @@ impl Body for Typed {
 /// A body that is read from `source` on a thread of its own.
 fn typed(mut source: impl Read + Send + 'static) -> Outgoing {
     let (sender, receiver) = mpsc::channel(4);
-    std::thread::spawn(move || {
+    let read = move || {
         let mut buffer = [0; 1024];
         while let Ok(n @ 1..) = source.read(&mut buffer) {
             if sender.blocking_send(Bytes::copy_from_slice(&buffer[..n])).is_err() {
                 break;
             }
         }
-    });
+    };
+    // Without a thread there is nothing to send, and the body is at its end.
+    let _ = std::thread::Builder::new().spawn(read);
     Typed(receiver).boxed_unsync()
 }
 

@@ -52,6 +52,7 @@ use super::connections::{self, Busy, Limits, Line, Slot};
 use super::query::{Asked, Keys, wrong};
 use super::report::{Fault, Machines, Ports, ProblemReport, SCHEMA};
 use super::{CaptureOf, Refusal, Reply, Request, Requests, config, events, metrics, services, span};
+use crate::blocking;
 use crate::console;
 
 /// Captures, consoles, attached keyboards and followers of events at one time, all clients
@@ -396,7 +397,7 @@ async fn openapi() -> Response {
 async fn metrics_text(State(app): State<App>) -> Result<Response, Answer> {
     let status = ask(&app.requests, Request::Status).await?;
     // Services are other processes: asking them may wait, which this thread must not.
-    let services = tokio::task::spawn_blocking(services::collect).await.unwrap_or_default();
+    let services = blocking::spawn(services::collect).await.unwrap_or_default();
     let page = metrics::render(&status) + &services::render(&services);
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], page).into_response())
 }

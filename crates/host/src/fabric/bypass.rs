@@ -16,6 +16,7 @@ use tombolo_bypass::{controller, report, warnings};
 
 use super::{FabricError, Running, Say};
 use crate::api::report::BypassReport;
+use crate::blocking;
 use crate::plan::{KernelUplink, Plan, kernel_device};
 use crate::{file, routes, rundir};
 
@@ -39,13 +40,14 @@ async fn watch(place: Place, say: Say) {
         tokio::time::sleep(LOOK).await;
         let here = place.clone();
         let look = move || controller::lacks(&here).map(|why| (why, controller::start(&here)));
-        let text = match tokio::task::spawn_blocking(look).await {
+        let text = match blocking::spawn(look).await {
             Ok(Some((why, Ok(true)))) => format!("the bypass: {why}: another one was started"),
             Ok(Some((_, Ok(false)))) => {
                 format!("the bypass: its controller did not start; see {}", place.log().display())
             }
             Ok(Some((why, Err(error)))) => format!("the bypass: {why}: another one could not be started: {error}"),
-            Ok(None) | Err(_) => {
+            Err(error) => format!("the bypass: its controller is not looked at: {error}"),
+            Ok(None) => {
                 told.clear();
                 continue;
             }

@@ -47,6 +47,7 @@ use tombolo_port::link::{Interface, LinkError, Netns};
 use tombolo_switch::gateway::{LeaseRecord, is_reserved};
 
 use super::{FabricError, Running, Say};
+use crate::blocking;
 use crate::config::Document;
 use crate::file::{Contained, Fabric, Mac, Tap, Target};
 use crate::preflight::HostFault;
@@ -299,9 +300,13 @@ impl Running {
                 }
             }
         };
-        if tokio::time::timeout(DELETES, tokio::task::spawn_blocking(delete)).await.is_err() {
-            (self.say)("down: the namespaces of containers do not answer; interfaces in them may stay");
-        }
+        // Not in line: a path may lead to a file system that never answers.
+        let why = match tokio::time::timeout(DELETES, blocking::spawn(delete)).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer for {} s", DELETES.as_secs()),
+        };
+        (self.say)(&format!("down: the namespaces of containers: {why}; interfaces in them may stay"));
     }
 
     /// Whether the containers among the members `names` of `spec`, which are to be added, may have
@@ -363,7 +368,8 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
             let gone = all.into_iter().zip(now).filter(|((_, _, was), now)| *now != Some(*was));
             gone.map(|(member, _)| member).collect::<Vec<_>>()
         };
-        let Ok(gone) = tokio::task::spawn_blocking(look).await else { continue };
+        // Without a thread the next look finds them.
+        let Ok(gone) = blocking::spawn(look).await else { continue };
         for (name, _, was) in gone {
             let Some(running) = me.upgrade() else { return };
             let mut running = running.lock().await;
@@ -383,7 +389,7 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
         for (plan, place) in due {
             let noted = place.clone();
             let check = move || noted.as_ref().map_or(Ok(()), check_place);
-            let Ok(checked) = tokio::task::spawn_blocking(check).await else { continue };
+            let Ok(checked) = blocking::spawn(check).await else { continue };
             let Some(running) = me.upgrade() else { return };
             running.lock().await.try_parked(&plan, place.as_ref(), checked, Instant::now());
         }

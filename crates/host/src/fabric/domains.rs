@@ -28,6 +28,7 @@ use tombolo_port::xen::{DomainEvent, DomainEvents, console_of};
 use super::ending::{Ending, end_all};
 use super::{FabricError, Running};
 use crate::api::report::DomainReport;
+use crate::blocking;
 use crate::plan::{MachinePlan, Plan};
 use crate::rundir::write_whole;
 use crate::xen::config::{self, Domain};
@@ -96,8 +97,8 @@ pub(super) async fn follow(fabric: &Weak<tokio::sync::Mutex<Running>>, machine: 
         let Some(running) = fabric.upgrade() else { return };
         let Some(domain) = running.lock().await.suspended_domain(machine, pid) else { return };
         drop(running);
-        // The task does not panic.
-        let found = tokio::task::spawn_blocking(move || toolstack::look_up(&domain)).await.unwrap_or(Ok(None));
+        let found = blocking::spawn(move || toolstack::look_up(&domain)).await;
+        let found = found.unwrap_or_else(|error| Err(error.to_string()));
         let Some(running) = fabric.upgrade() else { return };
         let mut running = running.lock().await;
         // It may have been stopped or started meanwhile.
@@ -144,7 +145,7 @@ async fn next_domain(events: &mut Option<AsyncFd<DomainEvents>>) -> std::io::Res
         Some(events) => events,
         None => {
             let open = || DomainEvents::open(&[DomainEvent::Introduced]);
-            let opened = tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)??;
+            let opened = blocking::spawn(open).await??;
             #[expect(
                 deprecated,
                 reason = "unsound for a type that gives another descriptor each time; this one does not"
@@ -255,12 +256,11 @@ impl Running {
         // Side by side: without a daemon each takes ten seconds.
         let tasks = left.into_iter().map(|domain| {
             let asked = domain.clone();
-            (domain, tokio::task::spawn_blocking(move || toolstack::destroy(&asked)))
+            (domain, blocking::spawn_or_run(move || toolstack::destroy(&asked)))
         });
         for (domain, task) in tasks.collect::<Vec<_>>() {
             let Domain { machine, name, .. } = &domain;
-            // The task does not panic.
-            match task.await.unwrap_or(Ok(false)) {
+            match task.await.unwrap_or_else(|error| Err(error.to_string())) {
                 Ok(false) => {}
                 Ok(true) => self.took_over(format!("{machine}: its domain {name} was destroyed: no `xl` watched it")),
                 Err(why) => {

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
+use std::pin::pin;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
@@ -10,6 +11,7 @@ use super::{APPLY_RUNS, FabricError, Shared, apply, machine};
 use crate::api::apply::ApplyReport;
 use crate::api::report::{MachineReport, PortReport};
 use crate::api::{Console, Refusal, Reply, Request, Requests};
+use crate::blocking;
 use crate::file::FileError;
 
 /// Requests that may wait.
@@ -115,11 +117,15 @@ impl Waiting {
 async fn hand_over(shared: &Shared, socket: UnixStream, waiting: &mut Waiting, receiver: &mut mpsc::Receiver<Request>) {
     let before = shared.running.lock().await.status();
     let asked = shared.clone();
-    let mut done = tokio::task::spawn_blocking(move || asked.running.blocking_lock().hand_over(socket));
+    let mut done = pin!(blocking::spawn(move || asked.running.blocking_lock().hand_over(socket)));
     loop {
         tokio::select! {
-            // The thread does not panic.
-            _ = &mut done => return,
+            done = &mut done => {
+                if let Err(error) = done {
+                    (shared.running.lock().await.say)(&format!("a handover was not begun: {error}"));
+                }
+                return;
+            }
             Some(request) = receiver.recv(), if waiting.len() < QUEUE => match (request, &before) {
                 (Request::Status(reply), Ok(status)) => answer(reply, Ok(status.clone())),
                 (request, _) => waiting.push(request),
@@ -248,9 +254,9 @@ async fn serve(shared: &Shared, request: Request) {
             let Some(input) = running.domain_input(&name) else { return answer(reply, Ok(console)) };
             // XenStore may be slow; others are served meanwhile.
             tokio::spawn(async move {
-                // The task does not panic.
-                let input = tokio::task::spawn_blocking(input).await.unwrap_or_default();
-                answer(reply, Ok(Console { input, ..console }));
+                let input = blocking::spawn(input).await;
+                let failed = |error| FabricError::State(format!("the input of {name}'s console: {error}"));
+                answer(reply, input.map(|input| Console { input, ..console }).map_err(failed));
             });
         }
         Request::Capture { of, snaplen, filter, reply } => {

@@ -5,6 +5,7 @@ use std::thread::{Builder, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use super::Say;
+use crate::blocking;
 use crate::process::Process;
 use crate::qemu::{argv, monitor};
 use crate::xen::config::Domain;
@@ -61,7 +62,7 @@ fn on_threads<I: Copy + Send, T: Send>(
             all.iter().map(|&item| (item, thread().spawn_scoped(scope, move || work(item)))).collect();
         let end = |(item, thread): (I, std::io::Result<ScopedJoinHandle<'_, T>>)| match thread {
             Ok(thread) => (item, thread.join().ok()),
-            Err(_) => (item, Some(work(item))),
+            Err(_) => (item, blocking::caught(|| work(item))),
         };
         started.into_iter().map(end).collect()
     })
@@ -121,8 +122,8 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) -> Vec<Domain> {
         }
         left.into_iter().map(|(domain, _)| domain.clone()).collect()
     };
-    // The task does not panic; a runtime that is going down ends them with the next `up`.
-    tokio::task::spawn_blocking(work).await.unwrap_or_default()
+    // The work does not panic.
+    blocking::spawn_or_run(work).await.unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use super::ending::{Ending, end_all};
 use super::events::{Facts, Kind};
 use super::{APPLY_RUNS, FabricError, Running, domains};
 use crate::api::Console;
+use crate::blocking;
 use crate::confine::{self, Writes};
 use crate::console;
 use crate::file::{self, Boot, MachineKind, Restart};
@@ -181,8 +182,7 @@ async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, mac
         return domains::follow(fabric, machine, Some(pid)).await;
     }
     let asked = domain.clone();
-    // The task does not panic.
-    let done = tokio::task::spawn_blocking(move || toolstack::destroy(&asked)).await.unwrap_or(Ok(false));
+    let done = blocking::spawn(move || toolstack::destroy(&asked)).await.unwrap_or_else(|error| Err(error.to_string()));
     let Some(running) = fabric.upgrade() else { return };
     let mut running = running.lock().await;
     match done {
@@ -494,8 +494,8 @@ impl Running {
                 }
             }
             if is_domain && let Some(process) = Process::open(pid).filter(|_| process::start_ticks(pid) == ticks) {
-                // The task does not panic.
-                let _ = tokio::task::spawn_blocking(move || domains::end_xl(&process)).await;
+                // The work does not panic.
+                let _ = blocking::spawn_or_run(move || domains::end_xl(&process)).await;
             }
             domain_ended(&me, &name, pid).await;
             let Some(running) = me.upgrade() else { return };

@@ -70,6 +70,7 @@ use tombolo_switch::control::ControlError;
 use tombolo_switch::guard::link_local;
 use tombolo_worker::thread::{WorkerError, WorkerThread};
 
+use crate::blocking;
 use crate::config::Document;
 use crate::file::{self, Fabric, FileError, Which};
 use crate::kernel::{self, KernelError};
@@ -431,8 +432,7 @@ impl Running {
         let takeover = if replace {
             let (spec, base, absolute, say) = (spec.clone(), base.clone(), absolute.clone(), say.clone());
             // It waits for the other daemon, which may be stopped.
-            let begun =
-                tokio::task::spawn_blocking(move || Takeover::begin(&spec, base.as_ref(), &absolute, &say)).await;
+            let begun = blocking::spawn(move || Takeover::begin(&spec, base.as_ref(), &absolute, &say)).await;
             begun.map_err(|error| FabricError::State(format!("asking for a handover: {error}")))??
         } else {
             None
@@ -710,8 +710,8 @@ impl Running {
         }
         let names: Vec<_> = left.iter().map(|(name, p)| (name.clone(), p.pid)).collect();
         let work = move || process::kill_all(&left.iter().map(|(_, process)| process).collect::<Vec<_>>());
-        // The task does not panic.
-        let there = tokio::task::spawn_blocking(work).await.unwrap_or_default();
+        // The work does not panic.
+        let there = blocking::spawn_or_run(work).await.unwrap_or_default();
         for (name, pid) in names {
             self.took_over(match there.contains(&pid) {
                 false => format!("{name}: passt, process {pid}, was ended: its daemon had left it behind"),

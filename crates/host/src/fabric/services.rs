@@ -31,6 +31,7 @@ use tombolo_rpc::folder;
 use super::Running;
 use super::backoff::Backoff;
 use super::helper::Helper;
+use crate::blocking;
 use crate::bridge::{self, Spec};
 use crate::process::{self, Process, RecordedBridge};
 
@@ -81,8 +82,8 @@ async fn kill(bridges: Vec<(Process, Vec<String>)>) -> Vec<u32> {
         bridges.iter().for_each(|(_, words)| clear_name(words));
         there
     };
-    // The task does not panic.
-    tokio::task::spawn_blocking(work).await.unwrap_or_default()
+    // The work does not panic.
+    blocking::spawn_or_run(work).await.unwrap_or_default()
 }
 
 impl Running {

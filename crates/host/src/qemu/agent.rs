@@ -473,7 +473,8 @@ fn lock(socket: &Path, until: Until) -> Result<File, AgentError> {
 /// before it is full.
 fn connect(socket: PathBuf, until: Until) -> Result<UnixStream, AgentError> {
     let (tell, told) = mpsc::channel();
-    std::thread::spawn(move || tell.send(UnixStream::connect(socket)));
+    let connect = move || tell.send(UnixStream::connect(socket));
+    std::thread::Builder::new().spawn(connect).map_err(AgentError::Unreachable)?;
     let begun = Instant::now();
     loop {
         let Some(left) = SILENCE.checked_sub(begun.elapsed()) else { return Err(AgentError::Silent) };

@@ -50,6 +50,7 @@ use crate::api::blocks::Blocks;
 use crate::api::client::quoted;
 use crate::api::report::Fault;
 use crate::api::services;
+use crate::blocking;
 use session::Sessions;
 use stalled::Stalled;
 
@@ -241,7 +242,7 @@ impl Server {
     /// # Errors
     /// If the system has no runtime for it.
     pub fn run(self) -> Result<(), WebError> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(2).build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             use tokio::signal::unix::{SignalKind, signal};
             let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -609,7 +610,7 @@ impl Shared {
         {
             return json(*status, body.clone());
         }
-        let found = tokio::task::spawn_blocking(services::collect).await;
+        let found = blocking::spawn(services::collect).await;
         let body = found.ok().and_then(|found| serde_json::to_vec(&found).ok()).map(Bytes::from);
         let Some(body) = body else {
             return fault(StatusCode::INTERNAL_SERVER_ERROR, "the services could not be asked");
