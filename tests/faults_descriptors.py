@@ -6,10 +6,11 @@ import select
 import socket
 import struct
 import subprocess
+import threading
 import time
 
-from lib import Fabric, Process, built, scratch, timeout, until
-from lib.fabric import PROGRAM
+from lib import Fabric, Namespace, Process, built, scratch, timeout, until
+from lib.fabric import PROGRAM, Api
 from lib.fuse import HangingFiles
 
 FILE = """
@@ -23,6 +24,14 @@ socket = "{folder}/bad.sock"
 [port.good]
 kind = "vhost-user"
 socket = "{folder}/good.sock"
+"""
+PODS = """
+name = "{name}"
+[network.lan]
+subnet = "10.233.0.0/24"
+uplink = "none"
+[port.other]
+kind = "stream"
 """
 VERSION, MAGIC = 2, int.from_bytes(b"TMBLRPC\x02", "little")
 GET_FEATURES, SET_MEM_TABLE, SET_VRING_KICK, SET_VRING_CALL, ADD_MEM_REG = 1, 5, 12, 13, 37
@@ -138,3 +147,52 @@ def test_a_daemon_keeps_no_descriptor_of_who_started_it():
         finally:
             subprocess.run([PROGRAM, "down", "--fabric", name], env=env, check=True, capture_output=True)
             os.close(reader)
+
+
+@timeout(240)
+def test_a_namespace_behind_a_file_system_that_never_answers_holds_up_its_own_port_alone():
+    """An addition is refused in time while all others are served, and a start parks the port of the container."""
+    with scratch() as folder, Namespace() as space, Namespace() as pod:
+        first, second = folder / "first", folder / "second"
+        first.mkdir()
+        second.mkdir()
+        pod.tap("eth0")
+        for name, target in (("web", f"/run/netns/{pod}"), ("dead", first / "hanging/file")):
+            (folder / name).symlink_to(target)
+        section = f'[tap.{{0}}]\ndevice = "eth0"\nadopt = true\nnetns = "{folder}/{{0}}"\ncontainer = "pods/{{0}}/eth0"\n'
+        with Fabric(folder, PODS.format(name=f"pods{os.getpid()}"), netns=space, own_mounts=False) as fabric:
+            def add(name):
+                with contextlib.closing(Api(fabric.runtime / "api.sock")) as api:
+                    api.request("POST", "/v1/ports", section.format(name))
+                    answer = api.getresponse()
+                    return answer.status, answer.read().decode()
+
+            added = add("web")
+            assert added[0] < 300, added
+            with HangingFiles(first) as files:
+                os.write(files.switch, b"h")
+                answers = []
+                asking = threading.Thread(target=lambda: answers.append(add("dead")))
+                asking.start()
+                longest = looks = 0
+                while asking.is_alive():
+                    begun = time.monotonic()
+                    assert [port["name"] for port in fabric.status()["ports"] if port["name"] in ("web", "dead")] == ["web"]
+                    longest, looks = max(longest, time.monotonic() - begun), looks + 1
+                [(code, said)] = answers
+                assert code >= 400 and "does not answer within 5s" in said and str(folder / "dead") in said, (code, said)
+                assert longest < 4 and looks > 2, f"`status` took {longest:.1f} s at most, in {looks} looks"
+            # Its file system does not answer any more, and the daemon starts.
+            fabric.kill()
+            (folder / "web").unlink()
+            (folder / "web").symlink_to(second / "hanging/file")
+            with HangingFiles(second) as files:
+                os.write(files.switch, b"h")
+                fabric.start()
+                told = str(fabric.port("web"))
+                assert "parked" in told and "does not answer within 5s" in told, told
+                (folder / "web").unlink()
+                (folder / "web").symlink_to(f"/run/netns/{pod}")
+            until("the port of the container", lambda: "parked" not in str(fabric.port("web")), 60)
+            fabric.down()
+            assert "eth0" not in pod.ip("link")

@@ -26,14 +26,14 @@
 //!   choose any name.
 //!
 //! - What looks at a namespace while the fabric runs does so on a thread of its own, without the
-//!   lock of [`Running`]. An addition opens the namespace under the lock: the plugin has opened it
-//!   before, and waits instead of the daemon if the path leads to a file system that does not
-//!   answer.
+//!   lock of [`Running`]. An addition and a start open the namespace under the lock. Before that
+//!   they see whether its path answers ([`super::namespaces`]).
 //!
 //! # Limits
 //! The namespace of a container that dies without DEL is there for up to two seconds. If a path
 //! leads to a file system that stops to answer later, the ends of all containers wait for it.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
@@ -92,21 +92,21 @@ fn path_of(netns: &str) -> PathBuf {
     if netns.contains('/') { netns.into() } else { Path::new("/run/netns").join(netns) }
 }
 
-fn inode(path: &Path) -> Option<(u64, u64)> {
-    std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()))
+fn inode(path: &Path) -> io::Result<(u64, u64)> {
+    std::fs::metadata(path).map(|m| (m.dev(), m.ino()))
 }
 
 /// The namespaces that are at these paths now. One is open at a time.
-fn identities<'p>(paths: impl Iterator<Item = &'p Path> + Clone + Send) -> Vec<Option<Identity>> {
+fn identities<'p>(paths: impl Iterator<Item = &'p Path> + Clone + Send) -> Vec<io::Result<Identity>> {
     let inodes: Vec<_> = paths.clone().map(inode).collect();
     let cookies = Netns::cookies(paths.map(|path| Netns::open(&path.to_string_lossy()).ok()));
     // Without a thread that could ask, the inodes decide.
     let cookies = cookies.unwrap_or_else(|_| vec![None; inodes.len()]);
-    inodes.into_iter().zip(cookies).map(|(inode, cookie)| Some(Identity { inode: inode?, cookie })).collect()
+    inodes.into_iter().zip(cookies).map(|(inode, cookie)| Ok(Identity { inode: inode?, cookie })).collect()
 }
 
-fn identity(path: &Path) -> Option<Identity> {
-    identities([path].into_iter()).into_iter().next().flatten()
+fn identity(path: &Path) -> io::Result<Identity> {
+    identities([path].into_iter()).pop().expect("one for each path")
 }
 
 /// Whether an error says that what was looked for is not there. Another one, such as too few
@@ -136,9 +136,9 @@ fn tap_has_gone(tap: &Tap) -> bool {
 /// saw. `recorded` has what that was.
 fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
     match (identity(&path_of(member.netns)), recorded.get(member.name)) {
-        (None, _) => std::fs::metadata(path_of(member.netns)).is_err_and(|error| says_gone(&error)),
-        (Some(now), Some(was)) => now != Identity::of(was),
-        (Some(_), None) => false,
+        (Ok(now), Some(was)) => now != Identity::of(was),
+        (Ok(_), None) => false,
+        (Err(error), _) => says_gone(&error),
     }
 }
 
@@ -156,7 +156,8 @@ fn interface(netns: Option<&str>, device: &str) -> Option<Interface> {
 /// Whether what is in a container's namespace now is what its port had, as far as it was noted. The
 /// error says what is there instead. It may wait for the file system that the path leads to.
 pub(super) fn check_place(place: &ContainerPlace) -> Result<(), String> {
-    if identity(&place.netns) != Some(Identity::of(place)) {
+    let now = identity(&place.netns).map_err(|error| format!("the namespace at {}: {error}", place.netns.display()))?;
+    if now != Identity::of(place) {
         return Err(format!("the namespace at {} is not that of its container any more", place.netns.display()));
     }
     let Some((index, (device, _))) = place.index.zip(place.tap.as_ref()) else { return Ok(()) };
@@ -173,7 +174,7 @@ pub(super) fn check_place(place: &ContainerPlace) -> Result<(), String> {
 /// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it
 /// stays.
 fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
-    let is_same = || identity(&place.netns) == Some(Identity::of(place));
+    let is_same = || identity(&place.netns).is_ok_and(|now| now == Identity::of(place));
     let Some((device, mac)) = place.tap.as_ref().filter(|_| is_same()) else { return Ok(()) };
     // Paths of namespaces are from text.
     let netns = Netns::open(&place.netns.to_string_lossy())?;
@@ -185,16 +186,19 @@ fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
 }
 
 /// Forgets the ports of containers that ended while no daemon ran. Also returns what rules and
-/// mirrors have lost by that, a sentence for each container.
+/// mirrors have lost by that, a sentence for each container. Those that are `silent` are kept.
 pub(super) fn without_gone(
     mut spec: Fabric,
     base: Option<&Document>,
+    silent: &BTreeMap<String, String>,
     dir: &mut RunDir,
     say: &Say,
 ) -> (Fabric, Vec<String>) {
-    let taps = spec.taps.iter().filter(|t| t.container.is_some() && tap_has_gone(t)).map(|t| t.name.clone());
+    let is_contained = |tap: &&Tap| tap.container.is_some() && !silent.contains_key(&tap.name);
+    let taps = spec.taps.iter().filter(is_contained).filter(|tap| tap_has_gone(tap)).map(|tap| tap.name.clone());
     let recorded = dir.owner().containers.clone();
-    let members = spec.contained().filter(|member| has_gone(member, &recorded)).map(|member| member.name.to_string());
+    let answering = spec.contained().filter(|member| !silent.contains_key(member.name));
+    let members = answering.filter(|member| has_gone(member, &recorded)).map(|member| member.name.to_string());
     let gone: BTreeSet<String> = taps.chain(members).collect();
     if gone.is_empty() {
         return (spec, vec![]);
@@ -248,8 +252,21 @@ impl Running {
         self.tap_of(member).is_some() && (known.tap.is_none() || known.index.is_none())
     }
 
+    /// The fabric without the taps whose namespaces do not answer.
+    pub(super) fn answering(&self) -> Cow<'_, Fabric> {
+        if self.silent.is_empty() {
+            return Cow::Borrowed(&self.spec);
+        }
+        let mut spec = self.spec.clone();
+        spec.taps.retain(|tap| !self.silent.contains_key(&tap.name));
+        Cow::Owned(spec)
+    }
+
     fn place_of(&self, member: &Contained<'_>) -> ContainerPlace {
         let netns = path_of(member.netns);
+        if self.silent.contains_key(member.name) {
+            return ContainerPlace { netns, ..ContainerPlace::default() };
+        }
         // One that is gone already has none, which the next look finds.
         let found = identity(&netns).unwrap_or(Identity { inode: (0, 0), cookie: None });
         let tap = self.tap_of(member).filter(|_| !self.is_parked(member.name));
@@ -365,8 +382,12 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
         // A path may lead to a file system that does not answer.
         let look = move || {
             let now = identities(all.iter().map(|(_, path, _)| path.as_path()));
-            let gone = all.into_iter().zip(now).filter(|((_, _, was), now)| *now != Some(*was));
-            gone.map(|(member, _)| member).collect::<Vec<_>>()
+            let has_gone = |was: Identity, now: io::Result<Identity>| match now {
+                Ok(now) => now != was,
+                Err(error) => says_gone(&error),
+            };
+            let gone = all.into_iter().zip(now).filter_map(|(member, now)| has_gone(member.2, now).then_some(member));
+            gone.collect::<Vec<_>>()
         };
         // Without a thread the next look finds them.
         let Ok(gone) = blocking::spawn(look).await else { continue };
@@ -415,7 +436,7 @@ mod tests {
         let recorded = Containers::from([("vm".into(), place)]);
         assert!(!has_gone(&recorded));
         assert!(!has_gone(&Containers::new()), "a record of an earlier version has none");
-        assert_eq!(identity(&path).map(|now| now.cookie), Some(None), "only a namespace has a cookie");
+        assert_eq!(identity(&path).unwrap().cookie, None, "only a namespace has a cookie");
         std::fs::rename(&path, dir.path().join("old")).unwrap();
         std::fs::write(&path, "").unwrap();
         assert!(has_gone(&recorded), "there is a namespace at the path, and it is not the container's");
@@ -461,11 +482,11 @@ mod tests {
         assert_eq!(path_of("/proc/7/ns/net"), Path::new("/proc/7/ns/net"));
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ns");
-        assert_eq!(inode(&path), None);
+        assert!(inode(&path).is_err());
         std::fs::write(&path, "").unwrap();
-        let first = inode(&path);
+        let first = inode(&path).unwrap();
         std::fs::rename(&path, dir.path().join("old")).unwrap();
         std::fs::write(&path, "").unwrap();
-        assert!(first.is_some() && inode(&path) != first);
+        assert_ne!(inode(&path).unwrap(), first);
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::{APPLY_RUNS, FabricError, Shared, apply, machine};
+use super::{APPLY_RUNS, FabricError, Running, Shared, apply, machine, namespaces};
 use crate::api::apply::ApplyReport;
 use crate::api::report::{MachineReport, PortReport};
 use crate::api::{Console, Refusal, Reply, Request, Requests};
@@ -197,10 +197,25 @@ async fn serve(shared: &Shared, request: Request) {
         // clears up what is there by now.
         Request::AddPorts { reply, .. } if reply.is_closed() => {}
         Request::AddPorts { sections, reply } => {
-            let mut running = shared.running.lock().await;
-            let result = running.add(&sections).and_then(|names| Ok((running.status()?, names)));
-            let ports = result.map(|(status, names)| pick_ports(status.ports, &names));
-            answer(reply, ports);
+            let namespaces = namespaces::named_in(&sections);
+            if namespaces.is_empty() {
+                return answer(reply, add_ports(&mut *shared.running.lock().await, &sections));
+            }
+            // Their paths may not answer; others are served meanwhile.
+            let shared = shared.clone();
+            tokio::spawn(async move {
+                if let Some((port, why)) = namespaces::silent(namespaces).await.pop_first() {
+                    return answer(reply, Err(FabricError::Port { port, why }));
+                }
+                let mut running = shared.running.lock().await;
+                let result = match () {
+                    () if running.applying => Err(FabricError::Busy(APPLY_RUNS.into())),
+                    () if running.dir.is_none() => Err(FabricError::State("the fabric has ended".into())),
+                    () if reply.is_closed() => return,
+                    () => add_ports(&mut running, &sections),
+                };
+                answer(reply, result);
+            });
         }
         Request::ChangePort { name, change, reply } => {
             let mut running = shared.running.lock().await;
@@ -288,6 +303,11 @@ async fn serve(shared: &Shared, request: Request) {
         Request::HandOver { .. } => {}
         Request::Down(reply) => answer(reply, Ok(())),
     }
+}
+
+fn add_ports(running: &mut Running, sections: &str) -> Result<Vec<PortReport>, FabricError> {
+    let names = running.add(sections)?;
+    Ok(pick_ports(running.status()?.ports, &names))
 }
 
 fn pick_ports(all: Vec<PortReport>, names: &[String]) -> Vec<PortReport> {

@@ -43,6 +43,7 @@ mod helper;
 mod injected;
 mod leases;
 mod machine;
+mod namespaces;
 mod network;
 mod parked;
 mod passt;
@@ -232,6 +233,8 @@ pub struct Running {
     pub(crate) watched: events::Watched,
     /// Where the ports of containers lead.
     containers: containers::Containers,
+    /// Members of containers whose namespaces did not answer, and why, while the fabric starts.
+    silent: BTreeMap<String, String>,
     /// Names of domains that are being ended since the addition that they were a part of failed.
     unadded: std::collections::BTreeSet<String>,
 }
@@ -465,7 +468,9 @@ impl Running {
             }
             None => spec,
         };
-        let (spec, lost) = containers::without_gone(spec, base.as_ref(), &mut dir, &say);
+        let namespaces = spec.contained().map(|member| (member.name.to_string(), member.netns.to_string()));
+        let silent = namespaces::silent(namespaces.collect()).await;
+        let (spec, lost) = containers::without_gone(spec, base.as_ref(), &silent, &mut dir, &say);
         let running = match known {
             Some((facts, prepared, store, commit)) => {
                 let running = Running::new(spec, absolute, dir, facts, say);
@@ -482,6 +487,7 @@ impl Running {
         let mut running = shared.running.lock().await;
         running.owns = owns.clone();
         running.base = base;
+        running.silent = silent;
         running.me = Arc::downgrade(&shared.running);
         running.taking_over = running.take_state("handover".into()).is_some();
         lost.into_iter().for_each(|what| running.took_over(what));
@@ -541,7 +547,7 @@ impl Running {
         let standing = standing::Standing::listening(self.left_listeners());
         let begun = Instant::now();
         loop {
-            let all = preflight::faults(&self.spec, Some(&standing));
+            let all = preflight::faults(&self.answering(), Some(&standing));
             // What a container has done to its namespace keeps no other member from its network:
             // its port is parked.
             let (of_containers, mut faults): (Vec<_>, Vec<_>) = all.into_iter().partition(|f| self.is_of_container(f));
@@ -673,6 +679,7 @@ impl Running {
         self.open_events();
         self.watch_ports();
         self.note_containers();
+        self.silent.clear();
         tokio::spawn(containers::watch(self.me.clone()));
         tokio::spawn(crate::stamps::keep(self.facts.runtime.clone(), self.me.clone()));
         let name = self.spec.name.clone();

@@ -122,6 +122,13 @@ impl Running {
     /// As for [`Running::add_port`]: of a port that belongs to no container, or of a worker that
     /// has ended.
     pub(super) fn add_port_or_park(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
+        // What is handed over needs no namespace.
+        if !self.taking_over
+            && matches!(plan.attachment, Attachment::Tap { .. })
+            && let Some(why) = self.silent.get(&plan.name).cloned()
+        {
+            return self.park(plan, &why);
+        }
         match self.add_port(plan) {
             Err(FabricError::Port { why, .. }) if self.is_contained(&plan.name) => self.park(plan, &why),
             done => done,
