@@ -156,6 +156,8 @@ pub struct Gateway {
     /// Whether all owners of IPv6 addresses are to be told, and those whose leases have changed.
     reserves_anew: bool,
     reserves: Vec<Ipv6Addr>,
+    /// Whether learned addresses may have become others' by what the file says.
+    revokes: bool,
     entropy: Entropy,
     start: Start,
     counters: Arc<GatewayCounters>,
@@ -201,6 +203,7 @@ impl Gateway {
             elsewhere: Arc::default(),
             reserves_anew: true,
             reserves: Vec::new(),
+            revokes: false,
             entropy,
             start,
             counters: Arc::default(),
@@ -270,10 +273,7 @@ impl Gateway {
         let (mac, address) = (member.mac, member.address);
         let name = member.name.to_ascii_lowercase();
         self.members.set(member)?;
-        self.reserves_anew = true;
-        if let Some(six) = &mut self.six {
-            six.revoke_others(&self.members);
-        }
+        (self.reserves_anew, self.revokes) = (true, true);
         if let Some(leases) = &mut self.leases {
             let holder = leases.named(&name);
             let is_own = holder.is_some_and(|a| {
@@ -302,10 +302,7 @@ impl Gateway {
     /// Sets all names of the file under which IPv6 addresses are found.
     pub fn set_names6(&mut self, names: &[Name6]) {
         self.members.set_names6(names);
-        self.reserves_anew = true;
-        if let Some(six) = &mut self.six {
-            six.revoke_others(&self.members);
-        }
+        (self.reserves_anew, self.revokes) = (true, true);
         if let Some(leases) = self.six.as_mut().and_then(|six| six.leases.as_mut()) {
             leases.reservations_changed();
         }
@@ -314,6 +311,16 @@ impl Gateway {
     /// Sets what members boot from the network.
     pub fn set_boot(&mut self, table: BootTable) {
         self.boot = table;
+    }
+
+    /// Ends the names of learned addresses that have become other members'. Once for all changes of
+    /// members since the last call, since it looks at every learned address.
+    fn revoke_learned(&mut self) {
+        if std::mem::take(&mut self.revokes)
+            && let Some(six) = &mut self.six
+        {
+            six.revoke_others(&self.members);
+        }
     }
 
     /// Removes the member of that name; whether there was one. Its lease, if any, runs on until it
@@ -342,6 +349,7 @@ impl Gateway {
         checksum: Checksum,
         ingress: Option<Token>,
     ) -> Result<(), Reason> {
+        self.revoke_learned();
         if self.six.is_some() && frame.get(12..14) == Some(&[0x86, 0xdd]) {
             return self.input6(now, frame, checksum, ingress);
         }
@@ -906,6 +914,7 @@ impl Gateway {
 
     /// Runs timers. Returns when to be called again although nothing happens.
     pub fn poll(&mut self, now: Nanos) -> Option<Nanos> {
+        self.revoke_learned();
         if let Some(leases) = &mut self.leases {
             leases.expire(now);
         }

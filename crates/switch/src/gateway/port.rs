@@ -450,6 +450,7 @@ impl Port for GatewayPort {
         self.now = now;
         if self.shared.mail.swap(false, Ordering::Acquire) {
             self.run_commands();
+            self.gateway.revoke_learned();
             if self.shared.wants_learned.swap(false, Ordering::Relaxed) {
                 *lock(&self.shared.learned) = Arc::new(self.gateway.learned6());
             }

@@ -46,6 +46,9 @@ pub(super) struct Learned {
     by_mac: HashMap<Mac, Vec<Ipv6Addr>>,
     /// Addresses that are being asked; few.
     probed: Vec<Ipv6Addr>,
+    /// How often all were looked at.
+    #[cfg(test)]
+    pub(super) revoked: usize,
 }
 
 impl Learned {
@@ -83,6 +86,10 @@ impl Learned {
 
     /// Forgets the addresses that, with their MAC address, `is_others` names.
     pub(super) fn revoke(&mut self, is_others: impl Fn(Ipv6Addr, Mac) -> bool) {
+        #[cfg(test)]
+        {
+            self.revoked += 1;
+        }
         let gone = self.by_address.iter().filter(|(address, entry)| is_others(**address, entry.mac));
         let gone: Vec<Ipv6Addr> = gone.map(|(address, _)| *address).collect();
         gone.into_iter().for_each(|address| self.forget(address));

@@ -404,6 +404,29 @@ fn an_address_that_the_file_gives_to_another_member_loses_the_name_of_its_claima
 }
 
 #[test]
+fn learned_addresses_are_looked_at_once_for_all_members_of_a_change() {
+    let mut world = World::new();
+    let four = |n: u8| Ipv4Addr::new(10, 9, 0, n);
+    let derived = host(four(100).to_bits().into());
+    for target in [derived, host(0xdef)] {
+        assert!(world.put(200, &detect(200, target)).is_empty());
+    }
+    let learned = |world: &World| {
+        let learned = &world.gateway.six.as_ref().unwrap().learned;
+        (learned.revoked, learned.len())
+    };
+    assert_eq!(learned(&world), (0, 2));
+    for n in 10..110 {
+        let member = Member { name: format!("m{n}"), mac: Some(mac(n)), address: Some(four(n)) };
+        world.gateway.set_member(member).unwrap();
+    }
+    assert!(world.put(200, &detect(200, host(0xdef))).is_empty());
+    assert_eq!(learned(&world), (1, 1), "one look, and the address of a member is forgotten");
+    world.gateway.poll(world.now);
+    assert_eq!(learned(&world), (1, 1));
+}
+
+#[test]
 fn owners_of_addresses_are_told_as_the_file_and_the_leases_change() {
     let mut world = World::new();
     let told = |world: &mut World| {
