@@ -12,13 +12,15 @@
 //! of neighbour discovery. What a member routes from elsewhere makes no neighbours.
 //!
 //! Limits: each port has two sets of at most [`MOST`] addresses. When the younger one is full, or
-//! half of the lifetime is over, it takes the place of the older one.
+//! half of the lifetime is over, it takes the place of the older one. One index over all ports says
+//! whether an address is in use: a frame from a refused address costs one look-up, however many
+//! ports there are.
 
 use super::bindings::LIFETIME;
 use super::ipv6::{self, Upper};
 use crate::Nanos;
 use crate::mac::PortNumber;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::net::Ipv6Addr;
 
 /// New addresses of a port in a second, and at once.
@@ -39,16 +41,35 @@ struct Addresses {
     whole: Nanos,
 }
 
-impl Addresses {
-    fn has(&self, address: u128) -> bool {
-        self.young.contains(&address) || self.old.contains(&address)
+/// When a port entered an address, which it does at least each half of the lifetime while it uses
+/// it. Of several ports that use one, the first stays as long as it does.
+#[derive(Debug, Default)]
+struct Used(HashMap<u128, (PortNumber, Nanos)>);
+
+impl Used {
+    fn enter(&mut self, now: Nanos, port: PortNumber, address: u128) {
+        let first = self.0.entry(address).or_insert((port, now));
+        if first.0 == port || now.since(first.1).0 > LIFETIME.0 / 2 {
+            *first = (port, now);
+        }
     }
 
+    fn forget(&mut self, port: PortNumber, addresses: impl Iterator<Item = u128>) {
+        for address in addresses {
+            if self.0.get(&address).is_some_and(|(first, _)| *first == port) {
+                self.0.remove(&address);
+            }
+        }
+    }
+}
+
+impl Addresses {
     /// Enters an address; false where it is new, and there were too many new ones.
-    fn enter(&mut self, now: Nanos, address: u128) -> bool {
+    fn enter(&mut self, now: Nanos, port: PortNumber, address: u128, used: &mut Used) -> bool {
         if self.young.len() >= MOST || now.since(self.turned).0 >= LIFETIME.0 / 2 {
-            self.old = std::mem::take(&mut self.young);
+            let gone = std::mem::replace(&mut self.old, std::mem::take(&mut self.young));
             self.turned = now;
+            used.forget(port, gone.into_iter().filter(|address| !self.old.contains(address)));
         }
         if self.young.contains(&address) {
             return true;
@@ -60,13 +81,17 @@ impl Addresses {
             }
             self.whole = whole;
         }
+        used.enter(now, port, address);
         self.young.insert(address)
     }
 }
 
 /// The addresses of a network's ports.
 #[derive(Debug, Default)]
-pub(super) struct Unguarded(Vec<Option<Box<Addresses>>>);
+pub(super) struct Unguarded {
+    ports: Vec<Option<Box<Addresses>>>,
+    used: Used,
+}
 
 impl Unguarded {
     /// Whether an IPv6 packet (the first bytes of it, or all) may pass from `port`.
@@ -79,16 +104,16 @@ impl Unguarded {
         {
             return true;
         }
-        let port = usize::from(port);
-        if self.0.len() <= port {
-            self.0.resize_with(port + 1, || None);
+        let at = usize::from(port);
+        if self.ports.len() <= at {
+            self.ports.resize_with(at + 1, || None);
         }
         let none = || {
             let (young, old) = (HashSet::new(), HashSet::new());
             Box::new(Addresses { young, old, turned: now, last: 0, whole: now })
         };
-        let addresses = self.0[port].get_or_insert_with(none);
-        let is_in = addresses.enter(now, source);
+        let addresses = self.ports[at].get_or_insert_with(none);
+        let is_in = addresses.enter(now, port, source, &mut self.used);
         if is_in {
             addresses.last = source;
         }
@@ -98,19 +123,19 @@ impl Unguarded {
     /// Whether `source` is what the port has used last, and needs not be entered once more.
     #[inline]
     pub(super) fn is_last(&self, now: Nanos, port: PortNumber, source: u128) -> bool {
-        let addresses = self.0.get(usize::from(port)).and_then(Option::as_ref);
+        let addresses = self.ports.get(usize::from(port)).and_then(Option::as_ref);
         addresses.is_some_and(|addresses| addresses.last == source && now.since(addresses.turned).0 < LIFETIME.0 / 2)
     }
 
     /// Whether a port has used `address` lately.
     pub(super) fn is_used(&self, now: Nanos, address: u128) -> bool {
-        self.0.iter().flatten().any(|addresses| now.since(addresses.turned) < LIFETIME && addresses.has(address))
+        self.used.0.get(&address).is_some_and(|(_, entered)| now.since(*entered) < LIFETIME)
     }
 
     /// Forgets `port`.
     pub(super) fn leave(&mut self, port: PortNumber) {
-        if let Some(addresses) = self.0.get_mut(usize::from(port)) {
-            *addresses = None;
+        if let Some(addresses) = self.ports.get_mut(usize::from(port)).and_then(Option::take) {
+            self.used.forget(port, addresses.young.into_iter().chain(addresses.old));
         }
     }
 }
@@ -185,18 +210,38 @@ mod tests {
     }
 
     #[test]
+    fn who_uses_another_ports_address_does_not_have_it_forgotten() {
+        let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
+        let victim = host(1_000_000);
+        assert!(all.admit(now, 1, PREFIX, &packet(victim, 6, 0)));
+        assert!(all.admit(now, 2, PREFIX, &packet(victim, 6, 0)));
+        // Port 2 lets it go by using very many others.
+        for n in 0..3 * MOST as u64 {
+            now = now.after(Nanos(Nanos::SECOND.0 / RATE));
+            assert!(all.admit(now, 2, PREFIX, &packet(host(n), 6, 0)));
+        }
+        assert!(all.is_used(now, victim.to_bits()));
+        all.leave(2);
+        assert!(all.is_used(now, victim.to_bits()));
+        all.leave(1);
+        assert!(!all.is_used(now, victim.to_bits()));
+    }
+
+    #[test]
     fn memory_is_bounded_and_an_address_is_forgotten_after_an_hour() {
         let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
         for n in 0..4 * MOST as u64 {
             now = now.after(Nanos::SECOND);
             assert!(all.admit(now, 1, PREFIX, &packet(host(n), 6, 0)));
-            let addresses = all.0[1].as_ref().unwrap();
+            let addresses = all.ports[1].as_ref().unwrap();
             assert!(addresses.young.len() <= MOST && addresses.old.len() <= MOST);
+            let both: HashSet<u128> = addresses.young.union(&addresses.old).copied().collect();
+            assert_eq!(both, all.used.0.keys().copied().collect(), "the index has what a set has");
         }
         let last = host(4 * MOST as u64 - 1).to_bits();
         assert!(all.is_used(now, last) && !all.is_used(now, host(0).to_bits()));
         assert!(!all.is_used(now.after(LIFETIME), last));
         all.leave(1);
-        assert!(!all.is_used(now, last));
+        assert!(!all.is_used(now, last) && all.used.0.is_empty());
     }
 }
