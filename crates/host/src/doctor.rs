@@ -282,7 +282,7 @@ fn nft() -> Finding {
         let advice = "install nftables (Debian: apt install nftables)";
         return finding("nftables", needed, Err((Outcome::Missing, "no nft in PATH".into(), advice)));
     };
-    let rules = crate::kernel::rules("doctor", &[], [false; 2]);
+    let rules = crate::kernel::rules("doctor", &[], &crate::kernel::Fixed6::new(), [false; 2]);
     let result = match in_namespace(&[&program.display().to_string(), "-f", "-"], &rules) {
         Ok(()) if rustix::process::geteuid().is_root() => {
             Ok("a table with the fabric's chains was made in a namespace".into())

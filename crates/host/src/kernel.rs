@@ -36,12 +36,13 @@
 //! that it learned from them (`accept_ra`, ip-sysctl.rst), unless `accept_ra` is 2. So it becomes 2
 //! first, wherever it was 1, and 1 again last.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::file::{Proto, Uplink, Uplink6};
+use crate::file::{self, Proto, Uplink, Uplink6};
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
 use crate::routes;
@@ -83,13 +84,16 @@ const SILENT_BURST: u32 = 100;
 const KNOWN_MINUTES: u32 = 10;
 const MOST_KNOWN: u32 = 4096;
 
+/// The IPv6 addresses that the file gives to members, by networks.
+pub type Fixed6 = BTreeMap<String, BTreeSet<Ipv6Addr>>;
+
 /// How the names of all taps of kernel uplinks begin ([`crate::plan::kernel_device`]).
 const DEVICES: &str = "tb-*";
 
 /// The rules of all kernel uplinks of a fabric, as input for `nft -f -`. They replace the table, in
-/// one transaction. `forwarding` tells whether the host forwarded IPv4, and IPv6, before there were
-/// fabrics.
-pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> String {
+/// one transaction. `fixed` has the addresses that the file gives to members. `forwarding` tells
+/// whether the host forwarded IPv4, and IPv6, before there were fabrics.
+pub fn rules(fabric: &str, uplinks: &[KernelUplink], fixed: &Fixed6, forwarding: [bool; 2]) -> String {
     let table = table(fabric);
     let (mut inwards, mut outwards) = (String::new(), String::new());
     let (mut sets, mut neighbours) = (String::new(), String::new());
@@ -111,9 +115,11 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
         if uplink.network.router6().is_some()
             && let Some(base) = uplink.network.ipv6
         {
-            if uplink.network.uplink6.lets_in() {
-                let members = members_of(&uplink.network.name);
-                silent(i, &members, device, base, [&mut sets, &mut neighbours, &mut outwards, &mut bounds]);
+            if bounded(&uplink.network).is_some() {
+                let name = &uplink.network.name;
+                let fixed = fixed.get(name).into_iter().flatten();
+                let (members, known) = (members_of(name), (fixed_of(name), elements_of(fixed)));
+                silent(i, (&members, known), device, base, [&mut sets, &mut neighbours, &mut outwards, &mut bounds]);
             }
             six(uplink, base, [&mut inwards, &mut outwards, &mut dnat, &mut source]);
         }
@@ -168,17 +174,20 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> S
 /// could take none that it may concern.
 ///
 /// A member is known by its neighbour discovery with the host, and by connections that it opens:
-/// not every system answers the host's link-local address from an address of the prefix.
+/// not every system answers the host's link-local address from an address of the prefix. Addresses
+/// that the file gives to members are in a set of their own, which no member can fill.
 fn silent(
     i: usize,
-    members: &str,
+    (members, (fixed, elements)): (&str, (String, Option<String>)),
     device: &str,
     base: Ipv6Addr,
     [sets, neighbours, outwards, bounds]: [&mut String; 4],
 ) {
+    let elements = elements.map(|elements| format!("elements = {{ {elements} }}; ")).unwrap_or_default();
     let _ = writeln!(
         sets,
         "  set {members} {{ type ipv6_addr; flags dynamic,timeout; timeout {KNOWN_MINUTES}m; size {MOST_KNOWN}; }}\n  \
+         set {fixed} {{ type ipv6_addr; {elements}}}\n  \
          counter silent_{i} {{ }}"
     );
     let _ = writeln!(
@@ -192,7 +201,7 @@ fn silent(
     );
     let _ = writeln!(
         bounds,
-        "    oifname \"{device}\" ip6 daddr {base}/64 fib saddr type != local ip6 daddr != @{members} \
+        "    oifname \"{device}\" ip6 daddr {base}/64 fib saddr type != local ip6 daddr != @{fixed} ip6 daddr != @{members} \
          limit rate over {SILENT_RATE}/second burst {SILENT_BURST} packets counter name \"silent_{i}\" drop"
     );
 }
@@ -301,10 +310,38 @@ fn members_of(network: &str) -> String {
     format!("members_{}", network.replace('-', "_"))
 }
 
+/// The set of the addresses that the file gives to a network's members.
+fn fixed_of(network: &str) -> String {
+    format!("fixed_{}", network.replace('-', "_"))
+}
+
+/// Addresses as elements of a set; `None` for none, for which nft has no word.
+fn elements_of<'a>(addresses: impl IntoIterator<Item = &'a Ipv6Addr>) -> Option<String> {
+    let all: Vec<_> = addresses.into_iter().map(Ipv6Addr::to_string).collect();
+    (!all.is_empty()).then(|| all.join(", "))
+}
+
+/// The prefix of a network for which packets from outside to addresses that no member has are
+/// bounded.
+pub fn bounded(network: &file::Network) -> Option<Ipv6Addr> {
+    let base = network.router6().and(network.ipv6)?;
+    network.uplink6.lets_in().then_some(base)
+}
+
+/// Puts other addresses of a network's members into the rules that are in force.
+pub fn set_fixed6(fabric: &str, network: &str, addresses: &BTreeSet<Ipv6Addr>) -> Result<(), KernelError> {
+    let (table, set) = (table(fabric), fixed_of(network));
+    let mut text = format!("flush set inet {table} {set}\n");
+    if let Some(all) = elements_of(addresses) {
+        let _ = writeln!(text, "add element inet {table} {set} {{ {all} }}");
+    }
+    nft("-f - (addresses of members)", &text)
+}
+
 /// Puts the rules in force. Members that are known stay known: the table is another one, and an
 /// idle member says nothing before it is asked.
-pub fn apply(fabric: &str, uplinks: &[KernelUplink], forwarding: [bool; 2]) -> Result<(), KernelError> {
-    let mut text = rules(fabric, uplinks, forwarding);
+pub fn apply(fabric: &str, uplinks: &[KernelUplink], fixed: &Fixed6, forwarding: [bool; 2]) -> Result<(), KernelError> {
+    let mut text = rules(fabric, uplinks, fixed, forwarding);
     let table = table(fabric);
     for uplink in uplinks.iter().filter(|uplink| uplink.network.uplink6.lets_in()) {
         let (set, Some(base)) = (members_of(&uplink.network.name), uplink.network.ipv6) else { continue };
@@ -540,7 +577,7 @@ mod tests {
 
     #[test]
     fn the_table_says_what_the_file_says() {
-        let text = rules("a-b", &uplinks(SIX), [false; 2]);
+        let text = rules("a-b", &uplinks(SIX), &Fixed6::new(), [false; 2]);
         assert!(text.starts_with("table inet tombolo_a_b {}\ndelete table inet tombolo_a_b\n"));
         for line in [
             "iifname \"tb-a-b-lan\" ip daddr 127.0.0.0/8 counter drop",
@@ -557,25 +594,31 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }
-        let text = rules("a-b", &uplinks(SIX), [true, false]);
+        let text = rules("a-b", &uplinks(SIX), &Fixed6::new(), [true, false]);
         assert!(!text.contains("meta nfproto ipv4 counter drop"), "a host that forwarded before goes on\n{text}");
         assert!(text.contains("meta nfproto ipv6 counter drop"), "{text}");
-        let text = rules("a-b", &uplinks("ipv6 = \"off\"\n"), [false; 2]);
+        let text = rules("a-b", &uplinks("ipv6 = \"off\"\n"), &Fixed6::new(), [false; 2]);
         assert!(!text.contains("ip6") && !text.contains("ipv6"), "IPv6 is left alone\n{text}");
     }
 
     #[test]
     fn the_ways_out_for_ipv6_differ_in_what_they_translate_and_let_in() {
-        let of = |way: &str| rules("a-b", &uplinks(&format!("{SIX}uplink6 = {way}\n")), [false; 2]);
+        let fixed =
+            Fixed6::from([("lan".into(), ["fd00:1:2:3::7", "fd00:1:2:3::8"].map(|ip| ip.parse().unwrap()).into())]);
+        let of = |way: &str| rules("a-b", &uplinks(&format!("{SIX}uplink6 = {way}\n")), &fixed, [false; 2]);
         let routed = of("\"routed\"");
         assert!(routed.contains("oifname \"tb-a-b-lan\" ip6 daddr fd00:1:2:3::/64 accept"), "{routed}");
         assert!(!routed.contains("ip6 saddr fd00:1:2:3::/64 oifname !="), "{routed}");
-        let bounded =
-            "ip6 daddr != @members_lan limit rate over 50/second burst 100 packets counter name \"silent_0\" drop";
+        let bounded = "ip6 daddr != @fixed_lan ip6 daddr != @members_lan limit rate over 50/second burst 100 packets counter name \"silent_0\" drop";
         // Before all that translates and so ends the chain.
         let nat = routed.split("type nat hook postrouting").nth(1).unwrap();
         assert!(nat.lines().nth(1).unwrap().contains(bounded), "{routed}");
-        assert!(!of("\"masquerade\"").contains("silent"), "only answers come in");
+        let set = "set fixed_lan { type ipv6_addr; elements = { fd00:1:2:3::7, fd00:1:2:3::8 }; }\n";
+        assert!(routed.contains(set), "{routed}");
+        let without = rules("a-b", &uplinks(&format!("{SIX}uplink6 = \"routed\"\n")), &Fixed6::new(), [false; 2]);
+        assert!(without.contains("set fixed_lan { type ipv6_addr; }\n"), "{without}");
+        let masquerade = of("\"masquerade\"");
+        assert!(!masquerade.contains("silent") && !masquerade.contains("fixed_"), "only answers come in");
         let prefix = of("{ prefix = \"2001:db8:5:6::/64\" }");
         for line in [
             "snat ip6 prefix to ip6 saddr map { fd00:1:2:3::/64 : 2001:db8:5:6::/64 }",
@@ -628,7 +671,12 @@ mod tests {
         let prefix = format!(
             "{SIX}uplink6 = {{ prefix = \"2001:db8:5:6::/64\" }}\n[[forward]]\nlisten = \"[::]:80\"\nto = \"[fd00:1:2:3::9]:80\"\n"
         );
-        let all = [rules("a-b", &uplinks(SIX), [false; 2]), rules("a-c", &uplinks(&prefix), [false; 2])].concat();
+        let fixed = Fixed6::from([("lan".into(), ["fd00:1:2:3::7".parse().unwrap()].into())]);
+        let all = [
+            rules("a-b", &uplinks(SIX), &Fixed6::new(), [false; 2]),
+            rules("a-c", &uplinks(&prefix), &fixed, [false; 2]),
+        ]
+        .concat();
         assert!(
             all.contains("ip6 daddr != ::1 fib daddr type local tcp dport 80 counter dnat ip6 to [fd00:1:2:3::9]:80")
         );

@@ -56,7 +56,8 @@ mod span;
 pub mod standing;
 mod tables;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -231,12 +232,14 @@ pub struct Running {
     pub(crate) span: span::Span,
     /// What of the ports is told in `events`.
     pub(crate) watched: events::Watched,
+    /// The fixed IPv6 addresses of members that the kernel's rules know.
+    fixed6: kernel::Fixed6,
     /// Where the ports of containers lead.
     containers: containers::Containers,
     /// Members of containers whose namespaces did not answer, and why, while the fabric starts.
     silent: BTreeMap<String, String>,
     /// Names of domains that are being ended since the addition that they were a part of failed.
-    unadded: std::collections::BTreeSet<String>,
+    unadded: BTreeSet<String>,
 }
 
 /// The running fabric, for the task that answers for it and those that watch its processes.
@@ -409,8 +412,10 @@ impl Running {
             events: Events::default(),
             span: span::Span::default(),
             watched: events::Watched::default(),
-            unadded: std::collections::BTreeSet::new(),
+            unadded: BTreeSet::new(),
             containers,
+            silent: BTreeMap::new(),
+            fixed6: BTreeMap::new(),
         }
     }
 
@@ -811,6 +816,7 @@ impl Running {
         self.restore_forwarding(kernel::IP_FORWARD)?;
         self.restore_forwarding(kernel::FORWARD6)?;
         kernel::remove(table)?;
+        self.fixed6.clear();
         self.dir().record(|o| {
             o.nft_table = None;
             o.sysctls.clear();
@@ -930,7 +936,10 @@ impl Running {
                 (true, vec![])
             }
         };
-        kernel::apply(&name, &plan.kernel, [forwarded, forwarded6])?;
+        let networks = plan.kernel.iter().map(|uplink| &uplink.network);
+        let fixed: kernel::Fixed6 = networks.filter_map(|network| fixed6(&self.spec, network)).collect();
+        kernel::apply(&name, &plan.kernel, &fixed, [forwarded, forwarded6])?;
+        self.fixed6 = fixed;
         if !unset.is_empty() {
             kernel::set(kernel::IP_FORWARD, "1")?;
         }
@@ -938,6 +947,21 @@ impl Running {
             kernel::forward6(&unset6)?;
         }
         Ok(())
+    }
+
+    /// Has the kernel's rules know the fixed IPv6 addresses of the members of now.
+    pub(crate) fn settle_fixed6(&mut self) {
+        let Running { fixed6: in_force, spec, say, .. } = self;
+        for (network, known) in in_force {
+            let Some((_, now)) = spec.network(network).and_then(|network| fixed6(spec, network)) else { continue };
+            if now == *known {
+                continue;
+            }
+            match kernel::set_fixed6(&spec.name, network, &now) {
+                Ok(()) => *known = now,
+                Err(error) => say(&format!("network {network}: {error}; connections to its new members are bounded")),
+            }
+        }
     }
 
     /// The forward as the relay has it, where it has a part in it.
@@ -1389,6 +1413,16 @@ impl Running {
         }
         Ok(())
     }
+}
+
+/// The fixed IPv6 addresses of a network's members, if its rules have them. Containers come and go,
+/// and are known by what they send.
+fn fixed6(spec: &Fabric, network: &file::Network) -> Option<(String, BTreeSet<Ipv6Addr>)> {
+    let base = kernel::bounded(network)?;
+    let contained: BTreeSet<&str> = spec.contained().map(|member| member.name).collect();
+    let members = spec.addresses6(&network.name).into_iter().filter(|(name, ..)| !contained.contains(&**name));
+    let is_within = |ip: &Ipv6Addr| ip.segments()[..4] == base.segments()[..4];
+    Some((network.name.clone(), members.flat_map(|(.., all)| all).filter(is_within).collect()))
 }
 
 /// `web was`, or `a, b and c were`, for what follows.

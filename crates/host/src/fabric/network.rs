@@ -368,6 +368,7 @@ impl Running {
                 names.map(|(name, mac, all)| Name6 { name, mac: mac.map(|mac| mac.0), addresses: ours(all) }).collect(),
             );
         }
+        self.settle_fixed6();
         self.settle_span();
     }
 }
