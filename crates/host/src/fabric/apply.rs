@@ -921,32 +921,35 @@ impl Running {
                 Some(Part::Port(part)) => part.1.iter().cloned().collect(),
                 _ => return Ok(()),
             };
-            for plan in ports {
-                let rates = self.changed_rates(&plan.name).unwrap_or(plan.traffic.rates);
-                let Some(port) = self.ports.get_mut(&plan.name) else { continue };
-                if port.token == NOWHERE {
-                    // It begins with its settings when it is tried again.
-                    port.plan = plan;
-                    continue;
-                }
-                let handle = self.workers[port.worker].thread.handle();
-                handle.set_limits(port.token, plan.traffic.storm, rates)?;
-                if let Some(directory) = &port.directory {
-                    directory.set_storm(plan.traffic.storm);
-                }
-                if port.plan.labels() != plan.labels() {
-                    handle.set_labels(port.token, plan.labels())?;
-                }
-                if port.plan.traffic.marking != plan.traffic.marking {
-                    handle.set_marking(port.token, plan.traffic.marking)?;
-                }
-                if port.plan.traffic.vlans != plan.traffic.vlans {
-                    handle.set_vlans(port.token, plan.traffic.vlans.clone())?;
-                }
-                port.plan = plan;
-            }
-            Ok(())
+            ports.into_iter().try_for_each(|plan| self.settle_limits_of(plan))
         });
+    }
+
+    /// Sets the limits of one port that goes on.
+    pub(super) fn settle_limits_of(&mut self, plan: PortPlan) -> Result<(), FabricError> {
+        let rates = self.changed_rates(&plan.name).unwrap_or(plan.traffic.rates);
+        let Some(port) = self.ports.get_mut(&plan.name) else { return Ok(()) };
+        if port.token == NOWHERE {
+            // It begins with its settings when it is tried again.
+            port.plan = plan;
+            return Ok(());
+        }
+        let handle = self.workers[port.worker].thread.handle();
+        handle.set_limits(port.token, plan.traffic.storm, rates)?;
+        if let Some(directory) = &port.directory {
+            directory.set_storm(plan.traffic.storm);
+        }
+        if port.plan.labels() != plan.labels() {
+            handle.set_labels(port.token, plan.labels())?;
+        }
+        if port.plan.traffic.marking != plan.traffic.marking {
+            handle.set_marking(port.token, plan.traffic.marking)?;
+        }
+        if port.plan.traffic.vlans != plan.traffic.vlans {
+            handle.set_vlans(port.token, plan.traffic.vlans.clone())?;
+        }
+        port.plan = plan;
+        Ok(())
     }
 
     /// Has every switch judge by the file's rules; one whose rules are the same goes on

@@ -281,8 +281,17 @@ mod tests {
         running.start_worker(worker).unwrap();
         running.start_network(&network).unwrap();
         // In no worker yet, it takes a changed guard with it.
-        running.set_guard_of(&PortPlan { guard: None, ..plan.clone() }).unwrap();
-        running.try_parked(&plan, None, Err("it is another one".into()), now + LATER);
+        let changed = PortPlan { guard: None, ..plan.clone() };
+        assert_ne!(changed.guard(), plan.guard());
+        running.set_guard_of(&changed).unwrap();
+        running.settle_limits_of(changed.clone()).unwrap();
+        assert_eq!(running.parked_that_are_due(now + LATER), [(changed.clone(), None)]);
+        let guards = |running: &Running| {
+            let status = running.workers[0].thread.handle().status().unwrap();
+            status.ports.into_iter().map(|port| port.guard).collect::<Vec<_>>()
+        };
+        running.try_parked(&changed, None, Err("it is another one".into()), now + LATER);
+        assert_eq!(guards(&running), [changed.guard()]);
         let there = |running: &Running| {
             let status = running.workers[0].thread.handle().status().unwrap();
             status.ports.iter().map(|port| (port.name.to_string(), port.details.clone())).collect::<Vec<_>>()
@@ -292,8 +301,9 @@ mod tests {
             matches!(&parked[..], [(name, details)] if name == "pod" && format!("{details:?}").contains("it is another one")),
             "{parked:?}"
         );
-        running.try_parked(&plan, None, Ok(()), now + 2 * LATER);
+        running.try_parked(&changed, None, Ok(()), now + 2 * LATER);
         assert!(!running.is_parked("pod"));
+        assert_eq!(guards(&running), [changed.guard()]);
         let attached = there(&running);
         assert!(
             matches!(&attached[..], [(name, details)] if name == "pod" && !format!("{details:?}").contains("parked")),
