@@ -543,7 +543,9 @@ impl Network {
                 let locked_to = |mac: crate::frame::Mac| macs.pinned_to(mac.into());
                 let packet = &frame.head()[at..];
                 let who = (learn, roles);
-                if let Some(reason) = self.bindings.refuse(instant, from, who, packet, &source.bytes(), &locked_to) {
+                if let Some(reason) =
+                    self.bindings.refuse(instant, (from, vlan), who, packet, &source.bytes(), &locked_to)
+                {
                     plan.lose(index, reason, drops);
                     continue;
                 }
@@ -551,7 +553,8 @@ impl Network {
             if guard.learns().is_none()
                 && let Some(prefix) = self.protected.prefix6()
                 && let Some((ETHERTYPE_IPV6, at)) = guard::network_layer(frame.head())
-                && let Some(reason) = self.bindings.refuse_unguarded(instant, from, guard, prefix, &frame.head()[at..])
+                && let Some(reason) =
+                    self.bindings.refuse_unguarded(instant, (from, vlan), guard, prefix, &frame.head()[at..])
             {
                 plan.lose(index, reason, drops);
                 continue;

@@ -19,6 +19,9 @@
 //! §5.4.3). So a question is a weapon as well as an answer, and both are dropped. The price: who
 //! gives itself another member's address by hand is not told of it.
 //!
+//! VLANs are links of their own: the same address may be one port's in one VLAN and another's in
+//! another. What follows holds in all of them.
+//!
 //! The network's gateway knows further owners ([`Reservations`]): of fixed addresses of the file, of
 //! those that follow from fixed IPv4 addresses or from MAC addresses of the file, and of leases.
 //! They are kept for the MAC address of their owner, whether or not its port has a guard.
@@ -35,7 +38,7 @@ use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::Mac;
 use crate::mac::PortNumber;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::Ipv6Addr;
 
 /// Addresses of one port, unless set otherwise. A host has a link-local, a leased and a stable one,
@@ -65,9 +68,12 @@ pub struct Reservations {
     pub owners: Vec<(Ipv6Addr, Option<Mac>)>,
 }
 
+/// An address in a VLAN.
+pub(super) type Place = (u128, u16);
+
 #[derive(Clone, Copy, Debug)]
 struct Own {
-    address: u128,
+    place: Place,
     mac: Mac,
     used: Nanos,
 }
@@ -75,7 +81,8 @@ struct Own {
 /// The addresses of a network's ports.
 #[derive(Debug, Default)]
 pub(crate) struct Bindings {
-    holders: HashMap<u128, PortNumber>,
+    /// In order, so that those of one address in all VLANs are found.
+    holders: BTreeMap<Place, PortNumber>,
     /// At most the limit for each port.
     own: HashMap<PortNumber, Vec<Own>>,
     /// Addresses of guards' lists.
@@ -108,18 +115,28 @@ impl Bindings {
     /// Takes the addresses that show `mac`, which is locked to `port` from now on, from ports that
     /// claimed them.
     pub(crate) fn lock(&mut self, port: PortNumber, mac: Mac) {
-        let shows = |(address, holder): (&u128, &PortNumber)| {
-            (*holder != port && shown_mac(*address) == Some(mac)).then_some(*address)
+        let shows = |(place, holder): (&Place, &PortNumber)| {
+            (*holder != port && shown_mac(place.0) == Some(mac)).then_some(*place)
         };
-        let taken: Vec<u128> = self.holders.iter().filter_map(shows).collect();
-        taken.into_iter().for_each(|address| self.free(address));
+        let taken: Vec<Place> = self.holders.iter().filter_map(shows).collect();
+        taken.into_iter().for_each(|place| self.free_in(place));
     }
 
-    /// Ends the claim to `address`, if there is one.
+    /// Ends the claims to `address`, in every VLAN.
     fn free(&mut self, address: u128) {
-        if let Some(own) = self.holders.remove(&address).and_then(|port| self.own.get_mut(&port)) {
-            own.retain(|own| own.address != address);
+        let taken: Vec<Place> = self.places(address).collect();
+        taken.into_iter().for_each(|place| self.free_in(place));
+    }
+
+    fn free_in(&mut self, place: Place) {
+        if let Some(own) = self.holders.remove(&place).and_then(|port| self.own.get_mut(&port)) {
+            own.retain(|own| own.place != place);
         }
+    }
+
+    /// Where there are claims to `address`.
+    fn places(&self, address: u128) -> impl Iterator<Item = Place> {
+        self.holders.range((address, 0)..=(address, u16::MAX)).map(|(place, _)| *place)
     }
 
     /// Sets the addresses that no port may claim, since another machine has them. What was learned
@@ -145,20 +162,20 @@ impl Bindings {
                 None => drop(self.reserved.remove(&address)),
             }
         }
-        let is_anothers = |own: &Own| self.owner(own.address).is_some_and(|owner| owner != own.mac);
-        let taken: Vec<u128> = match is_whole {
-            true => self.own.values().flatten().filter(|own| is_anothers(own)).map(|own| own.address).collect(),
+        let is_anothers = |own: &Own| self.owner(own.place.0).is_some_and(|owner| owner != own.mac);
+        let taken: Vec<Place> = match is_whole {
+            true => self.own.values().flatten().filter(|own| is_anothers(own)).map(|own| own.place).collect(),
             false => {
-                let said = said.owners.iter().map(|(address, _)| address.to_bits());
-                said.filter(|address| self.claimed(*address).is_some_and(is_anothers)).collect()
+                let said = said.owners.iter().flat_map(|(address, _)| self.places(address.to_bits()));
+                said.filter(|place| self.claimed(*place).is_some_and(is_anothers)).collect()
             }
         };
-        taken.into_iter().for_each(|address| self.free(address));
+        taken.into_iter().for_each(|place| self.free_in(place));
     }
 
-    /// The claim to `address`, if there is one.
-    fn claimed(&self, address: u128) -> Option<&Own> {
-        self.own.get(self.holders.get(&address)?)?.iter().find(|own| own.address == address)
+    /// The claim to an address in a VLAN, if there is one.
+    fn claimed(&self, place: Place) -> Option<&Own> {
+        self.own.get(self.holders.get(&place)?)?.iter().find(|own| own.place == place)
     }
 
     /// Who has `address` by what the gateway said.
@@ -177,7 +194,7 @@ impl Bindings {
         self.listed.retain(|_, holder| *holder != port);
         self.unguarded.leave(port);
         for own in self.own.remove(&port).unwrap_or_default() {
-            self.holders.remove(&own.address);
+            self.holders.remove(&own.place);
         }
     }
 
@@ -185,7 +202,7 @@ impl Bindings {
     fn claim(
         &mut self,
         now: Nanos,
-        port: PortNumber,
+        (port, vlan): (PortNumber, u16),
         learn: Learn,
         (address, mac): (u128, &Mac),
         locked_to: &dyn Fn(Mac) -> Option<PortNumber>,
@@ -202,8 +219,9 @@ impl Bindings {
         if self.owner(address).is_some_and(|owner| owner != *mac) {
             return Err(None);
         }
+        let place = (address, vlan);
         let list = self.own.entry(port).or_default();
-        if let Some(own) = list.iter_mut().find(|own| own.address == address) {
+        if let Some(own) = list.iter_mut().find(|own| own.place == place) {
             (own.used, own.mac) = (now, *mac);
             return Ok(());
         }
@@ -211,12 +229,12 @@ impl Bindings {
         if !is_local && (address ^ learn.prefix.to_bits()) >> 64 != 0 {
             return if learn.strict { Err(None) } else { Ok(()) };
         }
-        if let Some(holder) = self.holders.get(&address).copied() {
+        if let Some(holder) = self.holders.get(&place).copied() {
             // Not this port's, as its own list does not have it.
             let theirs = self.own.get_mut(&holder);
             let stale = theirs.is_none_or(|theirs| {
-                let stale = theirs.iter().any(|o| o.address == address && now.since(o.used) >= LIFETIME);
-                theirs.retain(|o| !(stale && o.address == address));
+                let stale = theirs.iter().any(|o| o.place == place && now.since(o.used) >= LIFETIME);
+                theirs.retain(|o| !(stale && o.place == place));
                 stale
             });
             if !stale {
@@ -233,14 +251,14 @@ impl Bindings {
                 return Err(Some(Reason::AddressLimit));
             }
         }
-        if !is_own && self.unguarded.is_used(now, address) {
+        if !is_own && self.unguarded.is_used(now, place) {
             return Err(None);
         }
         if let Some(at) = gone {
-            self.holders.remove(&list.swap_remove(at).address);
+            self.holders.remove(&list.swap_remove(at).place);
         }
-        list.push(Own { address, mac: *mac, used: now });
-        self.holders.insert(address, port);
+        list.push(Own { place, mac: *mac, used: now });
+        self.holders.insert(place, port);
         Ok(())
     }
 
@@ -250,7 +268,7 @@ impl Bindings {
     pub(crate) fn refuse_unguarded(
         &mut self,
         now: Nanos,
-        port: PortNumber,
+        (port, vlan): (PortNumber, u16),
         guard: &Guard,
         prefix: Ipv6Addr,
         packet: &[u8],
@@ -261,13 +279,14 @@ impl Bindings {
         let source = packet.get(..40).and_then(|header| ipv6::address(&header[8..]))?;
         // Most packets: TCP or UDP, from where the one before came.
         let is_data = matches!(packet[6], 6 | 17);
-        if is_data && self.unguarded.is_last(now, port, source) {
+        if is_data && self.unguarded.is_last(now, port, (source, vlan)) {
             return None;
         }
-        if !is_data && ipv6::claimed(source, packet).is_some_and(|target| self.holders.contains_key(&target)) {
+        if !is_data && ipv6::claimed(source, packet).is_some_and(|target| self.holders.contains_key(&(target, vlan))) {
             return Some(Reason::NdInspection);
         }
-        let may_pass = self.holders.contains_key(&source) || self.unguarded.admit(now, port, prefix, packet);
+        let may_pass =
+            self.holders.contains_key(&(source, vlan)) || self.unguarded.admit(now, (port, vlan), prefix, packet);
         (!may_pass).then_some(Reason::AddressLimit)
     }
 
@@ -276,7 +295,7 @@ impl Bindings {
     pub(crate) fn refuse(
         &mut self,
         now: Nanos,
-        port: PortNumber,
+        from: (PortNumber, u16),
         (learn, roles): (Learn, Roles),
         packet: &[u8],
         mac: &Mac,
@@ -291,7 +310,7 @@ impl Bindings {
         }
         let mut owns = |address: u128, reason: Reason| match address == link_local(mac) {
             true => None,
-            false => self.claim(now, port, learn, (address, mac), locked_to).err().map(|why| why.unwrap_or(reason)),
+            false => self.claim(now, from, learn, (address, mac), locked_to).err().map(|why| why.unwrap_or(reason)),
         };
         if !anonymous && let Some(reason) = owns(source, Reason::Source6) {
             return Some(reason);
@@ -366,9 +385,13 @@ mod tests {
         }
 
         fn put(&mut self, port: PortNumber, packet: &[u8]) -> Option<Reason> {
+            self.put_in(0, port, packet)
+        }
+
+        fn put_in(&mut self, vlan: u16, port: PortNumber, packet: &[u8]) -> Option<Reason> {
             let mac = if port == 1 { A } else { B };
             let locked = |mac| [(A, 1), (B, 2)].into_iter().find(|(m, _)| *m == mac).map(|(_, port)| port);
-            self.0.refuse(self.1, port, (learn(), Roles::default()), packet, &mac, &locked)
+            self.0.refuse(self.1, (port, vlan), (learn(), Roles::default()), packet, &mac, &locked)
         }
     }
 
@@ -436,7 +459,8 @@ mod tests {
         let locked = |mac| (mac == C).then_some(3);
         for source in ["fd00::9", shown[0], shown[1]] {
             let now = ports.1;
-            let mut refuse = |packet: &[u8]| ports.0.refuse(now, 1, (learn(), Roles::default()), packet, &A, &locked);
+            let mut refuse =
+                |packet: &[u8]| ports.0.refuse(now, (1, 0), (learn(), Roles::default()), packet, &A, &locked);
             assert_eq!(refuse(&data(source)), Some(Reason::Source6), "{source}");
             let advertisement = about(136, "fe80::ff:fe00:7", source, &[]);
             assert_eq!(refuse(&advertisement), Some(Reason::NdInspection), "{source}");
@@ -447,7 +471,7 @@ mod tests {
         // A port that keeps its own MAC address keeps what shows it.
         assert_eq!(ports.put(2, &data("fd00::ff:fe00:8")), None);
         ports.0.lock(2, B);
-        assert_eq!(ports.0.holders.get(&ip("fd00::ff:fe00:8").to_bits()), Some(&2));
+        assert_eq!(ports.0.holders.get(&(ip("fd00::ff:fe00:8").to_bits(), 0)), Some(&2));
         // With the list, its own earlier claim is of no use: the address is free once the list no
         // longer has it.
         ports.0.list(1, [ip("fd00::8")].into_iter());
@@ -496,7 +520,7 @@ mod tests {
         let data = |source: &str| packet(source, 6, &[0; 20]);
         let admit = |ports: &mut Ports, guard: &Guard, source: &str| {
             let (now, prefix) = (ports.1, ip("fd00::"));
-            ports.0.refuse_unguarded(now, 5, guard, prefix, &data(source)).is_none()
+            ports.0.refuse_unguarded(now, (5, 0), guard, prefix, &data(source)).is_none()
         };
         assert_eq!(ports.put(1, &data("fd00::1")), None);
         for source in ["fd00::1", "fd00::5", "fd00::ff:fe00:8"] {
@@ -509,7 +533,7 @@ mod tests {
         // It neither announces an address of theirs nor keeps them from it.
         let told = |ports: &mut Ports, packet: &[u8]| {
             let (now, prefix) = (ports.1, ip("fd00::"));
-            ports.0.refuse_unguarded(now, 5, &Guard::default(), prefix, packet)
+            ports.0.refuse_unguarded(now, (5, 0), &Guard::default(), prefix, packet)
         };
         for (kind, source) in [(136, "fd00::5"), (136, "fe80::5"), (135, "::")] {
             assert_eq!(told(&mut ports, &about(kind, source, "fd00::1", &[])), Some(Reason::NdInspection), "{source}");
@@ -525,6 +549,43 @@ mod tests {
             assert!((0..1000).all(|n| admit(&mut ports, &guard, &format!("fd00::a:{n}"))));
         }
         assert!(!(0..1000).all(|n| admit(&mut ports, &Guard::default(), &format!("fd00::a:{n}"))));
+    }
+
+    #[test]
+    fn an_address_is_one_ports_in_each_vlan_and_an_owners_in_all() {
+        let mut ports = Ports::new();
+        let data = |source: &str| packet(source, 6, &[0; 20]);
+        for source in ["fe80::1", "fd00::5"] {
+            for (vlan, holder, other) in [(10, 1, 2), (20, 2, 1)] {
+                assert_eq!(ports.put_in(vlan, holder, &about(135, "::", source, &[])), None, "{source} in {vlan}");
+                assert_eq!(ports.put_in(vlan, other, &data(source)), Some(Reason::Source6), "{source} in {vlan}");
+            }
+        }
+        // What a port without a guard uses, and may not announce, is in a VLAN too.
+        let (now, prefix) = (ports.1, ip("fd00::"));
+        let unguarded = |ports: &mut Ports, vlan, packet: &[u8]| {
+            ports.0.refuse_unguarded(now, (5, vlan), &Guard::default(), prefix, packet)
+        };
+        for vlan in [10, 30] {
+            assert_eq!(unguarded(&mut ports, vlan, &data("fd00::6")), None);
+        }
+        let announces = about(136, "fd00::6", "fd00::5", &[]);
+        assert_eq!(unguarded(&mut ports, 20, &announces), Some(Reason::NdInspection));
+        assert_eq!(unguarded(&mut ports, 30, &announces), None);
+        assert_eq!(ports.put_in(30, 1, &data("fd00::6")), Some(Reason::Source6));
+        assert_eq!(ports.put_in(40, 1, &data("fd00::6")), None);
+        // The file's lists, and what the gateway says, hold for all VLANs.
+        ports.0.list(3, [ip("fd00::5")].into_iter());
+        ports.0.reserve(7, Reservations { macs: None, owners: vec![(ip("fe80::1"), Some(B))] });
+        for vlan in [10, 20, 30] {
+            for port in [1, 2] {
+                assert_eq!(ports.put_in(vlan, port, &data("fd00::5")), Some(Reason::Source6), "{port} in {vlan}");
+            }
+            assert_eq!(ports.put_in(vlan, 1, &data("fe80::1")), Some(Reason::Source6), "{vlan}");
+            assert_eq!(ports.put_in(vlan, 2, &data("fe80::1")), None, "{vlan}");
+        }
+        ports.0.leave(2);
+        assert!(ports.0.holders.values().all(|holder| *holder == 1));
     }
 
     #[test]
@@ -562,7 +623,7 @@ mod tests {
                 let held: usize = ports.0.own.values().map(Vec::len).sum();
                 prop_assert_eq!(held, ports.0.holders.len());
                 prop_assert!(ports.0.own.values().all(|own| own.len() <= 4));
-                prop_assert!(ports.0.own.iter().all(|(p, l)| l.iter().all(|o| ports.0.holders[&o.address] == *p)));
+                prop_assert!(ports.0.own.iter().all(|(p, l)| l.iter().all(|o| ports.0.holders[&o.place] == *p)));
             }
         }
     }

@@ -16,7 +16,7 @@
 //! whether an address is in use: a frame from a refused address costs one look-up, however many
 //! ports there are.
 
-use super::bindings::LIFETIME;
+use super::bindings::{LIFETIME, Place};
 use super::ipv6::{self, Upper};
 use crate::Nanos;
 use crate::mac::PortNumber;
@@ -31,12 +31,12 @@ const MOST: usize = 512;
 
 #[derive(Debug)]
 struct Addresses {
-    young: HashSet<u128>,
-    old: HashSet<u128>,
+    young: HashSet<Place>,
+    old: HashSet<Place>,
     /// When the sets changed places.
     turned: Nanos,
     /// The source of the last frame.
-    last: u128,
+    last: Place,
     /// When the port would have its whole burst again.
     whole: Nanos,
 }
@@ -44,20 +44,20 @@ struct Addresses {
 /// When a port entered an address, which it does at least each half of the lifetime while it uses
 /// it. Of several ports that use one, the first stays as long as it does.
 #[derive(Debug, Default)]
-struct Used(HashMap<u128, (PortNumber, Nanos)>);
+struct Used(HashMap<Place, (PortNumber, Nanos)>);
 
 impl Used {
-    fn enter(&mut self, now: Nanos, port: PortNumber, address: u128) {
-        let first = self.0.entry(address).or_insert((port, now));
+    fn enter(&mut self, now: Nanos, port: PortNumber, place: Place) {
+        let first = self.0.entry(place).or_insert((port, now));
         if first.0 == port || now.since(first.1).0 > LIFETIME.0 / 2 {
             *first = (port, now);
         }
     }
 
-    fn forget(&mut self, port: PortNumber, addresses: impl Iterator<Item = u128>) {
-        for address in addresses {
-            if self.0.get(&address).is_some_and(|(first, _)| *first == port) {
-                self.0.remove(&address);
+    fn forget(&mut self, port: PortNumber, places: impl Iterator<Item = Place>) {
+        for place in places {
+            if self.0.get(&place).is_some_and(|(first, _)| *first == port) {
+                self.0.remove(&place);
             }
         }
     }
@@ -65,24 +65,24 @@ impl Used {
 
 impl Addresses {
     /// Enters an address; false where it is new, and there were too many new ones.
-    fn enter(&mut self, now: Nanos, port: PortNumber, address: u128, used: &mut Used) -> bool {
+    fn enter(&mut self, now: Nanos, port: PortNumber, place: Place, used: &mut Used) -> bool {
         if self.young.len() >= MOST || now.since(self.turned).0 >= LIFETIME.0 / 2 {
             let gone = std::mem::replace(&mut self.old, std::mem::take(&mut self.young));
             self.turned = now;
-            used.forget(port, gone.into_iter().filter(|address| !self.old.contains(address)));
+            used.forget(port, gone.into_iter().filter(|place| !self.old.contains(place)));
         }
-        if self.young.contains(&address) {
+        if self.young.contains(&place) {
             return true;
         }
-        if !self.old.contains(&address) {
+        if !self.old.contains(&place) {
             let whole = self.whole.max(now).after(Nanos(Nanos::SECOND.0 / RATE));
             if whole.since(now) > Nanos(Nanos::SECOND.0 / RATE).times(BURST) {
                 return false;
             }
             self.whole = whole;
         }
-        used.enter(now, port, address);
-        self.young.insert(address)
+        used.enter(now, port, place);
+        self.young.insert(place)
     }
 }
 
@@ -95,11 +95,17 @@ pub(super) struct Unguarded {
 
 impl Unguarded {
     /// Whether an IPv6 packet (the first bytes of it, or all) may pass from `port`.
-    pub(super) fn admit(&mut self, now: Nanos, port: PortNumber, prefix: Ipv6Addr, packet: &[u8]) -> bool {
+    pub(super) fn admit(
+        &mut self,
+        now: Nanos,
+        (port, vlan): (PortNumber, u16),
+        prefix: Ipv6Addr,
+        packet: &[u8],
+    ) -> bool {
         let Some(source) = packet.get(..40).and_then(|header| ipv6::address(&header[8..])) else { return true };
         if source == 0
             || source >> 120 == 0xff
-            || self.is_last(now, port, source)
+            || self.is_last(now, port, (source, vlan))
             || !is_on_link(source, prefix, packet)
         {
             return true;
@@ -110,26 +116,26 @@ impl Unguarded {
         }
         let none = || {
             let (young, old) = (HashSet::new(), HashSet::new());
-            Box::new(Addresses { young, old, turned: now, last: 0, whole: now })
+            Box::new(Addresses { young, old, turned: now, last: (0, vlan), whole: now })
         };
         let addresses = self.ports[at].get_or_insert_with(none);
-        let is_in = addresses.enter(now, port, source, &mut self.used);
+        let is_in = addresses.enter(now, port, (source, vlan), &mut self.used);
         if is_in {
-            addresses.last = source;
+            addresses.last = (source, vlan);
         }
         is_in
     }
 
-    /// Whether `source` is what the port has used last, and needs not be entered once more.
+    /// Whether this source is what the port has used last, and needs not be entered once more.
     #[inline]
-    pub(super) fn is_last(&self, now: Nanos, port: PortNumber, source: u128) -> bool {
+    pub(super) fn is_last(&self, now: Nanos, port: PortNumber, source: Place) -> bool {
         let addresses = self.ports.get(usize::from(port)).and_then(Option::as_ref);
         addresses.is_some_and(|addresses| addresses.last == source && now.since(addresses.turned).0 < LIFETIME.0 / 2)
     }
 
-    /// Whether a port has used `address` lately.
-    pub(super) fn is_used(&self, now: Nanos, address: u128) -> bool {
-        self.used.0.get(&address).is_some_and(|(_, entered)| now.since(*entered) < LIFETIME)
+    /// Whether a port has used an address lately, in that VLAN.
+    pub(super) fn is_used(&self, now: Nanos, place: Place) -> bool {
+        self.used.0.get(&place).is_some_and(|(_, entered)| now.since(*entered) < LIFETIME)
     }
 
     /// Forgets `port`.
@@ -172,7 +178,7 @@ mod tests {
     fn a_port_brings_new_addresses_at_its_rate_and_known_ones_at_any() {
         let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND.times(10));
         let mut passed = |now, port, from: u64| {
-            (from..from + 200).filter(|n| all.admit(now, port, PREFIX, &packet(host(*n), 6, 0))).count() as u64
+            (from..from + 200).filter(|n| all.admit(now, (port, 0), PREFIX, &packet(host(*n), 6, 0))).count() as u64
         };
         assert_eq!(passed(now, 1, 0), BURST);
         assert_eq!(passed(now, 1, 0), BURST, "the same ones pass again");
@@ -189,14 +195,14 @@ mod tests {
         let (mut all, now) = (Unguarded::default(), Nanos::SECOND);
         let far = |n: u64| Ipv6Addr::from_bits(0x2001_0db8 << 96 | u128::from(n));
         for n in 0..1000 {
-            assert!(all.admit(now, 1, PREFIX, &packet(far(n), 6, 0)));
-            assert!(all.admit(now, 1, PREFIX, &packet(far(n), 58, 128)), "an echo request");
+            assert!(all.admit(now, (1, 0), PREFIX, &packet(far(n), 6, 0)));
+            assert!(all.admit(now, (1, 0), PREFIX, &packet(far(n), 58, 128)), "an echo request");
         }
-        let asks = (0..1000).filter(|n| all.admit(now, 1, PREFIX, &packet(far(*n), 58, 135))).count() as u64;
+        let asks = (0..1000).filter(|n| all.admit(now, (1, 0), PREFIX, &packet(far(*n), 58, 135))).count() as u64;
         assert_eq!(asks, BURST);
-        assert!(all.admit(now, 1, PREFIX, &packet(Ipv6Addr::UNSPECIFIED, 58, 135)));
+        assert!(all.admit(now, (1, 0), PREFIX, &packet(Ipv6Addr::UNSPECIFIED, 58, 135)));
         let link_local = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 7);
-        assert!(!all.admit(now, 1, PREFIX, &packet(link_local, 6, 0)));
+        assert!(!all.admit(now, (1, 0), PREFIX, &packet(link_local, 6, 0)));
     }
 
     #[test]
@@ -204,8 +210,8 @@ mod tests {
         let (mut all, start) = (Unguarded::default(), Nanos::SECOND);
         for second in 0..3 * LIFETIME.0 / Nanos::SECOND.0 {
             let now = start.after(Nanos::SECOND.times(second));
-            assert!(all.admit(now, 1, PREFIX, &packet(host(1), 6, 0)));
-            assert!(all.is_used(now, host(1).to_bits()), "{second}");
+            assert!(all.admit(now, (1, 0), PREFIX, &packet(host(1), 6, 0)));
+            assert!(all.is_used(now, (host(1).to_bits(), 0)), "{second}");
         }
     }
 
@@ -213,18 +219,18 @@ mod tests {
     fn who_uses_another_ports_address_does_not_have_it_forgotten() {
         let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
         let victim = host(1_000_000);
-        assert!(all.admit(now, 1, PREFIX, &packet(victim, 6, 0)));
-        assert!(all.admit(now, 2, PREFIX, &packet(victim, 6, 0)));
+        assert!(all.admit(now, (1, 0), PREFIX, &packet(victim, 6, 0)));
+        assert!(all.admit(now, (2, 0), PREFIX, &packet(victim, 6, 0)));
         // Port 2 lets it go by using very many others.
         for n in 0..3 * MOST as u64 {
             now = now.after(Nanos(Nanos::SECOND.0 / RATE));
-            assert!(all.admit(now, 2, PREFIX, &packet(host(n), 6, 0)));
+            assert!(all.admit(now, (2, 0), PREFIX, &packet(host(n), 6, 0)));
         }
-        assert!(all.is_used(now, victim.to_bits()));
+        assert!(all.is_used(now, (victim.to_bits(), 0)));
         all.leave(2);
-        assert!(all.is_used(now, victim.to_bits()));
+        assert!(all.is_used(now, (victim.to_bits(), 0)));
         all.leave(1);
-        assert!(!all.is_used(now, victim.to_bits()));
+        assert!(!all.is_used(now, (victim.to_bits(), 0)));
     }
 
     #[test]
@@ -232,14 +238,14 @@ mod tests {
         let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
         for n in 0..4 * MOST as u64 {
             now = now.after(Nanos::SECOND);
-            assert!(all.admit(now, 1, PREFIX, &packet(host(n), 6, 0)));
+            assert!(all.admit(now, (1, 0), PREFIX, &packet(host(n), 6, 0)));
             let addresses = all.ports[1].as_ref().unwrap();
             assert!(addresses.young.len() <= MOST && addresses.old.len() <= MOST);
-            let both: HashSet<u128> = addresses.young.union(&addresses.old).copied().collect();
+            let both: HashSet<Place> = addresses.young.union(&addresses.old).copied().collect();
             assert_eq!(both, all.used.0.keys().copied().collect(), "the index has what a set has");
         }
-        let last = host(4 * MOST as u64 - 1).to_bits();
-        assert!(all.is_used(now, last) && !all.is_used(now, host(0).to_bits()));
+        let last = (host(4 * MOST as u64 - 1).to_bits(), 0);
+        assert!(all.is_used(now, last) && !all.is_used(now, (host(0).to_bits(), 0)));
         assert!(!all.is_used(now.after(LIFETIME), last));
         all.leave(1);
         assert!(!all.is_used(now, last) && all.used.0.is_empty());
