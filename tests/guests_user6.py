@@ -15,8 +15,8 @@ from guests_uplink6 import FAR, HOME, WORLD, Echo, apply, ask, default, refused,
 from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
 from lib.frames import mac_bytes
 from lib.machine import SLOW
-from lib.process import children
-from lib.tap import Inside, checksum
+from lib.process import children, cpu_seconds
+from lib.tap import ACK, SYN, TCP, Inside, checksum, ethernet, ipv4, transport
 
 PREFIX = "fd12:3456:789a:7::"
 FIXED = f"{PREFIX}66"
@@ -302,6 +302,46 @@ def test_no_segment_size_of_a_member_ends_passt():
             kept.sendall(bytes(50_000))
             kept.settimeout(20)
             assert kept.recv(9) == b"192.0.2.1", "a neighbour's connection goes on"
+        assert children(fabric.process.pid, "passt") == [passt]
+
+
+@timeout(240)
+def test_what_a_member_sends_before_the_answer_to_its_syn_has_no_passt_hang():
+    """The passt of Debian 12 spins for ever if it reads a SYN together with another segment of its connection."""
+    with world(f"early{os.getpid()}") as (fabric, _, (auto, six, _, _)):
+        [passt] = children(fabric.process.pid, "passt")
+        six.ip("route", "replace", "default", "via", "10.238.0.2")
+        assert out(six, "tcp", "192.0.2.2") == "192.0.2.1"
+        auto.run("nft", "add table inet odd; add chain inet odd out { type filter hook output priority 0; }; add rule inet odd out tcp flags rst drop")
+        auto.run("ping", "-c", "1", "-W", "1", "10.238.0.2", check=False)
+        to = mac_bytes(auto.ip("neighbour", "show", "10.238.0.2", "dev", "auto").split("lladdr ")[1].split()[0])
+
+        def frame(target, sport, flags, seq, payload=b""):
+            body = transport(TCP, "10.238.0.11", target, sport, 9, payload, flags, seq, 1 if flags & ACK else 0,
+                             options=b"\x02\x04\x05\xb4" if flags & SYN else b"")
+            return ethernet(to, mac_bytes("02:54:00:00:68:01"), 0x0800, ipv4("10.238.0.11", target, TCP, body), pad=False)
+
+        # A host that is not there gives no answer.
+        frames = [frame("192.0.2.77", 20_000 + n, *said) for n in range(50)
+                  for said in ((SYN, 1000), (ACK, 1001, b"x" * 100), (SYN, 1000))]
+        with Inside(auto):
+            raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        with raw:
+            raw.bind(("auto", 0))
+            # All are in its socket before it reads the first one.
+            os.kill(passt, signal.SIGSTOP)
+            for one in frames:
+                raw.send(one)
+            time.sleep(0.3)
+            os.kill(passt, signal.SIGCONT)
+        time.sleep(0.5)
+        before = cpu_seconds(passt)
+        time.sleep(2)
+        used = cpu_seconds(passt) - before
+        assert used < 1, f"passt took {used:.1f} s of CPU time in 2 s"
+        drops = next(port["counters"]["tx_drops"] for port in fabric.status()["ports"] if port["kind"] == "uplink")
+        assert drops.get("uplink_opening", 0) == 100, drops
+        assert out(six, "tcp", "192.0.2.2") == "192.0.2.1", "passt serves a neighbour"
         assert children(fabric.process.pid, "passt") == [passt]
 
 

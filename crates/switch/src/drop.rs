@@ -109,6 +109,9 @@ reasons! {
     /// The user uplink sent the same frame more than 1000 times within a second, or 5000 frames
     /// without news in one flow.
     UplinkRepeat = "uplink_repeat",
+    /// A member sent more on a connection through the user uplink before the uplink had answered
+    /// what opens it.
+    UplinkOpening = "uplink_opening",
     /// The sender and the destination are isolated from each other.
     Isolated = "isolated",
     /// A rule of the network denies the connection, or no rule allows it and the network's policy

@@ -69,6 +69,7 @@ mod held;
 mod icmp;
 mod kept;
 mod mapping;
+mod opening;
 mod packet;
 mod repeats;
 pub mod uplink;
@@ -87,6 +88,7 @@ use flow::{Direction, Flow, Inside, Share, Source, State, Taken};
 use forwarded::{Forwarded, Table};
 use held::Held;
 use icmp::{End, Quote, echo_reply, time_exceeded};
+use opening::Opening;
 use packet::{ACK, Ethernet, Ip, RST, Readdressed, SYN, Transport, ethernet};
 
 /// Mappings that one port of the switch may hold.
@@ -200,6 +202,7 @@ pub struct Nat<A: Address = Ipv4Addr> {
     to_network: VecDeque<Vec<u8>>,
     /// Frames of the router's own for the uplink: ARP questions.
     to_uplink: VecDeque<Vec<u8>>,
+    opening: Opening,
     peer_mac: Option<Mac>,
     peer_asked: Option<Nanos>,
     next_port: u16,
@@ -228,6 +231,7 @@ impl<A: Address> Nat<A> {
             next_repeat: Nanos(0),
             to_network: VecDeque::new(),
             to_uplink: VecDeque::new(),
+            opening: Opening::new(),
             peer_mac: None,
             peer_asked: None,
             next_port: FIRST_PORT,
@@ -266,6 +270,7 @@ impl<A: Address> Nat<A> {
         self.taken = std::array::from_fn(|_| Taken::new());
         self.shares.clear();
         self.forwarded.clear();
+        self.opening.clear();
         self.lost += self.held.drain(..).filter(|held| !held.sent).count() as u64;
         self.peer_mac = None;
         self.to_uplink.clear();
@@ -447,6 +452,9 @@ impl<A: Address> Nat<A> {
             self.ask_peer(Some(now));
             return Err(Reason::LinkDown);
         };
+        if transport.protocol == Protocol::Tcp && !self.opening.lets_out(now, &key, transport.flags(frame).0) {
+            return Err(Reason::UplinkOpening);
+        }
         ip.live(frame)?;
         let own = self.own_towards(to);
         ip.rewrite_source(frame, own);
@@ -527,6 +535,9 @@ impl<A: Address> Nat<A> {
             self.note_forwarded(now, key, (rule, port), &transport, frame)?;
             (key.0, self.neighbours.get(&to).map(|n| n.mac), Some(key))
         };
+        if protocol == Protocol::Tcp {
+            self.opening.answered(now, &(inside, seen, transport.source(frame)), transport.flags(frame).0);
+        }
         let (_, guest, guest_port) = inside;
         let is_syn = protocol == Protocol::Tcp && transport.flags(frame).0 & (SYN | ACK) == SYN;
         ip.live(frame)?;

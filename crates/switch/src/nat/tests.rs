@@ -430,6 +430,7 @@ fn a_flood_of_one_forward_leaves_the_others_alone() {
     let client = ("198.51.100.7", 4000);
     assert_eq!(nat.inbound(Nanos(0), &mut tcp(client, ("192.0.0.2", 1), SYN)), Verdict::Pass);
     assert_eq!(nat.outbound(Nanos(0), None, &mut tcp(("10.87.0.9", 80), client, SYN | ACK)), Verdict::Pass);
+    assert_eq!(nat.inbound(Nanos(0), &mut tcp(client, ("192.0.0.2", 1), ACK)), Verdict::Pass);
     // Neither is a datagram refused, nor a connection to another forward, new or old.
     assert_eq!(flood(&mut nat, secs(1), 200_000), 200_000);
     let share = nat.forwarded.share();
@@ -730,6 +731,36 @@ fn answers_go_to_the_station_that_asked_though_another_claims_its_address() {
 }
 
 #[test]
+fn of_a_connection_that_opens_one_segment_goes_to_the_uplink_until_it_answers() {
+    let mut nat = with_forwards();
+    is_there(&mut nat, GUEST, "10.87.0.9");
+    let early = Verdict::Drop(Reason::UplinkOpening);
+    let (guest, peer) = (("10.87.0.9", 4000), ("198.51.100.7", 80));
+    let out = |nat: &mut Nat, from, to, flags| nat.outbound(Nanos(0), None, &mut tcp(from, to, flags));
+    assert_eq!(out(&mut nat, guest, peer, SYN), Verdict::Pass);
+    assert_eq!(out(&mut nat, guest, ("198.51.100.8", 80), SYN), Verdict::Pass, "another connection of the port");
+    for flags in [SYN, ACK, RST, FIN | ACK] {
+        assert_eq!(out(&mut nat, guest, peer, flags), early, "{flags:#x}");
+    }
+    assert_eq!(nat.inbound(Nanos(0), &mut tcp(peer, ("192.0.0.2", 4000), SYN | ACK)), Verdict::Pass);
+    assert_eq!(out(&mut nat, guest, peer, ACK), Verdict::Pass);
+    assert_eq!(out(&mut nat, guest, ("198.51.100.8", 80), ACK), early);
+    // One that comes by a forward.
+    let (server, client) = (("10.87.0.9", 80), ("198.51.100.9", 5000));
+    assert_eq!(nat.inbound(Nanos(0), &mut tcp(client, ("192.0.0.2", 1), SYN)), Verdict::Pass);
+    assert_eq!(out(&mut nat, server, client, SYN | ACK), Verdict::Pass);
+    assert_eq!(out(&mut nat, server, client, ACK), early);
+    assert_eq!(nat.inbound(Nanos(0), &mut tcp(client, ("192.0.0.2", 1), ACK)), Verdict::Pass);
+    assert_eq!(out(&mut nat, server, client, ACK), Verdict::Pass);
+    // Another uplink knows none of them.
+    assert_eq!(out(&mut nat, server, ("198.51.100.10", 81), SYN), Verdict::Pass);
+    nat.uplink_restarted();
+    let mut answer = arp(2, PEER, ip("192.0.0.1"), ROUTER, ip("192.0.0.2"), ROUTER);
+    assert_eq!(nat.inbound(Nanos(0), &mut answer), Verdict::Taken);
+    assert_eq!(out(&mut nat, server, ("198.51.100.10", 81), ACK), Verdict::Pass);
+}
+
+#[test]
 fn a_connection_lasts_as_long_as_its_state_says() {
     let (out, back) = (("10.87.0.9", 4000), ("198.51.100.7", 80));
     // What is sent out and comes in, and how long its port is kept then.
@@ -743,8 +774,10 @@ fn a_connection_lasts_as_long_as_its_state_says() {
     ];
     for (i, (outs, ins, idle)) in cases.into_iter().enumerate() {
         let mut nat = nat();
-        for flags in outs {
-            assert_eq!(nat.outbound(Nanos(0), None, &mut tcp(out, back, *flags)), Verdict::Pass);
+        for (n, flags) in outs.iter().enumerate() {
+            // What comes before the answer does not go on, and says how the guest sees it all the same.
+            let expected = if n == 0 { Verdict::Pass } else { Verdict::Drop(Reason::UplinkOpening) };
+            assert_eq!(nat.outbound(Nanos(0), None, &mut tcp(out, back, *flags)), expected);
         }
         for flags in ins {
             let mut frame = tcp(back, ("192.0.0.2", 4000), *flags);
