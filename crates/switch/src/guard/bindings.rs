@@ -240,6 +240,8 @@ impl Bindings {
             if !stale {
                 return Err(None);
             }
+            // Also where this port may not have it.
+            self.holders.remove(&place);
         }
         let is_own = self.owner(address) == Some(*mac) || shown_mac(address) == Some(*mac);
         let list = self.own.entry(port).or_default();
@@ -549,6 +551,18 @@ mod tests {
             assert!((0..1000).all(|n| admit(&mut ports, &guard, &format!("fd00::a:{n}"))));
         }
         assert!(!(0..1000).all(|n| admit(&mut ports, &Guard::default(), &format!("fd00::a:{n}"))));
+    }
+
+    #[test]
+    fn an_address_that_ended_is_free_though_a_port_at_its_limit_asked_for_it() {
+        let mut ports = Ports::new();
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None);
+        ports.1 = ports.1.after(LIFETIME);
+        for n in 11..=14 {
+            assert_eq!(ports.put(2, &about(135, "::", &format!("fd00::{n}"), &[])), None);
+        }
+        assert_eq!(ports.put(2, &about(135, "::", "fd00::5", &[])), Some(Reason::AddressLimit));
+        assert_eq!(ports.put(1, &about(135, "::", "fd00::5", &[])), None, "nobody has it");
     }
 
     #[test]
