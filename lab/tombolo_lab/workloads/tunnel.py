@@ -57,6 +57,10 @@ class Tunnel(Workload):
         "seconds": Parameter(
             "Duration of each load", float, low=0.2, high=600, default=3, unit="s"
         ),
+        "gro": Parameter(
+            "Whether interfaces between the machines join packets of a flow that came together, as "
+            "network cards do (ethtool -K gro)", str, ("off", "on"), default="on", setup=True,
+        ),
         "offered": Parameter(
             "Offered rate of datagrams (400pps); empty: as fast as they go", str, default=""
         ),
@@ -95,7 +99,7 @@ class Tunnel(Workload):
         with contextlib.ExitStack() as stack:
             machines = [stack.enter_context(harness.Namespace()) for _ in range(2)]
             members = [stack.enter_context(harness.Namespace()) for _ in range(2)]
-            join(*machines)
+            join(*machines, cell["gro"])
             make = _fabric if cell["port"] == "tombolo" else _bridge
             for at, (space, member) in enumerate(zip(machines, members, strict=True)):
                 make(stack, at, space, member)
@@ -142,12 +146,12 @@ def each(meter: machine.Meter, amount: float) -> float | None:
     return None if load_s is None else load_s / amount
 
 
-def join(one: object, two: object) -> None:
-    """The cable between two machines."""
+def join(one: object, two: object, gro: str) -> None:
+    """The cable between two machines; `gro` as the parameter."""
     cable = ("eth0", "mtu", PATH_MTU, "type", "veth", "peer", "name", "eth0", "mtu", PATH_MTU)
     one.ip("link", "add", *cable, "netns", str(two))
     for at, space in enumerate((one, two), 1):
-        space.run("ethtool", "-K", "eth0", "tx", "off")
+        space.run("ethtool", "-K", "eth0", "tx", "off", "gro", gro)
         space.ip("address", "add", f"{UNDERLAY}.{at}/24", "dev", "eth0")
         space.ip("link", "set", "eth0", "up")
 

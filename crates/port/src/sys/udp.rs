@@ -13,6 +13,8 @@ use std::os::fd::{AsFd, AsRawFd};
 
 /// linux/udp.h, since Linux 4.18.
 const UDP_SEGMENT: c_int = 103;
+/// linux/udp.h, since Linux 5.0.
+const UDP_GRO: c_int = 104;
 /// Datagrams that one message may be cut into; 64 is the limit of all kernels that cut.
 pub(crate) const MAX_SEGMENTS: usize = 64;
 
@@ -74,7 +76,7 @@ impl Address {
     }
 }
 
-/// Control data of one message: UDP_SEGMENT with a u16. cmsghdr of 16 bytes, 2 bytes, padded to 8.
+/// Control data of one message: UDP_SEGMENT with a u16, or UDP_GRO with an int. cmsghdr of 16 bytes, 2 or 4 bytes, padded to 8.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
 struct Control([u8; 24]);
@@ -89,6 +91,16 @@ impl Control {
         out[12..16].copy_from_slice(&UDP_SEGMENT.to_ne_bytes());
         out[16..18].copy_from_slice(&bytes.to_ne_bytes());
         Control(out)
+    }
+
+    /// How long each datagram of a message is that came with so many bytes of control data; `None`
+    /// where it is one datagram.
+    fn joined(&self, bytes: usize) -> Option<usize> {
+        // SAFETY: CMSG_LEN only computes.
+        let expected = unsafe { libc::CMSG_LEN(size_of::<c_int>() as u32) } as usize;
+        let word = |at: usize| self.0[at..].first_chunk().map(|word| c_int::from_ne_bytes(*word));
+        let is_it = bytes >= expected && word(8) == Some(libc::SOL_UDP) && word(12) == Some(UDP_GRO);
+        word(16).filter(|_| is_it).and_then(|segment| usize::try_from(segment).ok()).filter(|segment| *segment > 0)
     }
 }
 
@@ -153,7 +165,10 @@ pub(crate) struct Datagram {
     pub(crate) from: Option<SocketAddr>,
     /// Bytes in the slot.
     pub(crate) bytes: usize,
-    /// Whether it was longer than the slot.
+    /// Bytes of each datagram in the slot, of which the last one may be shorter. All are from the
+    /// same sender.
+    pub(crate) segment: usize,
+    /// Whether the last one was longer than the room for it.
     pub(crate) truncated: bool,
 }
 
@@ -161,44 +176,60 @@ pub(crate) struct Datagram {
 pub(crate) struct Inbox {
     arena: Arena,
     addresses: Vec<Address>,
+    controls: Vec<Control>,
 }
 
 impl Inbox {
     /// `count` slots of `stride` bytes.
     pub(crate) fn new(count: usize, stride: usize) -> Inbox {
-        Inbox { arena: Arena::new(count, stride), addresses: vec![Address::none(); count] }
+        Inbox {
+            arena: Arena::new(count, stride),
+            addresses: vec![Address::none(); count],
+            controls: vec![Control([0; 24]); count],
+        }
     }
 
-    /// The slots' bytes, in order.
-    pub(crate) fn chunks(&self) -> std::slice::ChunksExact<'_, u8> {
-        self.arena.bytes.chunks_exact(self.arena.stride)
+    /// The bytes of a slot; none of one that there is not.
+    pub(crate) fn slot(&self, at: usize) -> &[u8] {
+        let begin = at * self.arena.stride;
+        self.arena.bytes.get(begin..begin + self.arena.stride).unwrap_or_default()
     }
 
-    /// Receives up to `count` datagrams without blocking, and reports each. An error only where
-    /// there is no first one.
+    /// Receives up to `count` messages without blocking, and reports each. A message is a datagram,
+    /// or several that the kernel has joined ([`join`]). An error only where there is no first one.
     pub(crate) fn receive(&mut self, socket: impl AsFd, count: usize, got: &mut Vec<Datagram>) -> Result<(), Errno> {
         got.clear();
-        let Inbox { arena, addresses } = self;
+        let Inbox { arena, addresses, controls } = self;
         let count = count.min(addresses.len());
-        let mut each = addresses.iter_mut();
+        let mut each = addresses.iter_mut().zip(controls.iter_mut());
         let complete = |header: &mut libc::msghdr| {
-            if let Some(address) = each.next() {
+            if let Some((address, control)) = each.next() {
                 *address = Address::none();
                 header.msg_name = std::ptr::from_mut(address).cast();
                 header.msg_namelen = size_of::<Address>() as _;
+                header.msg_control = control.0.as_mut_ptr().cast();
+                header.msg_controllen = size_of::<Control>() as _;
             }
         };
-        // SAFETY: each header has its own address of self, with its true length.
+        // SAFETY: each header has its own address and control data of self, with their true lengths.
         let headers = unsafe { arena.receive(socket, count, 0, complete) }?;
-        for (header, address) in headers.iter().zip(addresses.iter()) {
+        for (header, (address, control)) in headers.iter().zip(addresses.iter().zip(controls.iter())) {
+            let bytes = header.msg_len as usize;
             got.push(Datagram {
                 from: address.get(header.msg_hdr.msg_namelen as usize),
-                bytes: header.msg_len as usize,
+                bytes,
+                segment: control.joined(header.msg_hdr.msg_controllen as usize).unwrap_or(bytes),
                 truncated: is_truncated(header),
             });
         }
         Ok(())
     }
+}
+
+/// Has the kernel hand over datagrams of one sender and one length as one message, where it has them
+/// so. Since Linux 5.0.
+pub(crate) fn join(socket: impl AsFd) -> Result<(), Errno> {
+    set_option(socket, libc::SOL_UDP, UDP_GRO, &1)
 }
 
 /// Has the kernel send no datagram in fragments, and refuse one that does not fit the path.
@@ -299,9 +330,18 @@ mod tests {
             inbox.receive(&b, 8, &mut got).unwrap();
             let expected = [&bytes[..100], &bytes[100..200], &bytes[200..], b"one"];
             assert_eq!(got.len(), 4);
-            for ((slot, got), expected) in inbox.chunks().zip(&got).zip(expected) {
-                assert_eq!((got.from, got.truncated, &slot[..got.bytes]), (Some(from), false, expected));
+            for ((at, got), expected) in got.iter().enumerate().zip(expected) {
+                let slot = &inbox.slot(at)[..got.bytes];
+                assert_eq!((got.from, got.truncated, got.segment, slot), (Some(from), false, got.bytes, expected));
             }
+            assert_eq!(inbox.receive(&b, 8, &mut got), Err(Errno::AGAIN));
+            // The same in one message, where the receiver takes them joined.
+            join(&b).unwrap();
+            assert_eq!(Outbox::default().send(&a, &pieces, 0, &messages), Ok(2));
+            inbox.receive(&b, 8, &mut got).unwrap();
+            let shapes: Vec<_> = got.iter().map(|got| (got.bytes, got.segment, got.from)).collect();
+            assert_eq!(shapes, [(250, 100, Some(from)), (3, 3, Some(from))]);
+            assert_eq!((&inbox.slot(0)[..250], &inbox.slot(1)[..3], inbox.slot(8)), (&bytes[..], &b"one"[..], &[][..]));
             assert_eq!(inbox.receive(&b, 8, &mut got), Err(Errno::AGAIN));
             a.send_to(&[7; 300], to).unwrap();
             inbox.receive(&b, 8, &mut got).unwrap();

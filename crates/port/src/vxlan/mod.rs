@@ -41,7 +41,8 @@
 //! One socket receives, at the local address and port. [`FLOWS`] others send, each from its own
 //! port, chosen by the inner flow, so that routers and network cards spread flows and keep their
 //! order. Equal frames of a turn for one remote go to the kernel as one message, which it cuts
-//! (UDP_SEGMENT), unless it cannot.
+//! (UDP_SEGMENT), unless it cannot. What comes is taken in such messages too (UDP_GRO), where the
+//! other end or the network card has joined it: a message is then the frames of several turns.
 //!
 //! # Not carried
 //! Offloads: checksums and segments are finished before (the switch does it). The kernel of the
@@ -85,7 +86,7 @@ use table::Table;
 pub use table::{AGE, MAX_ENTRIES};
 use tombolo_worker::reactor::{Registration, Watch};
 
-/// Datagrams that one call receives.
+/// Messages that one call receives.
 pub const SLOTS: usize = 64;
 /// Sockets that send.
 pub const FLOWS: usize = 4;
@@ -209,8 +210,14 @@ pub struct VxlanPort {
     shares: Shares,
     /// The kernel cuts messages into datagrams.
     cuts: bool,
+    /// The kernel joins datagrams that come.
+    joins: bool,
     inbox: Inbox,
+    /// What the inbox holds, and which slot and byte of it is next.
     got: Vec<Datagram>,
+    next: (usize, usize),
+    /// Datagrams in a message, as the last call had them.
+    joined: usize,
     outbox: Outbox,
     flows: Vec<Flow>,
     fates: Vec<Fate>,
@@ -269,6 +276,7 @@ impl VxlanPort {
         })?;
         let (receiver, senders) = sockets?;
         let monitor = Monitor::with_addresses(netns, &registration)?;
+        let joins = udp::join(&receiver).is_ok();
         let watch = registration.watch(&receiver).map_err(|errno| VxlanError::Socket {
             what: "watching a socket at",
             address: *local,
@@ -291,8 +299,11 @@ impl VxlanPort {
             table: Table::new(config.remotes.len()),
             shares: Shares::new(config.remotes.len(), config.storm),
             cuts: true,
+            joins,
             inbox: Inbox::new(SLOTS, STRIDE_BYTES),
             got: Vec::with_capacity(SLOTS),
+            next: (0, 0),
+            joined: 1,
             outbox: Outbox::default(),
             flows: (0..FLOWS).map(|_| Flow::default()).collect(),
             fates: Vec::new(),
@@ -317,6 +328,11 @@ impl VxlanPort {
         });
         let state = self.interface.as_ref().and_then(|(name, _)| self.monitor.state(name));
         self.condition = state.as_ref().map_or(Condition::Gone, Condition::of);
+    }
+
+    /// Whether the inbox holds datagrams that no turn has taken.
+    fn has_more(&self) -> bool {
+        self.next.0 < self.got.len()
     }
 
     /// Takes what the control plane has left.
@@ -502,19 +518,35 @@ impl Port for VxlanPort {
         if room == 0 {
             return Ok(budget);
         }
-        match self.inbox.receive(&self.receiver, room, &mut self.got) {
-            Ok(()) => {}
-            Err(Errno::AGAIN) => return Ok(answers),
-            // What is reported of an earlier datagram says nothing of those that wait.
-            Err(Errno::INTR | Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH) => return Ok(budget),
-            Err(errno) => return Err(self.fault("receiving on", errno)),
+        let mut is_full = false;
+        if !self.has_more() {
+            self.next = (0, 0);
+            // About as many as this turn takes, so that the rest is not read from a cold cache.
+            let count = room.div_ceil(self.joined);
+            match self.inbox.receive(&self.receiver, count, &mut self.got) {
+                Ok(()) => {}
+                Err(Errno::AGAIN) => return Ok(answers),
+                // What is reported of an earlier datagram says nothing of those that wait.
+                Err(Errno::INTR | Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH) => return Ok(budget),
+                Err(errno) => return Err(self.fault("receiving on", errno)),
+            }
+            let datagrams: usize = self.got.iter().map(|got| got.bytes.div_ceil(got.segment.max(1)).max(1)).sum();
+            self.joined = datagrams.div_ceil(self.got.len().max(1)).max(1);
+            is_full = self.got.len() == count;
         }
         // No segmented frame comes out of a tunnel.
         batch.set_may_merge();
-        let used = self.got.len();
+        let mut used = 0;
         let got = std::mem::take(&mut self.got);
-        for (slot, datagram) in self.inbox.chunks().zip(&got) {
-            let packet = &slot[..datagram.bytes.min(slot.len())];
+        let (mut slot, mut at) = self.next;
+        while used < room && slot < got.len() {
+            let (datagram, from, begin) = (&got[slot], slot, at);
+            let bytes = datagram.bytes.min(STRIDE_BYTES);
+            let end = bytes.min(begin + datagram.segment);
+            let is_last = end == bytes;
+            (slot, at) = if is_last { (slot + 1, 0) } else { (slot, end) };
+            used += 1;
+            let packet = &self.inbox.slot(from)[begin..end];
             let Some(remote) = self.remote_of(datagram.from) else {
                 drops.count(Reason::UnknownRemote, 1);
                 continue;
@@ -531,7 +563,7 @@ impl Port for VxlanPort {
                 }
             }
             let frame = &packet[HEADER_BYTES..];
-            if datagram.truncated || frame.len() > MAX_FRAME_BYTES {
+            if datagram.truncated && is_last || frame.len() > MAX_FRAME_BYTES {
                 drops.count(Reason::TooLong, 1);
                 continue;
             }
@@ -559,9 +591,9 @@ impl Port for VxlanPort {
             }
             batch.push(Foreign::from(frame), Offload::NONE);
         }
-        self.got = got;
+        (self.got, self.next) = (got, (slot, at));
         // With every slot filled there is no telling whether there is more.
-        Ok(if used == SLOTS { budget } else { answers + used })
+        Ok(if is_full || self.has_more() { budget } else { answers + used })
     }
 
     fn release(&mut self) -> Result<(), Fault> {
@@ -646,7 +678,7 @@ impl Port for VxlanPort {
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        if self.answers() {
+        if self.answers() || self.has_more() {
             return Ok(true);
         }
         let seen = self.monitor.poll(&self.receiver).map_err(|errno| self.fault("polling", errno))?;
@@ -667,6 +699,7 @@ impl Port for VxlanPort {
     fn reset(&mut self, _fault: &Fault) {
         self.waiting.clear();
         self.answering.clear();
+        self.got.clear();
         self.look();
     }
 
@@ -692,6 +725,7 @@ impl Port for VxlanPort {
             ("addresses_refused", self.table.refused.into()),
             ("limited_remotes", Detail::Texts(self.shares.named(&self.config.remotes))),
             ("cut_by_kernel", self.cuts.into()),
+            ("joined_by_kernel", self.joins.into()),
             ("places", self.known.len().0.into()),
             ("places_max", MAX_PLACES.into()),
             ("answered_addresses", self.known.len().1.into()),

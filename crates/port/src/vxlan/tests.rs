@@ -538,3 +538,28 @@ fn answers_that_wait_are_bounded_and_leave_half_of_a_turn_to_the_remotes() {
     ends.port.reset(&Fault { kind: FaultKind::System, detail: "test".into() });
     assert!(!ends.port.answers());
 }
+
+#[test]
+fn frames_that_the_kernel_has_joined_come_in_order_over_several_turns() {
+    let mut ends = Ends::open(83, true);
+    // Five datagrams of one length, and a shorter one, which may be the last of a message.
+    let frames: Vec<Vec<u8>> =
+        (0..6).map(|n| [&ASKER[..], &HOLDER, &[8, 0], &vec![n; if n == 5 { 50 } else { 70 }]].concat()).collect();
+    let bytes: Vec<u8> = frames.iter().flat_map(|frame| [&ends.port.header[..], frame].concat()).collect();
+    let (pieces, segment) = ([Piece::from(&bytes[..])], (HEADER_BYTES + frames[0].len()) as u16);
+    let messages = [Message { to: ends.port.config.local, end: 1, segment }];
+    assert_eq!(Outbox::default().send(&ends.remotes[1], &pieces, 0, &messages), Ok(1));
+    ends.reactor.wait(Some(Nanos(5_000_000_000)), &mut Vec::new());
+    assert_eq!(ends.receive(2), (frames[..2].to_vec(), 2));
+    assert!(ends.port.joins && ends.port.arm().unwrap(), "more waits, of which the kernel knows nothing");
+    assert_eq!(ends.receive(3), (frames[2..5].to_vec(), 3));
+    assert_eq!(ends.receive(8), (frames[5..].to_vec(), 1));
+    assert!(!ends.port.arm().unwrap());
+    assert_eq!((ends.receive(8), ends.detail("joined_by_kernel")), ((vec![], 0), true.into()));
+    // What waits goes with a reset.
+    assert_eq!(Outbox::default().send(&ends.remotes[1], &pieces, 0, &messages), Ok(1));
+    ends.reactor.wait(Some(Nanos(5_000_000_000)), &mut Vec::new());
+    assert_eq!(ends.receive(1).1, 1);
+    ends.port.reset(&Fault { kind: FaultKind::System, detail: "test".into() });
+    assert_eq!(ends.receive(8), (vec![], 0));
+}
