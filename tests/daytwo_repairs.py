@@ -50,7 +50,7 @@ except ConnectionRefusedError:
 
 
 @timeout(240)
-def test_a_deleted_tap_is_nobodys_fault_and_an_apply_makes_it_again():
+def test_a_deleted_tap_is_no_fault_of_a_peer_and_an_apply_makes_it_again():
     need_root()
     with Namespace() as home, Namespace() as web, Namespace() as db, scratch() as folder:
         with Fabric(folder, TAPS.format(web=web, db=db), netns=home) as fabric:
@@ -59,14 +59,38 @@ def test_a_deleted_tap_is_nobodys_fault_and_an_apply_makes_it_again():
             web.ip("link", "del", "web")
             until("the fault", lambda: fabric.port("web")["last_fault"])
             said = fabric.cli("status").stdout
-            assert "the tap `web` was deleted" in said and "`tombolo apply` makes it again" in said, said
+            assert "the tap `web` was deleted" in said and "`tombolo apply` makes its deleted tap again" in said, said
             assert "broke the rules" not in said + fabric.cli("events").stdout
+            # A change is about what it names.
+            assert sections(change(fabric, "set", "tap.db.class=high", "--dry-run")) == {"tap.db": ("change", "planned")}
             plan = change(fabric, "apply", str(fabric.file), "--dry-run")
             assert sections(plan) == {"tap.web": ("restart", "planned")}, plan
             assert "was deleted" in plan["changes"][0]["reason"], plan
             assert sections(change(fabric, "apply", str(fabric.file))) == {"tap.web": ("restart", "done")}
             assert "answered" in in_space(web, PING, "10.233.0.3")
             assert db.ip("-o", "link", "show", "db").split(":")[0] == index, "the other tap is untouched"
+            assert change(fabric, "apply", str(fabric.file))["changes"] == []
+
+
+@timeout(240)
+def test_the_deleted_tap_of_a_kernel_uplink_is_set_up_whole_again():
+    need_root()
+    text = TAPS.replace('subnet = "10.233.0.0/24"', 'subnet = "10.233.0.0/24"\nuplink = "kernel"\nipv6 = "auto"')
+    text = text.replace("10.233.0.3", "10.233.0.7").replace("10.233.0.2\"", "10.233.0.6\"")
+    with Namespace() as home, Namespace() as web, Namespace() as db, scratch() as folder:
+        with Fabric(folder, text.format(web=web, db=db), netns=home) as fabric:
+            device = fabric.port("uplink-lan")["details"]["interface"]
+
+            def state():
+                found = json.loads(home.ip("-j", "address", "show", "dev", device))[0]["addr_info"]
+                addresses = sorted((one["local"], one["prefixlen"]) for one in found)
+                keys = [f"net.ipv4.conf.{device}.{key}" for key in ("route_localnet", "forwarding")] + [f"net.ipv6.conf.{device}.forwarding"]
+                return addresses, [home.run("sysctl", "-n", key).stdout.strip() for key in keys]
+            before = state()
+            home.ip("link", "del", device)
+            until("the fault", lambda: fabric.port("uplink-lan")["last_fault"])
+            assert sections(change(fabric, "apply", str(fabric.file))) == {"network.lan": ("change", "done")}
+            until(f"the same as before: {before}", lambda: state() == before)
             assert change(fabric, "apply", str(fabric.file))["changes"] == []
 
 
@@ -100,6 +124,8 @@ def test_commands_say_what_is_meant():
     with Namespace() as home, Namespace() as web, Namespace() as db, scratch() as folder:
         with Fabric(folder, TAPS.format(web=web, db=db), netns=home) as fabric:
             fabric.cli("port", "set", "db", "--rate", "receive=20M")
+            # A client may send it in several lines.
+            status, _ = fabric.ask("PATCH", "/v1/ports/web", {"toml": "[rate]\nsend = \"30M\"\n"})
             for words in (("config",), ("config", "--changes")):
                 assert "# port db has another limit while it runs" in fabric.cli(*words).stdout
             assert "20M" in fabric.ask("GET", "/v1/config")[1]["port_limits"]["db"]
@@ -115,7 +141,7 @@ def test_commands_say_what_is_meant():
             assert refused("cell", "run", "nosuchapp").count("APP: expected") == 1
             assert sections(change(fabric, "rule", "add", "deny", "--from", "web", "--to", "db")) == {"policy": ("add", "done")}
             shown = fabric.cli("rule", "add", "allow", "--from", "db", "--protocol", "udp", "--port", "53", "--at", "1").stdout
-            assert "rules and mirrors  changed: rule none → allow from db udp port 53" in shown, shown
+            assert "rules and mirrors  changed: rule 1 none → allow from db udp port 53" in shown, shown
             fabric.cli("wait", "--for", "port", "web", "db", "--timeout", "20")
             late = fabric.cli("wait", "--for", "port", "web", "dc", "--timeout", "1", check=False)
             assert late.returncode == 1 and 'there is no port "dc"' in late.stderr

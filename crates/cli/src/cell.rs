@@ -49,7 +49,7 @@ pub(crate) struct Run {
     #[arg(long, value_name = "SIZE", conflicts_with = "sections")]
     memory: Option<String>,
     /// Virtual CPUs
-    #[arg(long, value_name = "N", value_parser = number::whole, conflicts_with = "sections")]
+    #[arg(long, value_name = "N", value_parser = number::whole, allow_hyphen_values = true, conflicts_with = "sections")]
     cpus: Option<u32>,
     /// Ethernet address
     #[arg(long, conflicts_with = "sections")]
@@ -71,7 +71,7 @@ pub(crate) struct Run {
     #[arg(long, conflicts_with = "sections")]
     attach: Option<String>,
     /// Queue pairs of each device
-    #[arg(long, value_name = "N", value_parser = number::whole, conflicts_with = "sections")]
+    #[arg(long, value_name = "N", value_parser = number::whole, allow_hyphen_values = true, conflicts_with = "sections")]
     queues: Option<u32>,
     /// ip, mac or off
     #[arg(long, conflicts_with = "sections")]

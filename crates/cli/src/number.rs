@@ -14,7 +14,7 @@ pub(crate) fn place(text: &str) -> Result<usize, String> {
 
 /// A number of things that a section of a file has, which is judged there.
 pub(crate) fn whole(text: &str) -> Result<u32, String> {
-    text.parse().map_err(|_| "expected a whole number, such as 2".into())
+    text.parse().map_err(|_| format!("expected a whole number from 0 to {}, such as 2", u32::MAX))
 }
 
 /// A span of time in whole milliseconds.

@@ -64,7 +64,7 @@ pub(crate) struct Add {
     #[arg(long, conflicts_with = "sections")]
     connect: bool,
     /// Queue pairs (vhost-user, xen)
-    #[arg(long, value_name = "N", value_parser = number::whole, conflicts_with = "sections")]
+    #[arg(long, value_name = "N", value_parser = number::whole, allow_hyphen_values = true, conflicts_with = "sections")]
     queues: Option<u32>,
     /// Name of the interface (packet) or of the device (tap)
     #[arg(long, value_name = "INTERFACE", conflicts_with = "sections")]
@@ -73,10 +73,10 @@ pub(crate) struct Add {
     #[arg(long, value_name = "DOMAIN", conflicts_with = "sections")]
     domain: Option<String>,
     /// Number of the guest's network device, from 0 (xen)
-    #[arg(long, value_name = "N", value_parser = number::whole, conflicts_with = "sections")]
+    #[arg(long, value_name = "N", value_parser = number::whole, allow_hyphen_values = true, conflicts_with = "sections")]
     vif: Option<u32>,
     /// Identifier of the network (vxlan)
-    #[arg(long, value_name = "N", value_parser = number::whole, conflicts_with = "sections")]
+    #[arg(long, value_name = "N", value_parser = number::whole, allow_hyphen_values = true, conflicts_with = "sections")]
     vni: Option<u32>,
     /// Address of this machine that the other ends send to (vxlan)
     #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]

@@ -201,7 +201,7 @@ impl Config {
 /// those of one of several members.
 fn limits(report: &ConfigReport) -> String {
     let line = |(port, text): (&String, &String)| {
-        format!("# port {port} has another limit while it runs (`tombolo port set`): {}\n", text.trim())
+        format!("# port {port} has another limit while it runs (`tombolo port set`): {text}\n")
     };
     report.port_limits.iter().map(line).collect()
 }

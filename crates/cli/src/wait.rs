@@ -27,8 +27,7 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Wait {
-    /// The machines, ports or services; it is waited for all of them [default: all machines, for
-    /// `up`]
+    /// The machines, ports or services; waits for all of them [default: all machines, for `up`]
     #[arg(value_name = "NAME", required_if_eq_any([("what", "lease"), ("what", "port"), ("what", "service"), ("what", "exit")]))]
     names: Vec<String>,
     /// What to wait for

@@ -524,17 +524,24 @@ impl Keys {
         });
     }
 
-    /// Each item that goes and each that comes; where there is none, that the order differs.
+    /// Each item that goes and each that comes, with its number from 1; and whether the others have
+    /// another order.
     fn items<T: PartialEq>(&mut self, key: &str, before: &[T], after: &[T], text: impl Fn(&T) -> String) {
-        let had = self.0.len();
-        let gone = before.iter().filter(|item| !after.contains(item)).map(|item| (Some(text(item)), None));
-        let new = after.iter().filter(|item| !before.contains(item)).map(|item| (None, Some(text(item))));
-        for (before, after) in gone.chain(new) {
-            self.text(key, before, after);
+        let not_in = |list: &[T], other: &[T]| -> Vec<(String, String)> {
+            let numbered = (1..).zip(list).filter(|(_, item)| !other.contains(item));
+            numbered.map(|(n, item): (usize, _)| (format!("{key} {n}"), text(item))).collect()
+        };
+        for (key, item) in not_in(before, after) {
+            self.text(&key, Some(item), None);
         }
-        if self.0.len() == had && before != after {
-            let counted = |list: &[T]| Some(format!("{} in another order or number", list.len()));
-            self.0.push(KeyChange { key: key.into(), before: counted(before), after: counted(after) });
+        for (key, item) in not_in(after, before) {
+            self.text(&key, None, Some(item));
+        }
+        let kept =
+            |list: &'_ [T], other: &[T]| list.iter().filter(|item| other.contains(item)).map(&text).collect::<Vec<_>>();
+        let (before, after) = (kept(before, after), kept(after, before));
+        if before != after {
+            self.text(&format!("order of {key}s"), Some(before.join("; ")), Some(after.join("; ")));
         }
     }
 
@@ -596,7 +603,7 @@ fn listed(word: &str, names: impl Iterator<Item = String>) -> Option<String> {
     (!names.is_empty()).then(|| format!("{word} {}", names.join(" or ")))
 }
 
-/// A rule as `rule add` takes it, in words: "deny from a or b to db, tcp, port 80".
+/// A rule as `rule add` takes it, in words: "deny from a or b to db tcp port 80".
 fn rule_text(rule: &Rule, network: Option<&str>) -> String {
     let action = match rule.action {
         policy::Action::Allow => "allow",
@@ -677,7 +684,7 @@ fn bits_text(bits: u64) -> String {
     unit.map_or_else(|| bits.to_string(), |(size, word)| format!("{}{word}", bits / size))
 }
 
-fn rates_text(rates: &Rates) -> Option<String> {
+pub(crate) fn rates_text(rates: &Rates) -> Option<String> {
     let all: Vec<String> = rates
         .named()
         .flat_map(|(name, rate)| {

@@ -302,13 +302,19 @@ fn rules_and_mirrors_that_come_and_go_are_told_one_by_one() {
     };
     let (a, b) = (file(&format!("{deny}{mirror}")), file(&format!("{deny}{allow}")));
     let allowed = "allow tcp port 22 or 80-90 in lan";
-    let expected =
-        [("rule".to_string(), None, Some(allowed.to_string())), ("mirror".into(), Some("of db to ids".into()), None)];
+    let expected = [
+        ("rule 2".to_string(), None, Some(allowed.to_string())),
+        ("mirror 1".into(), Some("of db to ids".into()), None),
+    ];
     assert_eq!(keys(&a, &b), expected);
     assert!(difference(&a, &b)[0].reason.contains("new rules"));
     assert_eq!(difference(&a, &file(deny))[0].reason, "", "mirrors judge no connection");
     let text = "deny from ids or 10.0.0.0/8 to db";
-    assert_eq!(keys(&b, &file(allow)), [("rule".into(), Some(text.into()), None)]);
-    let order = keys(&b, &file(&format!("{allow}{deny}")));
-    assert!(matches!(&order[..], [(key, Some(a), Some(_))] if key == "rule" && a.contains("order")), "{order:?}");
+    assert_eq!(keys(&b, &file(allow)), [("rule 1".into(), Some(text.into()), None)]);
+    // The first rule that applies decides, so the order counts, also where one comes besides.
+    let third = "[[rule]]\naction = \"deny\"\nprotocol = \"udp\"\n";
+    let order = ("order of rules".to_string(), Some(format!("{text}; {allowed}")), Some(format!("{allowed}; {text}")));
+    assert_eq!(keys(&b, &file(&format!("{allow}{deny}"))), vec![order.clone()]);
+    let more = keys(&b, &file(&format!("{allow}{deny}{third}")));
+    assert_eq!(more, [("rule 3".into(), None, Some("deny udp".into())), order]);
 }

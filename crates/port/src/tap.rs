@@ -334,10 +334,7 @@ impl TapPort {
         if self.condition != Condition::Gone {
             self.condition = Condition::Gone;
             self.watch = None;
-            let detail = format!(
-                "the tap `{}` was deleted; the port waits for one of that name, and `tombolo apply` makes it again",
-                self.name
-            );
+            let detail = format!("the tap `{}` was deleted; the port waits for one of that name", self.name);
             self.pending = Some(Fault { kind: FaultKind::System, detail });
             self.registration.wake();
         }

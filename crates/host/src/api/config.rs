@@ -31,8 +31,8 @@ pub struct ConfigReport {
     pub config: Value,
     /// The same as TOML.
     pub toml: String,
-    /// The rate limits that ports were given while they ran, by port, as the key `rate` of a fabric
-    /// file. They hold in place of the configuration's.
+    /// The rate limits that ports were given while they ran, by port, in words: "send 20M, receive
+    /// 1G", or "off". They hold in place of the configuration's.
     #[serde(default)]
     pub port_limits: BTreeMap<String, String>,
     /// What commands and requests have changed since the file was read, as a merge patch of its

@@ -56,7 +56,7 @@ pub(super) fn wrong(key: &str, expected: impl Into<String>, found: impl Into<Str
     let (key, hint) = (key.to_string(), None);
     // The address has neither lines nor columns.
     Answer::new(StatusCode::BAD_REQUEST, text).problem(ProblemReport {
-        of: "file".into(),
+        of: "request".into(),
         line: 0,
         column: 0,
         key,

@@ -299,7 +299,7 @@ pub struct CounterReport {
     pub exhausted_budgets: u64,
     /// Turns by frames given: 0, 1, 2–3, 4–7, …
     pub frames_per_turn: Vec<u64>,
-    /// Times that its peer broke the rules and the port was reset.
+    /// Faults of its peer, after each of which the port was reset, and of the system.
     pub faults: u64,
     /// Times that it was restarted after a panic in its code.
     #[serde(default)]
@@ -813,7 +813,8 @@ pub struct Fault {
 /// One fault of what was sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProblemReport {
-    /// "file" where what was sent has to change, "machine" where this machine lacks something.
+    /// "file" where what was sent has to change, "request" where the address has to, and "machine"
+    /// where this machine lacks something.
     #[serde(default)]
     pub of: String,
     /// Line of the text that was sent, from 1; 0 for a key of the address.

@@ -126,14 +126,12 @@ impl Running {
         let kernel = fabric.networks.iter().filter_map(|n| plan::uplink(&fabric, n).1).collect();
         let links = fabric.links.iter().filter_map(|l| plan::direct_link(l, &self.facts).ok()).collect();
         let machines = self.machines.values().filter(|m| !m.never_started).map(|m| m.plan.clone()).collect();
-        let deleted = self.deleted_taps();
-        let ports = self.ports.values().map(|p| &p.plan).filter(|plan| !deleted.contains(&plan.name));
-        let ports = ports.cloned().collect();
+        let ports = self.ports.values().map(|p| p.plan.clone()).collect();
         Model { plan: Plan { ports, machines, kernel, links }, fabric }
     }
 
     /// Ports of taps that the fabric made and that somebody has deleted since.
-    fn deleted_taps(&self) -> Vec<String> {
+    pub(super) fn deleted_taps(&self) -> Vec<String> {
         let is_made = |name: &str| {
             let plan = self.ports.get(name).map(|port| &port.plan);
             plan.is_some_and(|plan| matches!(plan.attachment, Attachment::Tap { adopt: false, .. }))
@@ -192,7 +190,12 @@ impl Running {
         }
         let plan = plan::plan(&spec, &facts)?;
         let new = Model { fabric: spec, plan };
-        let old = self.model();
+        let mut old = self.model();
+        // What somebody has deleted is made again by an `apply`; a change is about what it names.
+        if matches!(source, Source::File) {
+            let deleted = self.deleted_taps();
+            old.plan.ports.retain(|plan| !deleted.contains(&plan.name));
+        }
         let changes = difference(&old, &new);
         let is_refused = changes.iter().any(|c| c.action == Action::Refuse);
         if !is_refused {
@@ -765,7 +768,10 @@ impl Running {
                 running.drop_port(&plan::uplink_name(&part.spec.name));
                 part.uplink.iter().try_for_each(|port| running.add_port(port))?;
             }
-            if kernel && let Some(kernel) = &part.kernel {
+            // Also those of a tap that is another one.
+            if (kernel || uplink)
+                && let Some(kernel) = &part.kernel
+            {
                 let plan = Plan { ports: vec![], machines: vec![], kernel: vec![kernel.clone()], links: vec![] };
                 let before = before.and_then(|before| before.kernel.as_ref());
                 let reset = before.is_some_and(|before| before.network.router6() != kernel.network.router6());

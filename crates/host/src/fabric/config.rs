@@ -15,6 +15,7 @@
 //!   that a rule or forward of the configuration names is the configuration's (`named`), and an
 //!   addition again after the next `apply`.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -25,6 +26,7 @@ use super::{FabricError, Running, Say};
 use crate::api::config::{ConfigQuery, ConfigReport};
 use crate::api::report::SCHEMA;
 use crate::config::{self, Document};
+use crate::difference::rates_text;
 use crate::file::{self, Fabric, FileError, MEMBERS, Part, Which};
 use crate::rundir::{Addition, Owner, RunDir};
 
@@ -402,6 +404,13 @@ impl Running {
         self.dir.as_ref().map_or(&[], |dir| &dir.owner().additions)
     }
 
+    /// The limits that ports were given while they ran, in words.
+    fn port_limits(&self) -> BTreeMap<String, String> {
+        let ports = self.dir.as_ref().map(|dir| dir.owner().rates.keys()).into_iter().flatten();
+        let limits = ports.filter_map(|port| Some((port.clone(), rates_text(&self.changed_rates(port)?))));
+        limits.map(|(port, text)| (port, text.unwrap_or("off".into()))).collect()
+    }
+
     /// The configuration that runs, for the API.
     ///
     /// # Errors
@@ -416,7 +425,7 @@ impl Running {
             revision: config::revision(&toml),
             config: document.root,
             toml,
-            port_limits: self.dir.as_ref().map(|dir| dir.owner().rates.clone()).unwrap_or_default(),
+            port_limits: self.port_limits(),
             changes: Value::Object(self.changes()),
         })
     }

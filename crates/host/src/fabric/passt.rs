@@ -48,6 +48,8 @@ pub(super) struct Passt {
     /// Whether it was started to serve IPv6, and whether it has ever said that it does.
     serves_ipv6: bool,
     has_served_ipv6: bool,
+    /// Whether it has ended, and is not started again yet.
+    pub(super) has_ended: bool,
     /// How the one before it ended, until this one has run for [`EARLY_END`].
     pub(super) fault: Option<String>,
     /// Why the watchdog has ended it.
@@ -147,6 +149,7 @@ impl Passt {
             since: Instant::now(),
             backoff: Backoff::PASST,
             serves_ipv6,
+            has_ended: false,
             fault: None,
             blame: None,
             hangs: 0,
@@ -182,11 +185,14 @@ impl Drop for Passt {
 
 const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
 
-/// Why passt ends on a machine without default routes, which it does not say itself.
-fn no_route(devices: &[String], ipv6: bool) -> &'static str {
-    match devices.is_empty() && !ipv6 {
-        true => "; this machine has no default route, and passt needs one (`ip route add default via …`)",
-        false => "",
+/// Why passt may end at once on a machine without a default route, which it does not say itself.
+fn no_route() -> &'static str {
+    match (routes::host_default_devices().is_empty(), routes::host_has_default6()) {
+        (true, false) => "; this machine has no default route, and passt needs one (`ip route add default via …`)",
+        (true, true) => {
+            "; this machine has a default route for IPv6 only, and passt needs one for IPv4 (`ip route add default via …`)"
+        }
+        (false, _) => "",
     }
 }
 
@@ -426,6 +432,7 @@ impl Running {
                     return;
                 }
                 let status = passt.process.how();
+                passt.has_ended = true;
                 let blame = passt.blame.take();
                 match blame {
                     Some(Blame::Storm(_)) => passt.storms += 1,
@@ -434,7 +441,8 @@ impl Running {
                 }
                 let how = blame.map_or(status, |blame| blame.to_string());
                 let last = crate::console::tail(&log, 3).join(" / ");
-                let last = format!("{last}{}", no_route(&routes::host_default_devices(), routes::host_has_default6()));
+                let is_early = blame.is_none() && passt.since.elapsed() < EARLY_END;
+                let last = if is_early { last + no_route() } else { last };
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
                 let is_known = passt.fault.replace(format!("passt ended: {how}; {last}")).is_some();
                 let pause = passt.backoff.failed(passt.since, Instant::now());
@@ -504,11 +512,11 @@ impl Running {
 async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Say, port: String, mut pause: Duration) {
     loop {
         tokio::time::sleep(pause).await;
-        let Some(running) = me.upgrade() else { return };
-        let mut running = running.lock().await;
+        let Some(fabric) = me.upgrade() else { return };
+        let mut running = fabric.lock().await;
         let Some(RunningPort { plan, passt: Some(old), .. }) = running.ports.get(&port) else { return };
         // The port may have been removed and added again, with a passt of its own.
-        if old.fault.is_none() {
+        if !old.has_ended {
             return;
         }
         let (plan, feed) = (plan.clone(), old.feed.clone());
@@ -526,15 +534,17 @@ async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Sa
                 let pid = child.id();
                 passt.restarts += 1;
                 passt.process = Helper::Child(child);
+                passt.has_ended = false;
                 (passt.serves_ipv6, passt.has_served_ipv6) = (ipv6, false);
                 let process = Process::open(pid);
                 running.record_passt(&port, pid);
                 running.watch_passt(port.clone(), pid);
                 drop(running);
                 // One that ends at once has opened nothing.
+                drop(fabric);
                 tokio::time::sleep(EARLY_END).await;
-                let Some(running) = me.upgrade() else { return };
-                let mut running = running.lock().await;
+                let Some(fabric) = me.upgrade() else { return };
+                let mut running = fabric.lock().await;
                 let passt = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut());
                 if let Some(passt) = passt.filter(|p| p.process.id() == pid)
                     && process.is_some_and(|process| process.is_running())

@@ -104,13 +104,14 @@ fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
     (faults > 0).then(|| format!("port {} {}, last: {fault}", p.name, reset_words(p, faults)))
 }
 
-/// That a port was reset so many times, and whose doing it was the last time.
+/// That a port had so many faults, and whether the last one was its peer's.
 pub(super) fn reset_words(p: &PortStatus, times: u64) -> String {
-    let peer = p.last_fault.as_ref().is_some_and(|record| record.fault.kind != FaultKind::System);
-    let why = if peer { ": its peer broke the rules" } else { "" };
-    match times {
-        1 => format!("was reset{why}"),
-        _ => format!("was reset {times} times{why}"),
+    let is_peers = p.last_fault.as_ref().is_some_and(|record| record.fault.kind != FaultKind::System);
+    match (is_peers, times) {
+        (true, 1) => "was reset: its peer broke the rules".into(),
+        (true, _) => format!("was reset {times} times, the last time because its peer broke the rules"),
+        (false, 1) => "had a fault".into(),
+        (false, _) => format!("had {times} faults"),
     }
 }
 
@@ -175,6 +176,8 @@ impl Running {
         warnings.extend(self.span_warnings());
         warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
+        let deleted = self.deleted_taps().into_iter();
+        warnings.extend(deleted.map(|name| format!("port {name}: `tombolo apply` makes its deleted tap again")));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
         let hint = |port: &PortReport| Some(format!("port {}: {}", port.name, port.details.get("hint")?.as_str()?));
         warnings.extend(ports.iter().filter_map(hint));
