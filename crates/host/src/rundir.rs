@@ -210,7 +210,7 @@ pub struct ContainerPlace {
     /// Path of the namespace.
     pub netns: PathBuf,
     /// Device and inode of that file. A path may lead to another namespace later, such as that of a
-    /// process whose number was used again. Zeros where there was none.
+    /// process whose number was used again. Zeros where none was seen.
     pub inode: (u64, u64),
     /// What the kernel calls the namespace. An inode is used again, and this number is not. `None`
     /// where the kernel does not tell.

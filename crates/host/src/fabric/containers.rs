@@ -75,8 +75,14 @@ impl PartialEq for Identity {
 }
 
 impl Identity {
-    fn of(place: &ContainerPlace) -> Identity {
-        Identity { inode: place.inode, cookie: place.cookie }
+    /// That of a place; `None` where it was never seen.
+    fn of(place: &ContainerPlace) -> Option<Identity> {
+        (place.inode != (0, 0)).then_some(Identity { inode: place.inode, cookie: place.cookie })
+    }
+
+    /// Whether what is there now is another one than was seen before, if one was.
+    fn is_other(self, was: Option<Identity>) -> bool {
+        was.is_some_and(|was| was != self)
     }
 }
 
@@ -132,14 +138,19 @@ fn tap_has_gone(tap: &Tap) -> bool {
     }
 }
 
+/// Whether a namespace has ended by what a look at its path has found: it is not there, or another
+/// one is.
+fn has_ended(was: Option<Identity>, now: &io::Result<Identity>) -> bool {
+    match now {
+        Ok(now) => now.is_other(was),
+        Err(error) => says_gone(error),
+    }
+}
+
 /// Whether a container's namespace has ended, or is another one than the daemon before this one
 /// saw. `recorded` has what that was.
 fn has_gone(member: &Contained<'_>, recorded: &Containers) -> bool {
-    match (identity(&path_of(member.netns)), recorded.get(member.name)) {
-        (Ok(now), Some(was)) => now != Identity::of(was),
-        (Ok(_), None) => false,
-        (Err(error), _) => says_gone(&error),
-    }
+    has_ended(recorded.get(member.name).and_then(Identity::of), &identity(&path_of(member.netns)))
 }
 
 /// Whether it is the namespace of this program.
@@ -157,7 +168,7 @@ fn interface(netns: Option<&str>, device: &str) -> Option<Interface> {
 /// error says what is there instead. It may wait for the file system that the path leads to.
 pub(super) fn check_place(place: &ContainerPlace) -> Result<(), String> {
     let now = identity(&place.netns).map_err(|error| format!("the namespace at {}: {error}", place.netns.display()))?;
-    if now != Identity::of(place) {
+    if now.is_other(Identity::of(place)) {
         return Err(format!("the namespace at {} is not that of its container any more", place.netns.display()));
     }
     let Some((index, (device, _))) = place.index.zip(place.tap.as_ref()) else { return Ok(()) };
@@ -174,7 +185,7 @@ pub(super) fn check_place(place: &ContainerPlace) -> Result<(), String> {
 /// Deletes the tap of a container, if it is still the one that the port had; what is wrong, if it
 /// stays.
 fn delete_tap(place: &ContainerPlace) -> Result<(), LinkError> {
-    let is_same = || identity(&place.netns).is_ok_and(|now| now == Identity::of(place));
+    let is_same = || identity(&place.netns).is_ok_and(|now| Identity::of(place) == Some(now));
     let Some((device, mac)) = place.tap.as_ref().filter(|_| is_same()) else { return Ok(()) };
     // Paths of namespaces are from text.
     let netns = Netns::open(&place.netns.to_string_lossy())?;
@@ -233,6 +244,8 @@ impl Running {
             // What is in the namespace of a parked port is not what it is to have.
             let noted = match known {
                 Some(known) if self.is_parked(member.name) || !self.lacks(&member, &known) => known,
+                // More is noted once it answers.
+                Some(known) if self.silent.contains_key(member.name) => known,
                 _ => self.place_of(&member),
             };
             now.insert(member.name.to_string(), noted);
@@ -267,7 +280,7 @@ impl Running {
         if self.silent.contains_key(member.name) {
             return ContainerPlace { netns, ..ContainerPlace::default() };
         }
-        // One that is gone already has none, which the next look finds.
+        // One that cannot be seen has none, and the next look finds whether it is gone.
         let found = identity(&netns).unwrap_or(Identity { inode: (0, 0), cookie: None });
         let tap = self.tap_of(member).filter(|_| !self.is_parked(member.name));
         let link = tap.and_then(|tap| interface(Some(member.netns), &tap.device));
@@ -360,13 +373,51 @@ impl Running {
     }
 
     /// The ports of containers: name, the path of the namespace, and which that was.
-    fn containers(&self) -> Vec<(String, PathBuf, Identity)> {
+    fn containers(&self) -> Vec<Watched> {
         let of = |m: Contained<'_>| {
             let was = Identity::of(self.containers.get(m.name)?);
-            Some((m.name.to_string(), path_of(m.netns), was))
+            Some(Watched { name: m.name.to_string(), path: path_of(m.netns), was })
         };
         self.spec.contained().filter_map(of).collect()
     }
+
+    /// Whether a port still has the container that was looked at: it may have been removed and
+    /// added again meanwhile.
+    fn has_still(&self, looked_at: &Watched) -> bool {
+        let noted = self.containers.get(&looked_at.name);
+        !self.applying && noted.is_some_and(|place| Identity::of(place) == looked_at.was)
+    }
+
+    /// Notes which namespace it is at whose path none was seen until now.
+    fn note_seen(&mut self, looked_at: &Watched, now: Identity) {
+        if let Some(place) = self.containers.get_mut(&looked_at.name) {
+            (place.inode, place.cookie) = (now.inode, now.cookie);
+            self.record_containers();
+        }
+    }
+}
+
+/// A container's port, for a look at its namespace.
+struct Watched {
+    name: String,
+    path: PathBuf,
+    /// Which namespace it was; `None` where none was seen.
+    was: Option<Identity>,
+}
+
+/// Those whose namespaces have ended, and those of which none was seen before, with what is there
+/// now.
+fn look(all: Vec<Watched>) -> (Vec<Watched>, Vec<(Watched, Identity)>) {
+    let (mut ended, mut seen) = (vec![], vec![]);
+    let found = identities(all.iter().map(|one| one.path.as_path()));
+    for (one, now) in all.into_iter().zip(found) {
+        match now {
+            now if has_ended(one.was, &now) => ended.push(one),
+            Ok(now) if one.was.is_none() => seen.push((one, now)),
+            _ => {}
+        }
+    }
+    (ended, seen)
 }
 
 /// Removes the ports of containers whose namespaces have gone, until the fabric ends.
@@ -379,25 +430,23 @@ pub(super) async fn watch(me: Weak<Mutex<Running>>) {
         if all.is_empty() {
             continue;
         }
-        // A path may lead to a file system that does not answer.
-        let look = move || {
-            let now = identities(all.iter().map(|(_, path, _)| path.as_path()));
-            let has_gone = |was: Identity, now: io::Result<Identity>| match now {
-                Ok(now) => now != was,
-                Err(error) => says_gone(&error),
-            };
-            let gone = all.into_iter().zip(now).filter_map(|(member, now)| has_gone(member.2, now).then_some(member));
-            gone.collect::<Vec<_>>()
-        };
-        // Without a thread the next look finds them.
-        let Ok(gone) = blocking::spawn(look).await else { continue };
-        for (name, _, was) in gone {
+        // A path may lead to a file system that does not answer. Without a thread the next look
+        // finds them.
+        let Ok((ended, seen)) = blocking::spawn(move || look(all)).await else { continue };
+        for (one, now) in seen {
             let Some(running) = me.upgrade() else { return };
             let mut running = running.lock().await;
-            // It may have been removed and added again meanwhile.
-            if running.applying || running.containers.get(&name).map(Identity::of) != Some(was) {
+            if running.has_still(&one) {
+                running.note_seen(&one, now);
+            }
+        }
+        for one in ended {
+            let Some(running) = me.upgrade() else { return };
+            let mut running = running.lock().await;
+            if !running.has_still(&one) {
                 continue;
             }
+            let name = one.name;
             match running.remove(&name) {
                 Ok(()) => (running.say)(&format!("port {name}: its container has ended")),
                 Err(error) => (running.say)(&format!("port {name}: its container has ended: {error}")),
@@ -445,6 +494,26 @@ mod tests {
         // A path through itself: an error that does not say whether there is a namespace.
         std::os::unix::fs::symlink(&path, &path).unwrap();
         assert!(!has_gone(&recorded));
+    }
+
+    #[test]
+    fn a_namespace_that_was_never_seen_is_noted_when_it_is_and_is_no_other_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ns");
+        // As a daemon notes one that did not answer as it started.
+        let unseen = ContainerPlace { netns: path.clone(), ..ContainerPlace::default() };
+        let watched = || Watched { name: "vm".into(), path: path.clone(), was: Identity::of(&unseen) };
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(check_place(&unseen), Ok(()));
+        let (ended, seen) = look(vec![watched()]);
+        assert!(ended.is_empty(), "its port was removed though its container lives");
+        let [(_, now)] = &seen[..] else { panic!("{} were seen", seen.len()) };
+        assert_eq!(now.inode, inode(&path).unwrap());
+        let (ended, seen) = look(vec![Watched { was: Some(*now), ..watched() }]);
+        assert!(ended.is_empty() && seen.is_empty());
+        std::fs::remove_file(&path).unwrap();
+        let (ended, seen) = look(vec![watched()]);
+        assert!(ended.len() == 1 && seen.is_empty());
     }
 
     #[test]
