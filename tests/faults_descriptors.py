@@ -151,7 +151,7 @@ def test_a_daemon_keeps_no_descriptor_of_who_started_it():
 
 @timeout(240)
 def test_a_namespace_behind_a_file_system_that_never_answers_holds_up_its_own_port_alone():
-    """An addition is refused in time while all others are served, and a start parks the port of the container."""
+    """An addition is refused in time while all others are served, a takeover goes on, and a start parks the port of the container."""
     with scratch() as folder, Namespace() as space, Namespace() as pod:
         first, second = folder / "first", folder / "second"
         first.mkdir()
@@ -182,17 +182,36 @@ def test_a_namespace_behind_a_file_system_that_never_answers_holds_up_its_own_po
                 [(code, said)] = answers
                 assert code >= 400 and "does not answer within 5s" in said and str(folder / "dead") in said, (code, said)
                 assert longest < 4 and looks > 2, f"`status` took {longest:.1f} s at most, in {looks} looks"
-            # Its file system does not answer any more, and the daemon starts.
-            fabric.kill()
-            (folder / "web").unlink()
-            (folder / "web").symlink_to(second / "hanging/file")
+            def lead(target):
+                (folder / "web").unlink()
+                (folder / "web").symlink_to(target)
+
+            def take_over():
+                before = fabric.replace(ends=False)
+                return before, str(fabric.port("web"))
+
+            # Its file system does not answer any more, and another daemon takes over: its tap is handed over.
+            lead(second / "hanging/file")
             with HangingFiles(second) as files:
+                os.write(files.switch, b"h")
+                before, told = take_over()
+                assert "parked" not in told, told
+                lead(f"/run/netns/{pod}")
+            assert before.wait(30) == 0, before.tail()
+            # A daemon starts; another one takes over what it has parked.
+            fabric.kill()
+            third = folder / "third"
+            third.mkdir()
+            lead(third / "hanging/file")
+            with HangingFiles(third) as files:
                 os.write(files.switch, b"h")
                 fabric.start()
                 told = str(fabric.port("web"))
                 assert "parked" in told and "does not answer within 5s" in told, told
-                (folder / "web").unlink()
-                (folder / "web").symlink_to(f"/run/netns/{pod}")
+                before, told = take_over()
+                assert "parked" in told and "does not answer within 5s" in told, told
+                lead(f"/run/netns/{pod}")
+            assert before.wait(30) == 0, before.tail()
             until("the port of the container", lambda: "parked" not in str(fabric.port("web")), 60)
             fabric.down()
             assert "eth0" not in pod.ip("link")

@@ -172,13 +172,16 @@ class Fabric:
         self.process.wait()
         self.nothing_left()
 
-    def replace(self, seconds=PATIENCE_S):
-        """`tombolo up --replace`, in the foreground as the daemon before; waits until that one has ended."""
+    def replace(self, seconds=PATIENCE_S, ends=True):
+        """`tombolo up --replace`, in the foreground as the daemon before, which this gives back. Waits until that one has ended, unless
+        `ends` is false: one that waits for a file system cannot."""
         before = self.process
         self.process = Process([PROGRAM, "up", "--replace", *self.options, self.file], name="tombolo", netns=self.netns, env=self.env, cwd=self.folder,
                                own_mounts=self.own_mounts)
-        assert before.wait(seconds) == 0, before.tail()
+        if ends:
+            assert before.wait(seconds) == 0, before.tail()
         self.process.wait_line(lambda line: "is up after" in line, seconds)
+        return before
 
     def kill(self):
         """SIGKILL to the daemon alone: what a crash is."""

@@ -31,6 +31,7 @@
 //! addresses · `leases/NETWORK` · `idle/MACHINE` a machine that does not run · `door/SOCKET` where
 //! a link listens · `lock` the lock of the runtime directory · `handover` that all of it was put.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -48,7 +49,7 @@ use tombolo_switch::port::HandOver;
 use tombolo_switch::wait::Token;
 
 use super::events::{Facts as Told, Kind};
-use super::{FabricError, Running, Say, config, facts, restore_additions_of};
+use super::{FabricError, Running, Say, config, facts, namespaces, restore_additions_of};
 use crate::config::Document;
 use crate::file::{self, Fabric};
 use crate::plan::{self, Facts, Plan};
@@ -106,6 +107,29 @@ pub(crate) struct Commit {
     old: Owner,
 }
 
+/// The record of a daemon.
+fn record_of(runtime: &Path) -> Option<Owner> {
+    serde_json::from_slice(&std::fs::read(runtime.join("owner.json")).ok()?).ok()
+}
+
+/// The fabric of a file as the daemon of this record runs it: with what was changed and added since.
+/// What does not fit is told once it is certain that this daemon takes over.
+fn with_changes(spec: &Fabric, base: Option<&Document>, file: &Path, owner: &Owner) -> Fabric {
+    if owner.file != file {
+        return spec.clone();
+    }
+    let full = config::changed(spec, base, &owner.changes, file).unwrap_or_else(|_| spec.clone());
+    restore_additions_of(full, &owner.additions, &mut |_, _| ())
+}
+
+/// The namespaces that a daemon which takes over is to find, by members. Their paths may not answer,
+/// so they are looked at before another daemon is asked: it pauses for [`COMMIT`] only. Empty where
+/// none runs.
+pub(crate) fn namespaces(spec: &Fabric, base: Option<&Document>, file: &Path) -> BTreeMap<String, String> {
+    let owner = rundir::runtime_root().ok().and_then(|root| record_of(&root.join(&spec.name)));
+    owner.map(|owner| namespaces::of(&with_changes(spec, base, file, &owner))).unwrap_or_default()
+}
+
 impl Takeover {
     /// Asks the daemon that runs this fabric to hand over; `None` where none runs. Checks first
     /// what can be checked. `base` is the content of the file.
@@ -120,15 +144,9 @@ impl Takeover {
         if !rundir::running(&root).contains(&spec.name) {
             return Ok(None);
         }
-        let read =
-            || std::fs::read(folder.join("owner.json")).ok().and_then(|t| serde_json::from_slice::<Owner>(&t).ok());
-        let owner = read().ok_or_else(|| refused("its record owner.json cannot be read"))?;
-        let mut full = spec.clone();
-        if owner.file == file {
-            // What does not fit is told once it is certain that this daemon takes over.
-            full = config::changed(&full, base, &owner.changes, file).unwrap_or(full);
-            full = restore_additions_of(full, &owner.additions, &mut |_, _| ());
-        }
+        let read = || record_of(&folder).ok_or_else(|| refused("its record owner.json cannot be read"));
+        let owner = read()?;
+        let full = with_changes(spec, base, file, &owner);
         let facts = facts(&full, folder.clone());
         let plan = plan::plan(&full, &facts)?;
         if let Some(standing) = &owner.standing {
@@ -148,7 +166,7 @@ impl Takeover {
         let before = (owner.additions.clone(), owner.changes.clone());
         let mut commit = Commit::ask(&folder, owner)?;
         // Written again while it made ready.
-        commit.old = read().ok_or_else(|| refused("its record owner.json cannot be read"))?;
+        commit.old = read()?;
         if (&commit.old.additions, &commit.old.changes) != (&before.0, &before.1) {
             return Err(refused("its members or settings have just changed; try again"));
         }

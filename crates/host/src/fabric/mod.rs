@@ -437,8 +437,12 @@ impl Running {
     ) -> Result<Shared, FabricError> {
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
         let base = std::fs::read_to_string(path).ok().and_then(|text| Document::read(&text));
+        let mut looked_at = None;
         let takeover = if replace {
             let (spec, base, absolute, say) = (spec.clone(), base.clone(), absolute.clone(), say.clone());
+            // Before the other daemon pauses for this one.
+            let namespaces = handover::namespaces(&spec, base.as_ref(), &absolute);
+            looked_at = Some(namespaces::silent(namespaces).await);
             // It waits for the other daemon, which may be stopped.
             let begun = blocking::spawn(move || Takeover::begin(&spec, base.as_ref(), &absolute, &say)).await;
             begun.map_err(|error| FabricError::State(format!("asking for a handover: {error}")))??
@@ -473,8 +477,10 @@ impl Running {
             }
             None => spec,
         };
-        let namespaces = spec.contained().map(|member| (member.name.to_string(), member.netns.to_string()));
-        let silent = namespaces::silent(namespaces.collect()).await;
+        let silent = match looked_at.filter(|_| known.is_some()) {
+            Some(silent) => silent,
+            None => namespaces::silent(namespaces::of(&spec)).await,
+        };
         let (spec, lost) = containers::without_gone(spec, base.as_ref(), &silent, &mut dir, &say);
         let running = match known {
             Some((facts, prepared, store, commit)) => {

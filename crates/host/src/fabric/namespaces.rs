@@ -3,7 +3,8 @@
 //! `open` and `stat` of a path wait for the server of its file system (NFS, FUSE) without any
 //! limit. The control plane is one thread, so each path to a namespace is opened on a thread of its
 //! own first. One that does not answer within [`ANSWER`] is not opened by the control plane: an
-//! addition is refused, and at a start the container's port is parked.
+//! addition is refused, and at a start the container's port is parked. A daemon that takes over looks
+//! before the other one pauses.
 //!
 //! # Limits
 //! At most [`MOST`] threads wait. A server that answers here and stops an instant later is still
@@ -17,6 +18,7 @@ use std::time::Duration;
 use tombolo_port::link::Netns;
 
 use crate::blocking;
+use crate::file::Fabric;
 
 /// How long a file system has to answer.
 const ANSWER: Duration = Duration::from_secs(5);
@@ -43,6 +45,11 @@ impl Drop for Place {
     fn drop(&mut self) {
         self.0.0.fetch_sub(1, Ordering::Relaxed);
     }
+}
+
+/// The namespaces of the containers of a fabric, by names of members.
+pub(super) fn of(spec: &Fabric) -> BTreeMap<String, String> {
+    spec.contained().map(|member| (member.name.to_string(), member.netns.to_string())).collect()
 }
 
 /// The namespaces of sections of a fabric file, by names of members. Faults of the text are not its

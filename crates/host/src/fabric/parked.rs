@@ -122,14 +122,23 @@ impl Running {
     /// As for [`Running::add_port`]: of a port that belongs to no container, or of a worker that
     /// has ended.
     pub(super) fn add_port_or_park(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
-        // What is handed over needs no namespace.
-        if !self.taking_over
-            && matches!(plan.attachment, Attachment::Tap { .. })
-            && let Some(why) = self.silent.get(&plan.name).cloned()
-        {
-            return self.park(plan, &why);
-        }
-        match self.add_port(plan) {
+        let added = match self.silent.get(&plan.name).cloned() {
+            None => self.add_port(plan),
+            Some(why) => {
+                let handed = self.take_handed(plan);
+                let needs_namespace = match &plan.attachment {
+                    // A tap that was handed over is open.
+                    Attachment::Tap { .. } => handed.as_ref().is_none_or(|handed| handed.fds.is_empty()),
+                    Attachment::Packet { netns, .. } => netns.is_some(),
+                    _ => false,
+                };
+                if needs_namespace {
+                    return self.park(plan, &why);
+                }
+                self.add_handed_port(plan, handed)
+            }
+        };
+        match added {
             Err(FabricError::Port { why, .. }) if self.is_contained(&plan.name) => self.park(plan, &why),
             done => done,
         }

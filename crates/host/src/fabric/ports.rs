@@ -129,10 +129,20 @@ impl Running {
     /// As [`Running::add_port`], where the container was looked at. It takes the place of the same
     /// port that is parked.
     pub(super) fn add_checked_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
-        let fail = error(plan);
-        // Ports of a vhost-user frontend take it themselves.
+        let handed = self.take_handed(plan);
+        self.add_handed_port(plan, handed)
+    }
+
+    /// What the daemon before has handed over of a port. Ports of a vhost-user frontend take it
+    /// themselves.
+    pub(super) fn take_handed(&mut self, plan: &PortPlan) -> Option<HandOver> {
         let own = matches!(plan.attachment, Attachment::VhostUser { .. });
-        let handed = if own { None } else { self.take_port(&plan.name) };
+        if own { None } else { self.take_port(&plan.name) }
+    }
+
+    /// As [`Running::add_checked_port`], with what was handed over.
+    pub(super) fn add_handed_port(&mut self, plan: &PortPlan, handed: Option<HandOver>) -> Result<(), FabricError> {
+        let fail = error(plan);
         let passt = self.take_state(format!("passt/{}", plan.name));
         let handed = handed.map(|port| Handed { port, passt });
         let (index, worker) = self.worker_of(&plan.network).ok_or_else(|| fail(&"its network has no worker"))?;
