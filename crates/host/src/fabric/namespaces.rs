@@ -6,15 +6,19 @@
 //! addition is refused, and at a start the container's port is parked. A daemon that takes over looks
 //! before the other one pauses.
 //!
+//! One thread waits for a path, however many ask for it: who asks while it waits gets the same
+//! answer.
+//!
 //! # Limits
 //! At most [`MOST`] threads wait. A server that answers here and stops an instant later is still
 //! waited for.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tombolo_port::link::Netns;
 
 use crate::blocking;
@@ -26,24 +30,59 @@ const ANSWER: Duration = Duration::from_secs(5);
 const MOST: usize = 64;
 
 /// The paths that are being opened.
-static OPENING: Places = Places(AtomicUsize::new(0));
+static OPENING: Places = Places::new();
 
-struct Places(AtomicUsize);
+/// Whether a path has answered, by paths.
+struct Places(Mutex<BTreeMap<Arc<str>, watch::Receiver<bool>>>);
 
 /// A place among those that are being opened, until it is dropped.
-struct Place(&'static Places);
+struct Place {
+    all: &'static Places,
+    path: Arc<str>,
+    answered: watch::Sender<bool>,
+}
+
+/// Is ready when the path has answered, or with what is wrong.
+type Answer = Pin<Box<dyn Future<Output = Result<(), String>> + Send>>;
 
 impl Places {
-    // Only a count, which publishes nothing: Relaxed is enough here and below.
-    fn take(&'static self) -> Option<Place> {
-        let place = |n| (n < MOST).then_some(n + 1);
-        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, place).ok().map(|_| Place(self))
+    const fn new() -> Places {
+        Places(Mutex::new(BTreeMap::new()))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, watch::Receiver<bool>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts to open the path, if no thread does so already. `None`: there is no place for it.
+    fn ask(&'static self, path: &Arc<str>, open: fn(&str)) -> Option<Answer> {
+        let mut all = self.lock();
+        if let Some(answered) = all.get(path) {
+            let mut answered = answered.clone();
+            return Some(Box::pin(async move {
+                let done = answered.wait_for(|answered| *answered).await;
+                done.map(drop).map_err(|_| "the thread that opened it has ended; try again".to_string())
+            }));
+        }
+        if all.len() >= MOST {
+            return None;
+        }
+        let (answered, answer) = watch::channel(false);
+        all.insert(path.clone(), answer);
+        // The place is given back under the lock, also where no thread can be started.
+        drop(all);
+        let place = Place { all: self, path: path.clone(), answered };
+        let opened = blocking::spawn(move || {
+            open(&place.path);
+            place.answered.send_replace(true);
+        });
+        Some(Box::pin(async { opened.await.map_err(|error| error.to_string()) }))
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::Relaxed);
+        self.all.lock().remove(&self.path);
     }
 }
 
@@ -76,13 +115,7 @@ async fn silent_of(
     while rest.peek().is_some() {
         let begun = rest.by_ref().take(MOST / 2).map(|(member, path)| {
             let path = Arc::<str>::from(path);
-            let opened = places.take().map(|place| {
-                let theirs = path.clone();
-                blocking::spawn(move || {
-                    let _place = place;
-                    open(&theirs);
-                })
-            });
+            let opened = places.ask(&path, open);
             (member, path, opened)
         });
         // All are begun before the first is waited for, so they have their time together.
@@ -93,7 +126,7 @@ async fn silent_of(
                 None => format!("{MOST} paths are waited for already that do not answer"),
                 Some(opened) => match tokio::time::timeout_at(limit, opened).await {
                     Ok(Ok(())) => continue,
-                    Ok(Err(error)) => error.to_string(),
+                    Ok(Err(why)) => why,
                     Err(_) => format!(
                         "its file system does not answer within {answer:?}; see whether the server of that file system runs"
                     ),
@@ -120,7 +153,7 @@ mod tests {
 
     #[tokio::test]
     async fn paths_that_do_not_answer_are_told_and_take_no_more_than_their_places() {
-        static PLACES: Places = Places(AtomicUsize::new(0));
+        static PLACES: Places = Places::new();
         fn open(path: &str) {
             if path.contains("dead") {
                 std::thread::park();
@@ -134,10 +167,39 @@ mod tests {
         let told = look(named("dead", 1)).await;
         let why = &told["dead0"];
         assert!(why.contains("/dead/0") && why.contains("does not answer within 200ms"), "{why}");
-        assert_eq!(PLACES.0.load(Ordering::Relaxed), 1, "it still waits");
-        let told = look(named("dead", MOST)).await;
-        assert_eq!((told.len(), PLACES.0.load(Ordering::Relaxed)), (MOST, MOST));
+        let taken = || PLACES.lock().len();
+        assert_eq!(taken(), 1, "it still waits");
+        // However often it is asked for.
+        let again = (0..2 * MOST).map(|n| (format!("again{n}"), "/dead/0".to_string())).collect();
+        let told = look(again).await;
+        assert!(told.len() == 2 * MOST && told.values().all(|why| why.contains("does not answer within 200ms")));
+        assert_eq!(taken(), 1);
+        assert_eq!(patient(named("live", 1)).await, BTreeMap::new());
+        let told = look(named("dead", MOST + 1)).await;
+        assert_eq!((told.len(), taken()), (MOST + 1, MOST));
         assert_eq!(told.values().filter(|why| why.contains("are waited for already")).count(), 1);
         assert!(look(named("live", 1)).await["live0"].contains("are waited for already"));
+    }
+
+    #[tokio::test]
+    async fn all_who_ask_for_a_path_get_its_answer() {
+        static PLACES: Places = Places::new();
+        static GATE: Mutex<()> = Mutex::new(());
+        fn open(path: &str) {
+            drop(GATE.lock());
+            assert!(!path.contains("bad"), "on purpose");
+        }
+        for (path, is_answered) in [("/late", true), ("/bad", false)] {
+            let path = Arc::from(path);
+            let held = GATE.lock().unwrap();
+            let asked: Vec<_> = (0..9).map(|_| PLACES.ask(&path, open).unwrap()).collect();
+            assert_eq!(PLACES.lock().len(), 1);
+            drop(held);
+            for answer in asked {
+                assert_eq!(answer.await.is_ok(), is_answered);
+            }
+            // The thread gives its place back before it says that it has ended.
+            assert_eq!(PLACES.lock().len(), 0);
+        }
     }
 }
