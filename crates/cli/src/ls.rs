@@ -1,6 +1,7 @@
 //! `tombolo ls`: all fabrics of this user.
 
 use std::path::Path;
+use std::thread::{Builder, ScopedJoinHandle};
 
 use clap::Args;
 use serde::Serialize;
@@ -107,17 +108,27 @@ fn table(fabrics: &[FabricLine]) -> Table {
     table
 }
 
+/// Does `work` for all of them at once. Where the system gives no further thread, the rest is done
+/// one after the other.
+fn side_by_side<I: Sync, T: Send>(thread: impl Fn() -> Builder, all: &[I], work: impl Fn(&I) -> T + Sync) -> Vec<T> {
+    let work = &work;
+    std::thread::scope(|scope| {
+        let started: Vec<_> = all.iter().map(|item| (item, thread().spawn_scoped(scope, move || work(item)))).collect();
+        let end = |(item, thread): (&I, std::io::Result<ScopedJoinHandle<'_, T>>)| match thread {
+            // The work does not panic.
+            Ok(thread) => thread.join().ok(),
+            Err(_) => Some(work(item)),
+        };
+        started.into_iter().filter_map(end).collect()
+    })
+}
+
 impl Ls {
     pub(crate) fn run(&self) -> Result<Exit, Failure> {
         let root = rundir::runtime_root()?;
         // Side by side: one that hangs is waited for once.
-        let fabrics = std::thread::scope(|scope| {
-            let root = &root;
-            let ask = |(name, runs)| scope.spawn(move || line(root, name, runs));
-            let asked: Vec<_> = names(root).into_iter().map(ask).collect();
-            // The threads do not panic.
-            asked.into_iter().filter_map(|thread| thread.join().ok()).collect::<Vec<_>>()
-        });
+        let ask = |(name, runs): &(String, bool)| line(&root, name.clone(), *runs);
+        let fabrics = side_by_side(Builder::new, &names(&root), ask);
         if self.json {
             out::json(&Fabrics { schema: SCHEMA, fabrics })?;
         } else if fabrics.is_empty() {
@@ -132,6 +143,17 @@ impl Ls {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn without_threads_fabrics_are_asked_one_after_the_other() {
+        let here = std::thread::current().id();
+        let work = |n: &u32| (n * 2, std::thread::current().id() == here);
+        let all = [0, 1, 2];
+        assert_eq!(side_by_side(Builder::new, &all, work), [(0, false), (2, false), (4, false)]);
+        // No address space has room for such a stack.
+        let refused = || Builder::new().stack_size(1 << 60);
+        assert_eq!(side_by_side(refused, &all, work), [(0, true), (2, true), (4, true)]);
+    }
 
     #[test]
     fn a_killed_fabric_and_a_silent_one_are_told_apart() {
