@@ -3,10 +3,12 @@
 //! The control plane is one thread, which must not wait for a process, a disk or another program.
 //! Tokio's `spawn_blocking` panics where the system gives no further thread (`TasksMax` of a
 //! service, `ulimit -u`, too little memory), and would end the daemon while its machines run on.
-//! Here that is an error ([`spawn`]), or the work is done in line ([`spawn_or_run`]).
+//! Here that is an error ([`spawn`]), or the work is done in line: at once ([`spawn_or_run`]), or
+//! after a few more tries ([`insist`]).
 //!
 //! # Invariants
-//! - The work starts when the function is called, and not when its result is awaited.
+//! - The work starts when the function is called, and not when its result is awaited ([`insist`] is
+//!   the exception).
 //! - The work may use the runtime that it was started from: spawn tasks and make timers.
 //! - A panic of the work is caught, and is an error as well.
 //! - Each piece of work has a thread of its own. A runtime that ends does not wait for it.
@@ -15,8 +17,13 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Builder;
+use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
+
+/// How often a thread is asked for, and how long between. A full limit is often over in a second.
+const TRIES: u32 = 5;
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// Why there is no result.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +61,29 @@ pub(crate) fn spawn_or_run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> impl Future<Output = Result<T, BlockingError>> + Send + 'static {
     on_or_here(Builder::new(), work)
+}
+
+/// Does `work` on a thread of its own. Where none can be started, it tries again for some seconds,
+/// and then does the work in line: for what must be done, and may wait.
+pub(crate) async fn insist<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, BlockingError> {
+    insist_on(Builder::new, PAUSE, work).await
+}
+
+async fn insist_on<T: Send + 'static>(
+    thread: impl Fn() -> Builder,
+    pause: Duration,
+    mut work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, BlockingError> {
+    for _ in 0..TRIES {
+        match on(thread(), work) {
+            Ok(done) => return done.await.map_err(|_| BlockingError::Panicked),
+            Err((_, Some(kept))) => work = kept,
+            // The work is kept where no thread took it.
+            Err((error, None)) => return Err(BlockingError::Thread(error)),
+        }
+        tokio::time::sleep(pause).await;
+    }
+    caught(work).ok_or(BlockingError::Panicked)
 }
 
 fn on_or_here<T: Send + 'static>(
@@ -115,6 +145,18 @@ mod tests {
         assert_eq!(work.map(|work| work()), Some(here()), "it was not begun");
         let told = BlockingError::Thread(error).to_string();
         assert!(told.contains("no thread could be started") && told.contains("TasksMax"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn work_that_may_wait_has_a_few_tries_for_a_thread() {
+        let tries = std::cell::Cell::new(0);
+        let third = || {
+            tries.set(tries.get() + 1);
+            if tries.get() < 3 { refused() } else { Builder::new() }
+        };
+        assert_ne!(insist_on(third, Duration::ZERO, here).await.unwrap(), here());
+        assert_eq!(tries.get(), 3);
+        assert_eq!(insist_on(refused, Duration::ZERO, here).await.unwrap(), here());
     }
 
     #[tokio::test]

@@ -122,7 +122,7 @@ async fn hand_over(shared: &Shared, socket: UnixStream, waiting: &mut Waiting, r
         tokio::select! {
             done = &mut done => {
                 if let Err(error) = done {
-                    (shared.running.lock().await.say)(&format!("a handover was not begun: {error}"));
+                    (shared.running.lock().await.say)(&format!("the handover failed: {error}"));
                 }
                 return;
             }

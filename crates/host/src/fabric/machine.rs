@@ -182,7 +182,8 @@ async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, mac
         return domains::follow(fabric, machine, Some(pid)).await;
     }
     let asked = domain.clone();
-    let done = blocking::spawn(move || toolstack::destroy(&asked)).await.unwrap_or_else(|error| Err(error.to_string()));
+    let done =
+        blocking::insist(move || toolstack::destroy(&asked)).await.unwrap_or_else(|error| Err(error.to_string()));
     let Some(running) = fabric.upgrade() else { return };
     let mut running = running.lock().await;
     match done {
