@@ -1,6 +1,7 @@
 """Descriptors of a hostile user's file system (FUSE), whose server never answers: `close`, `fstat` and `fstatfs` wait for it."""
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -151,7 +152,7 @@ def test_a_daemon_keeps_no_descriptor_of_who_started_it():
 
 @timeout(240)
 def test_a_namespace_behind_a_file_system_that_never_answers_holds_up_its_own_port_alone():
-    """An addition is refused in time while all others are served, a takeover goes on, and a start parks the port of the container."""
+    """Additions and changes are refused in time while all others are served; a takeover goes on; a start parks the container's port."""
     with scratch() as folder, Namespace() as space, Namespace() as pod:
         first, second = folder / "first", folder / "second"
         first.mkdir()
@@ -161,27 +162,42 @@ def test_a_namespace_behind_a_file_system_that_never_answers_holds_up_its_own_po
             (folder / name).symlink_to(target)
         section = f'[tap.{{0}}]\ndevice = "eth0"\nadopt = true\nnetns = "{folder}/{{0}}"\ncontainer = "pods/{{0}}/eth0"\n'
         with Fabric(folder, PODS.format(name=f"pods{os.getpid()}"), netns=space, own_mounts=False) as fabric:
-            def add(name):
+            def ask(method, path, body):
                 with contextlib.closing(Api(fabric.runtime / "api.sock")) as api:
-                    api.request("POST", "/v1/ports", section.format(name))
+                    api.request(method, path, body)
                     answer = api.getresponse()
                     return answer.status, answer.read().decode()
 
-            added = add("web")
+            added = ask("POST", "/v1/ports", section.format("web"))
             assert added[0] < 300, added
+            # A tap of the file, which belongs to no container.
+            own = f'[tap.own]\ndevice = "eth1"\nadopt = true\nnetns = "{folder}/dead"\n'
+            changed = PODS.format(name=fabric.name) + own
+            patch = {"tap": {"own": {"device": "eth1", "adopt": True, "netns": f"{folder}/dead"}}}
+            ways = [("POST", "/v1/ports", section.format("dead")), ("POST", "/v1/machines", own), ("POST", "/v1/apply", changed),
+                    ("PATCH", "/v1/config", json.dumps(patch))]
+            other = folder / "other.toml"
+            other.write_text(PODS.format(name=f"other{os.getpid()}") + own)
             with HangingFiles(first) as files:
                 os.write(files.switch, b"h")
+                up = Process([PROGRAM, "up", other], netns=space, env=fabric.env, cwd=folder, own_mounts=False)
                 answers = []
-                asking = threading.Thread(target=lambda: answers.append(add("dead")))
-                asking.start()
+                asking = [threading.Thread(target=lambda way=way: answers.append((way[1], *ask(*way)))) for way in ways]
+                for thread in asking:
+                    thread.start()
                 longest = looks = 0
-                while asking.is_alive():
+                while any(thread.is_alive() for thread in asking):
                     begun = time.monotonic()
-                    assert [port["name"] for port in fabric.status()["ports"] if port["name"] in ("web", "dead")] == ["web"]
+                    names = [port["name"] for port in fabric.status()["ports"]]
+                    assert "web" in names and not {"own", "dead"} & set(names), names
                     longest, looks = max(longest, time.monotonic() - begun), looks + 1
-                [(code, said)] = answers
-                assert code >= 400 and "does not answer within 5s" in said and str(folder / "dead") in said, (code, said)
+                assert len(answers) == len(ways), answers
+                for path, code, said in answers:
+                    assert code >= 400 and "does not answer within 5s" in said and str(folder / "dead") in said, (path, code, said)
                 assert longest < 4 and looks > 2, f"`status` took {longest:.1f} s at most, in {looks} looks"
+                up.wait_line(lambda line: "does not answer within 5s" in line, 30)
+            assert up.wait(30) != 0, up.tail()
+
             def lead(target):
                 (folder / "web").unlink()
                 (folder / "web").symlink_to(target)

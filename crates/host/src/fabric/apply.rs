@@ -38,9 +38,9 @@ use tombolo_switch::control::{ControlError, WorkerSettings};
 use super::ending::{Ending, end_all};
 use super::events::{Facts as Told, Kind};
 use super::ports::NOWHERE;
-use super::services;
 use super::standing::Standing;
 use super::{FabricError, NOT_ASKED, Running, Shared, facts, lacking_at, refuse_faults, restore_additions_of};
+use super::{namespaces, services};
 use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
 use crate::config::Document;
 use crate::difference::{
@@ -140,6 +140,16 @@ impl Running {
         let ports = statuses.flat_map(|status| status.ports).filter(|port| is_made(&port.name));
         let deleted = ports.filter(|p| p.details.iter().any(|(key, value)| *key == "state" && value.text() == DELETED));
         deleted.map(|port| port.name.to_string()).collect()
+    }
+
+    /// The namespaces that an apply of this text would open, by members. Faults are told by
+    /// [`Running::prepare_apply`].
+    pub(super) fn new_in_file(&self, text: &str, query: &ApplyQuery) -> BTreeMap<String, String> {
+        let file = query.file.as_ref().unwrap_or(&self.file);
+        let Ok(new) = file::parse_on(text, file, self.spec.which()) else { return BTreeMap::new() };
+        let (mut old, deleted) = (self.spec.clone(), self.deleted_taps());
+        old.taps.retain(|tap| !deleted.contains(&tap.name));
+        namespaces::new_in(&new, &old)
     }
 
     /// Compares the text of a fabric file with what runs, and looks at all that the changes need.

@@ -22,7 +22,7 @@ use serde_json::{Map, Value};
 
 use super::apply::{Prepared, Source, Wanted};
 use super::events::{Facts as Told, Kind};
-use super::{FabricError, Running, Say};
+use super::{FabricError, Running, Say, namespaces};
 use crate::api::config::{ConfigQuery, ConfigReport};
 use crate::api::report::SCHEMA;
 use crate::config::{self, Document};
@@ -428,6 +428,15 @@ impl Running {
             port_limits: self.port_limits(),
             changes: Value::Object(self.changes()),
         })
+    }
+
+    /// The namespaces that a change would open, by members. Faults are told by
+    /// [`Running::prepare_change`].
+    pub(super) fn new_in_change(&self, patch: &Value) -> BTreeMap<String, String> {
+        let Ok(before) = self.configuration() else { return BTreeMap::new() };
+        let after = before.with(config::merge(before.root.clone(), patch));
+        let new = parse(&after, &self.file, self.spec.which());
+        new.map(|new| namespaces::new_in(&new, &self.spec)).unwrap_or_default()
     }
 
     /// Compares what runs with its configuration as `patch` changes it, as

@@ -1,6 +1,6 @@
 //! The task that answers for a running fabric, until it is taken down.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::time::Duration;
@@ -183,12 +183,18 @@ async fn serve(shared: &Shared, request: Request) {
     let Some(request) = unless_applying(shared, request).await else { return };
     match request {
         Request::Apply { text, query, reply } => {
-            let prepared = shared.running.lock().await.prepare_apply(&text, &query);
-            change(shared, prepared, reply);
+            let namespaces = shared.running.lock().await.new_in_file(&text, &query);
+            let prepare = move |shared: &Shared, running: &mut Running, reply: Reply<_>| {
+                change(shared, running.prepare_apply(&text, &query), reply);
+            };
+            once_they_answer(shared, namespaces, reply, prepare).await;
         }
         Request::ChangeConfig { patch, query, reply } => {
-            let prepared = shared.running.lock().await.prepare_change(&patch, &query);
-            change(shared, prepared, reply);
+            let namespaces = shared.running.lock().await.new_in_change(&patch);
+            let prepare = move |shared: &Shared, running: &mut Running, reply: Reply<_>| {
+                change(shared, running.prepare_change(&patch, &query), reply);
+            };
+            once_they_answer(shared, namespaces, reply, prepare).await;
         }
         Request::Config(reply) => answer(reply, shared.running.lock().await.config_report()),
         Request::Status(reply) => answer(reply, shared.running.lock().await.status()),
@@ -198,24 +204,8 @@ async fn serve(shared: &Shared, request: Request) {
         Request::AddPorts { reply, .. } if reply.is_closed() => {}
         Request::AddPorts { sections, reply } => {
             let namespaces = namespaces::named_in(&sections);
-            if namespaces.is_empty() {
-                return answer(reply, add_ports(&mut *shared.running.lock().await, &sections));
-            }
-            // Their paths may not answer; others are served meanwhile.
-            let shared = shared.clone();
-            tokio::spawn(async move {
-                if let Some((port, why)) = namespaces::silent(namespaces).await.pop_first() {
-                    return answer(reply, Err(FabricError::Port { port, why }));
-                }
-                let mut running = shared.running.lock().await;
-                let result = match () {
-                    () if running.applying => Err(FabricError::Busy(APPLY_RUNS.into())),
-                    () if running.dir.is_none() => Err(FabricError::State("the fabric has ended".into())),
-                    () if reply.is_closed() => return,
-                    () => add_ports(&mut running, &sections),
-                };
-                answer(reply, result);
-            });
+            let add = move |_: &Shared, running: &mut Running, reply| answer(reply, add_ports(running, &sections));
+            once_they_answer(shared, namespaces, reply, add).await;
         }
         Request::ChangePort { name, change, reply } => {
             let mut running = shared.running.lock().await;
@@ -228,16 +218,9 @@ async fn serve(shared: &Shared, request: Request) {
         }
         Request::RemovePort { name, reply } => answer(reply, shared.running.lock().await.remove(&name)),
         Request::RunMachine { sections, reply } => {
-            let mut running = shared.running.lock().await;
-            let result = if running.machines.contains_key(sections.trim()) {
-                let name = sections.trim().to_string();
-                running.run(&name).map(|()| vec![name])
-            } else if sections.contains('[') {
-                running.add(&sections)
-            } else {
-                Err(running.unknown("machine", sections.trim()))
-            };
-            answer(reply, result.map(|names| pick_machines(running.machine_reports(), &names)));
+            let namespaces = namespaces::named_in(&sections);
+            let run = move |_: &Shared, running: &mut Running, reply| answer(reply, run_machines(running, &sections));
+            once_they_answer(shared, namespaces, reply, run).await;
         }
         Request::StopMachine { name, reply } => {
             let before = shared.running.lock().await.machine_reports().into_iter().find(|m| m.name == name);
@@ -303,6 +286,43 @@ async fn serve(shared: &Shared, request: Request) {
         Request::HandOver { .. } => {}
         Request::Down(reply) => answer(reply, Ok(())),
     }
+}
+
+/// Does `work` once the paths of these namespaces have answered. Meanwhile others are served.
+async fn once_they_answer<T: Send + 'static>(
+    shared: &Shared,
+    namespaces: BTreeMap<String, String>,
+    reply: Reply<T>,
+    work: impl FnOnce(&Shared, &mut Running, Reply<T>) + Send + 'static,
+) {
+    if namespaces.is_empty() {
+        return work(shared, &mut *shared.running.lock().await, reply);
+    }
+    let shared = shared.clone();
+    tokio::spawn(async move {
+        if let Some((port, why)) = namespaces::silent(namespaces).await.pop_first() {
+            return answer(reply, Err(FabricError::Port { port, why }));
+        }
+        let mut running = shared.running.lock().await;
+        match () {
+            () if running.applying => answer(reply, Err(FabricError::Busy(APPLY_RUNS.into()))),
+            () if running.dir.is_none() => answer(reply, Err(FabricError::State("the fabric has ended".into()))),
+            () if reply.is_closed() => {}
+            () => work(&shared, &mut running, reply),
+        }
+    });
+}
+
+fn run_machines(running: &mut Running, sections: &str) -> Result<Vec<MachineReport>, FabricError> {
+    let names = if running.machines.contains_key(sections.trim()) {
+        let name = sections.trim().to_string();
+        running.run(&name).map(|()| vec![name])
+    } else if sections.contains('[') {
+        running.add(sections)
+    } else {
+        Err(running.unknown("machine", sections.trim()))
+    }?;
+    Ok(pick_machines(running.machine_reports(), &names))
 }
 
 fn add_ports(running: &mut Running, sections: &str) -> Result<Vec<PortReport>, FabricError> {

@@ -112,8 +112,8 @@ fn record_of(runtime: &Path) -> Option<Owner> {
     serde_json::from_slice(&std::fs::read(runtime.join("owner.json")).ok()?).ok()
 }
 
-/// The fabric of a file as the daemon of this record runs it: with what was changed and added since.
-/// What does not fit is told once it is certain that this daemon takes over.
+/// The fabric of a file as the daemon of this record runs it: with what was changed and added
+/// since. What does not fit is told once it is certain that this daemon takes over.
 fn with_changes(spec: &Fabric, base: Option<&Document>, file: &Path, owner: &Owner) -> Fabric {
     if owner.file != file {
         return spec.clone();
@@ -122,9 +122,9 @@ fn with_changes(spec: &Fabric, base: Option<&Document>, file: &Path, owner: &Own
     restore_additions_of(full, &owner.additions, &mut |_, _| ())
 }
 
-/// The namespaces that a daemon which takes over is to find, by members. Their paths may not answer,
-/// so they are looked at before another daemon is asked: it pauses for [`COMMIT`] only. Empty where
-/// none runs.
+/// The namespaces that a daemon which takes over is to find, by members. Their paths may not
+/// answer, so they are looked at before another daemon is asked: it pauses for [`COMMIT`] only.
+/// Empty where none runs.
 pub(crate) fn namespaces(spec: &Fabric, base: Option<&Document>, file: &Path) -> BTreeMap<String, String> {
     let owner = rundir::runtime_root().ok().and_then(|root| record_of(&root.join(&spec.name)));
     owner.map(|owner| namespaces::of(&with_changes(spec, base, file, &owner))).unwrap_or_default()
@@ -132,11 +132,13 @@ pub(crate) fn namespaces(spec: &Fabric, base: Option<&Document>, file: &Path) ->
 
 impl Takeover {
     /// Asks the daemon that runs this fabric to hand over; `None` where none runs. Checks first
-    /// what can be checked. `base` is the content of the file.
+    /// what can be checked. `base` is the content of the file. Namespaces of members that are
+    /// `silent` did not answer.
     pub(crate) fn begin(
         spec: &Fabric,
         base: Option<&Document>,
         file: &Path,
+        silent: &BTreeMap<String, String>,
         say: &Say,
     ) -> Result<Option<Takeover>, FabricError> {
         let root = rundir::runtime_root()?;
@@ -150,6 +152,12 @@ impl Takeover {
         let facts = facts(&full, folder.clone());
         let plan = plan::plan(&full, &facts)?;
         if let Some(standing) = &owner.standing {
+            // What is there is handed over. What is new has to be opened.
+            let is_new = |tap: &&file::Tap| !standing.has(&format!("tap.{}", tap.name), "device", &tap.device);
+            let new = full.taps.iter().filter(is_new).find_map(|tap| silent.get_key_value(&tap.name));
+            if let Some((port, why)) = new {
+                return Err(FabricError::Port { port: port.clone(), why: why.clone() });
+            }
             standing.check(&full, &plan, file)?;
         }
         let finder = super::fdstore::Finder::new(&folder);

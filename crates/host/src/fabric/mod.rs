@@ -442,9 +442,10 @@ impl Running {
             let (spec, base, absolute, say) = (spec.clone(), base.clone(), absolute.clone(), say.clone());
             // Before the other daemon pauses for this one.
             let namespaces = handover::namespaces(&spec, base.as_ref(), &absolute);
-            looked_at = Some(namespaces::silent(namespaces).await);
+            let silent = namespaces::silent(namespaces).await;
+            looked_at = Some(silent.clone());
             // It waits for the other daemon, which may be stopped.
-            let begun = blocking::spawn(move || Takeover::begin(&spec, base.as_ref(), &absolute, &say)).await;
+            let begun = blocking::spawn(move || Takeover::begin(&spec, base.as_ref(), &absolute, &silent, &say)).await;
             begun.map_err(|error| FabricError::State(format!("asking for a handover: {error}")))??
         } else {
             None
@@ -550,6 +551,10 @@ impl Running {
         if self.taking_over {
             // Routes and listeners are there already, and are the fabric's own.
             return Ok(plan?);
+        }
+        // A container's port is parked; what the file says has to be there.
+        if let Some((port, why)) = self.silent.iter().find(|(name, _)| !self.is_contained(name)) {
+            return Err(FabricError::Port { port: port.clone(), why: why.clone() });
         }
         // They are of no use without their daemon, and hold the listeners that are looked at below.
         self.end_helpers().await;

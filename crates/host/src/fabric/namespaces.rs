@@ -3,15 +3,16 @@
 //! `open` and `stat` of a path wait for the server of its file system (NFS, FUSE) without any
 //! limit. The control plane is one thread, so each path to a namespace is opened on a thread of its
 //! own first. One that does not answer within [`ANSWER`] is not opened by the control plane: an
-//! addition is refused, and at a start the container's port is parked. A daemon that takes over looks
-//! before the other one pauses.
+//! addition or a change is refused, and at a start the container's port is parked. A daemon that
+//! takes over looks before the other one pauses.
 //!
 //! One thread waits for a path, however many ask for it: who asks while it waits gets the same
 //! answer.
 //!
 //! # Limits
-//! At most [`MOST`] threads wait. A server that answers here and stops an instant later is still
-//! waited for.
+//! A change looks at the taps that are new or have other keys. One that is made again since its
+//! network changes is not looked at. At most [`MOST`] threads wait. A server that answers here and
+//! stops an instant later is still waited for.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -86,9 +87,19 @@ impl Drop for Place {
     }
 }
 
-/// The namespaces of the containers of a fabric, by names of members.
+/// The namespaces of a fabric's containers and taps, by names of members.
 pub(super) fn of(spec: &Fabric) -> BTreeMap<String, String> {
-    spec.contained().map(|member| (member.name.to_string(), member.netns.to_string())).collect()
+    let contained = spec.contained().map(|member| (member.name.to_string(), member.netns.to_string()));
+    let taps = spec.taps.iter().filter_map(|tap| Some((tap.name.clone(), tap.netns.clone()?)));
+    contained.chain(taps).collect()
+}
+
+/// Those of the members that `new` has and `old` has not, or has otherwise.
+pub(super) fn new_in(new: &Fabric, old: &Fabric) -> BTreeMap<String, String> {
+    let (mut all, before) = (of(new), of(old));
+    let stands = |name: &str| new.taps.iter().filter(|tap| tap.name == name).all(|tap| old.taps.contains(tap));
+    all.retain(|name, netns| before.get(name) != Some(netns) || !stands(name));
+    all
 }
 
 /// The namespaces of sections of a fabric file, by names of members. Faults of the text are not its
@@ -149,6 +160,20 @@ mod tests {
         let found: Vec<_> = named_in(text).into_iter().collect();
         assert_eq!(found, [("a".into(), "/a".into()), ("c".into(), "c".into())]);
         assert!(named_in("port = 1").is_empty() && named_in("[tap").is_empty());
+    }
+
+    #[test]
+    fn a_change_looks_at_new_taps_and_at_those_with_other_keys() {
+        let read = |taps: &str| {
+            let text = format!("name = \"demo\"\n[network.lan]\n{taps}");
+            crate::file::parse(&text, std::path::Path::new("/x/demo.toml")).unwrap()
+        };
+        let old = read("[tap.a]\nnetns = \"/a\"\n[tap.b]\nnetns = \"/b\"\n[tap.c]\nnetns = \"/c\"\n[tap.d]\n");
+        let new = "[tap.a]\nnetns = \"/a\"\n[tap.b]\nnetns = \"/other\"\n[tap.c]\nnetns = \"/c\"\ndevice = \"x\"\n\
+                   [tap.d]\nnetns = \"/d\"\n[tap.e]\nnetns = \"/e\"\n";
+        let found: Vec<_> = new_in(&read(new), &old).into_iter().collect();
+        let expected = [("b", "/other"), ("c", "/c"), ("d", "/d"), ("e", "/e")];
+        assert_eq!(found, expected.map(|(name, path)| (name.to_string(), path.to_string())));
     }
 
     #[tokio::test]

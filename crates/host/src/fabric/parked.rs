@@ -132,10 +132,10 @@ impl Running {
                     Attachment::Packet { netns, .. } => netns.is_some(),
                     _ => false,
                 };
-                if needs_namespace {
-                    return self.park(plan, &why);
+                match needs_namespace {
+                    true => Err(FabricError::Port { port: plan.name.clone(), why }),
+                    false => self.add_handed_port(plan, handed),
                 }
-                self.add_handed_port(plan, handed)
             }
         };
         match added {
