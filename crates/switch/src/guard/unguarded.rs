@@ -41,22 +41,23 @@ struct Addresses {
     whole: Nanos,
 }
 
-/// When a port entered an address, which it does at least each half of the lifetime while it uses
-/// it. Of several ports that use one, the first stays as long as it does.
+/// How many ports have an address in their sets, and when one of them entered it last, which each
+/// does at least each half of the lifetime while it uses it.
 #[derive(Debug, Default)]
-struct Used(HashMap<Place, (PortNumber, Nanos)>);
+struct Used(HashMap<Place, (u32, Nanos)>);
 
 impl Used {
-    fn enter(&mut self, now: Nanos, port: PortNumber, place: Place) {
-        let first = self.0.entry(place).or_insert((port, now));
-        if first.0 == port || now.since(first.1).0 > LIFETIME.0 / 2 {
-            *first = (port, now);
-        }
+    fn enter(&mut self, now: Nanos, place: Place, is_new: bool) {
+        let used = self.0.entry(place).or_insert((0, now));
+        *used = (used.0 + u32::from(is_new), now);
     }
 
-    fn forget(&mut self, port: PortNumber, places: impl Iterator<Item = Place>) {
+    /// A port has these in no set any more.
+    fn forget(&mut self, places: impl Iterator<Item = Place>) {
         for place in places {
-            if self.0.get(&place).is_some_and(|(first, _)| *first == port) {
+            let Some(used) = self.0.get_mut(&place) else { continue };
+            used.0 = used.0.saturating_sub(1);
+            if used.0 == 0 {
                 self.0.remove(&place);
             }
         }
@@ -65,23 +66,24 @@ impl Used {
 
 impl Addresses {
     /// Enters an address; false where it is new, and there were too many new ones.
-    fn enter(&mut self, now: Nanos, port: PortNumber, place: Place, used: &mut Used) -> bool {
+    fn enter(&mut self, now: Nanos, place: Place, used: &mut Used) -> bool {
         if self.young.len() >= MOST || now.since(self.turned).0 >= LIFETIME.0 / 2 {
             let gone = std::mem::replace(&mut self.old, std::mem::take(&mut self.young));
             self.turned = now;
-            used.forget(port, gone.into_iter().filter(|place| !self.old.contains(place)));
+            used.forget(gone.into_iter().filter(|place| !self.old.contains(place)));
         }
         if self.young.contains(&place) {
             return true;
         }
-        if !self.old.contains(&place) {
+        let is_new = !self.old.contains(&place);
+        if is_new {
             let whole = self.whole.max(now).after(Nanos(Nanos::SECOND.0 / RATE));
             if whole.since(now) > Nanos(Nanos::SECOND.0 / RATE).times(BURST) {
                 return false;
             }
             self.whole = whole;
         }
-        used.enter(now, port, place);
+        used.enter(now, place, is_new);
         self.young.insert(place)
     }
 }
@@ -119,7 +121,7 @@ impl Unguarded {
             Box::new(Addresses { young, old, turned: now, last: (0, vlan), whole: now })
         };
         let addresses = self.ports[at].get_or_insert_with(none);
-        let is_in = addresses.enter(now, port, (source, vlan), &mut self.used);
+        let is_in = addresses.enter(now, (source, vlan), &mut self.used);
         if is_in {
             addresses.last = (source, vlan);
         }
@@ -141,7 +143,8 @@ impl Unguarded {
     /// Forgets `port`.
     pub(super) fn leave(&mut self, port: PortNumber) {
         if let Some(addresses) = self.ports.get_mut(usize::from(port)).and_then(Option::take) {
-            self.used.forget(port, addresses.young.into_iter().chain(addresses.old));
+            let Addresses { young, old, .. } = *addresses;
+            self.used.forget(young.union(&old).copied());
         }
     }
 }
@@ -216,21 +219,25 @@ mod tests {
     }
 
     #[test]
-    fn who_uses_another_ports_address_does_not_have_it_forgotten() {
-        let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
-        let victim = host(1_000_000);
-        assert!(all.admit(now, (1, 0), PREFIX, &packet(victim, 6, 0)));
-        assert!(all.admit(now, (2, 0), PREFIX, &packet(victim, 6, 0)));
-        // Port 2 lets it go by using very many others.
-        for n in 0..3 * MOST as u64 {
-            now = now.after(Nanos(Nanos::SECOND.0 / RATE));
-            assert!(all.admit(now, (2, 0), PREFIX, &packet(host(n), 6, 0)));
+    fn an_address_is_in_use_as_long_as_one_port_uses_it() {
+        for order in [[1, 2], [2, 1]] {
+            let (mut all, mut now) = (Unguarded::default(), Nanos::SECOND);
+            let victim = host(1_000_000);
+            for port in order {
+                assert!(all.admit(now, (port, 0), PREFIX, &packet(victim, 6, 0)));
+            }
+            // Port 2 lets it go by using very many others, whether it was the first to use it or not.
+            for n in 0..3 * MOST as u64 {
+                now = now.after(Nanos(Nanos::SECOND.0 / RATE));
+                assert!(all.admit(now, (2, 0), PREFIX, &packet(host(n), 6, 0)));
+                assert!(all.admit(now, (1, 0), PREFIX, &packet(victim, 6, 0)));
+            }
+            assert!(all.is_used(now, (victim.to_bits(), 0)), "{order:?}");
+            all.leave(2);
+            assert!(all.is_used(now, (victim.to_bits(), 0)), "{order:?}");
+            all.leave(1);
+            assert!(!all.is_used(now, (victim.to_bits(), 0)) && all.used.0.is_empty(), "{order:?}");
         }
-        assert!(all.is_used(now, (victim.to_bits(), 0)));
-        all.leave(2);
-        assert!(all.is_used(now, (victim.to_bits(), 0)));
-        all.leave(1);
-        assert!(!all.is_used(now, (victim.to_bits(), 0)));
     }
 
     #[test]
