@@ -452,7 +452,10 @@ impl<A: Address> Nat<A> {
             self.ask_peer(Some(now));
             return Err(Reason::LinkDown);
         };
-        if transport.protocol == Protocol::Tcp && !self.opening.lets_out(now, &key, transport.flags(frame).0) {
+        // The uplink knows a connection by this port, and not by the guest's, of which several may
+        // get the same one after each other.
+        let seen = (port, to, peer_port);
+        if transport.protocol == Protocol::Tcp && !self.opening.lets_out(now, &seen, transport.flags(frame).0) {
             return Err(Reason::UplinkOpening);
         }
         ip.live(frame)?;
@@ -536,7 +539,7 @@ impl<A: Address> Nat<A> {
             (key.0, self.neighbours.get(&to).map(|n| n.mac), Some(key))
         };
         if protocol == Protocol::Tcp {
-            self.opening.answered(now, &(inside, seen, transport.source(frame)), transport.flags(frame).0);
+            self.opening.answered(now, &(port, ip.from, transport.source(frame)), transport.flags(frame).0);
         }
         let (_, guest, guest_port) = inside;
         let is_syn = protocol == Protocol::Tcp && transport.flags(frame).0 & (SYN | ACK) == SYN;

@@ -16,8 +16,10 @@
 //! # Limits
 //! [`SETS`] times [`WAYS`] connections that open; the oldest of its set makes room for another one.
 //! Which set that is follows from a key that no member knows. Far fewer segments fit into passt's
-//! socket, so no member can have one forgotten while it is there. The table is not handed over to
-//! the next daemon: the connections that open at that moment are not looked at.
+//! socket, so no member can make it forget a connection while that is there. Its memory, 768 KiB, is
+//! there from the first SYN on. The table is not handed over to the next daemon: the connections
+//! that open at that moment are not looked at. Where passt reads nothing for [`AGAIN`], as on a
+//! machine that stood still, it finds a repeated SYN beside the first one.
 
 use std::hash::{BuildHasher, Hash, RandomState};
 
@@ -44,40 +46,47 @@ struct Entry {
 #[derive(Debug)]
 pub(super) struct Opening {
     keys: RandomState,
+    /// [`SETS`], or none as long as nothing has opened.
     entries: Vec<[Entry; WAYS]>,
 }
 
 impl Opening {
     pub(super) fn new() -> Opening {
-        Opening { keys: RandomState::new(), entries: vec![[Entry::default(); WAYS]; SETS] }
+        Opening { keys: RandomState::new(), entries: Vec::new() }
     }
 
     pub(super) fn clear(&mut self) {
-        self.entries.fill([Entry::default(); WAYS]);
+        self.entries = Vec::new();
     }
 
-    fn find(&mut self, key: &impl Hash) -> (u64, &mut [Entry; WAYS]) {
-        let hash = self.keys.hash_one(key) | 1;
-        (hash, &mut self.entries[(hash >> 32) as usize % SETS])
+    fn set_of(hash: u64) -> usize {
+        (hash >> 32) as usize % SETS
     }
 
-    fn put(set: &mut [Entry; WAYS], entry: Entry) {
-        if let Some(oldest) = set.iter_mut().min_by_key(|entry| if entry.hash == 0 { Nanos(0) } else { entry.at }) {
+    fn find(&mut self, hash: u64) -> Option<&mut Entry> {
+        self.entries.get_mut(Self::set_of(hash))?.iter_mut().find(|entry| entry.hash == hash)
+    }
+
+    fn put(&mut self, entry: Entry) {
+        self.entries.resize(SETS, [Entry::default(); WAYS]);
+        let set = &mut self.entries[Self::set_of(entry.hash)];
+        if let Some(oldest) = set.iter_mut().min_by_key(|entry| (entry.hash != 0, entry.at)) {
             *oldest = entry;
         }
     }
 
     /// Whether a segment of a connection, with these flags, may go to the uplink now.
     pub(super) fn lets_out(&mut self, now: Nanos, key: &impl Hash, flags: u8) -> bool {
-        let (hash, set) = self.find(key);
+        let hash = self.keys.hash_one(key) | 1;
         let opens = flags & SYN != 0;
-        match set.iter_mut().find(|entry| entry.hash == hash) {
+        match self.find(hash) {
             Some(entry) if entry.sent && now.since(entry.at) < if opens { AGAIN } else { PATIENCE } => return false,
             Some(entry) if entry.sent && !opens => *entry = Entry::default(),
             // A refusal ends it.
             Some(entry) if flags & RST != 0 => *entry = Entry::default(),
             Some(entry) => (entry.sent, entry.at) = (true, now),
-            None if opens => Self::put(set, Entry { hash, at: now, sent: true }),
+            // An answer to a SYN that was not asked for opens nothing: the uplink has had it before.
+            None if opens && flags & ACK == 0 => self.put(Entry { hash, at: now, sent: true }),
             None => {}
         }
         true
@@ -85,11 +94,10 @@ impl Opening {
 
     /// A segment of a connection came from the uplink.
     pub(super) fn answered(&mut self, now: Nanos, key: &impl Hash, flags: u8) {
-        let (hash, set) = self.find(key);
-        let entry = set.iter_mut().find(|entry| entry.hash == hash);
-        match (entry, flags & (ACK | RST) != 0) {
+        let hash = self.keys.hash_one(key) | 1;
+        match (self.find(hash), flags & (ACK | RST) != 0) {
             (Some(entry), true) => *entry = Entry::default(),
-            (None, false) if flags & SYN != 0 => Self::put(set, Entry { hash, at: now, sent: false }),
+            (None, false) if flags & SYN != 0 => self.put(Entry { hash, at: now, sent: false }),
             _ => {}
         }
     }
@@ -143,7 +151,17 @@ mod tests {
     }
 
     #[test]
-    fn who_was_refused_may_ask_again_at_once() {
+    fn an_answer_that_is_repeated_on_an_open_connection_stops_nothing() {
+        let (mut opening, now) = (Opening::new(), Nanos::SECOND);
+        assert!(opening.lets_out(now, &1, SYN | ACK) && opening.entries.is_empty(), "no memory before the first SYN");
+        opening.answered(now, &1, SYN);
+        assert!(opening.lets_out(now, &1, SYN | ACK));
+        opening.answered(now, &1, ACK);
+        assert!(opening.lets_out(now, &1, SYN | ACK) && opening.lets_out(now, &1, ACK | PUSH));
+    }
+
+    #[test]
+    fn after_a_refusal_the_uplink_may_ask_again_at_once() {
         let (mut opening, now) = (Opening::new(), Nanos::SECOND);
         for _ in 0..3 {
             opening.answered(now, &1, SYN);

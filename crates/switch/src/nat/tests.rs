@@ -761,6 +761,26 @@ fn of_a_connection_that_opens_one_segment_goes_to_the_uplink_until_it_answers() 
 }
 
 #[test]
+fn a_port_of_the_uplink_that_another_guests_connection_gets_is_still_opening() {
+    let mut nat = nat();
+    let peer = ("198.51.100.7", 80);
+    // All source ports below the first one wish that, and a mapping gives it.
+    let mut first = tcp(("10.87.0.9", 1), peer, SYN);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut first), Verdict::Pass);
+    let port = ends(&first).0.1;
+    assert_eq!(port, FIRST_PORT);
+    // Its own mapping gives way to very many others of the guest, and its port is free.
+    for n in 0..FLOWS_PER_SOURCE as u16 {
+        let mut other = tcp(("10.87.0.9", 5000 + n), ("198.51.100.9", 80), SYN);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Pass, "{n}");
+    }
+    let mut late = tcp(("10.87.0.9", 2), peer, ACK);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut late), Verdict::Drop(Reason::UplinkOpening));
+    let mut elsewhere = tcp(("10.87.0.9", 2), ("198.51.100.77", 80), ACK);
+    assert_eq!((nat.outbound(Nanos(0), None, &mut elsewhere), ends(&elsewhere).0.1), (Verdict::Pass, port));
+}
+
+#[test]
 fn a_connection_lasts_as_long_as_its_state_says() {
     let (out, back) = (("10.87.0.9", 4000), ("198.51.100.7", 80));
     // What is sent out and comes in, and how long its port is kept then.
