@@ -170,6 +170,11 @@ impl<A: Address> Table<A> {
         Some(port)
     }
 
+    /// The port of the uplink's address that a known connection came to.
+    pub(super) fn port_of(&self, key: &Forwarded<A>) -> Option<u16> {
+        self.index.get(key).map(|at| self.entries[*at as usize].port)
+    }
+
     /// Adds a connection that is not known, through forward number `forward` with its `port`.
     /// Returns the one that had to give way; `Err` if none could.
     pub(super) fn add(

@@ -438,6 +438,11 @@ impl<A: Address> Nat<A> {
         let inside = (transport.protocol, ip.from, transport.source(frame));
         let peer_port = transport.destination(frame);
         let key = (inside, ip.to, peer_port);
+        // What does not go to the uplink says nothing of the connection there, so it is not noted.
+        let known = self.forwarded.port_of(&key).or_else(|| self.ports.get(&(inside, from)).copied());
+        if let Some(port) = known.filter(|_| self.peer_mac.is_some()) {
+            self.lets_out(now, (port, to, peer_port), &transport, frame)?;
+        }
         let port = match self.forwarded.note(now, &key, |state| state.note(now, Direction::Out, &transport, frame)) {
             Some(port) => {
                 // It is answered.
@@ -452,11 +457,8 @@ impl<A: Address> Nat<A> {
             self.ask_peer(Some(now));
             return Err(Reason::LinkDown);
         };
-        // The uplink knows a connection by this port, and not by the guest's, of which several may
-        // get the same one after each other.
-        let seen = (port, to, peer_port);
-        if transport.protocol == Protocol::Tcp && !self.opening.lets_out(now, &seen, transport.flags(frame).0) {
-            return Err(Reason::UplinkOpening);
+        if known.is_none() {
+            self.lets_out(now, (port, to, peer_port), &transport, frame)?;
         }
         ip.live(frame)?;
         let own = self.own_towards(to);
@@ -470,6 +472,14 @@ impl<A: Address> Nat<A> {
         frame[0..6].copy_from_slice(&peer_mac);
         frame[6..12].copy_from_slice(&self.config.mac);
         Ok(Verdict::Pass)
+    }
+
+    /// Whether a segment may go to the uplink now. `seen` is what the uplink knows the connection by:
+    /// its port, which several of a guest's may get one after the other, and the peer.
+    fn lets_out(&mut self, now: Nanos, seen: (u16, A, u16), transport: &Transport, frame: &[u8]) -> Result<(), Reason> {
+        let is_early =
+            transport.protocol == Protocol::Tcp && !self.opening.lets_out(now, &seen, transport.flags(frame).0);
+        if is_early { Err(Reason::UplinkOpening) } else { Ok(()) }
     }
 
     /// A frame from the uplink.

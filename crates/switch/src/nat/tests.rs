@@ -783,25 +783,31 @@ fn a_port_of_the_uplink_that_another_guests_connection_gets_is_still_opening() {
 #[test]
 fn a_connection_lasts_as_long_as_its_state_says() {
     let (out, back) = (("10.87.0.9", 4000), ("198.51.100.7", 80));
-    // What is sent out and comes in, and how long its port is kept then.
-    let cases: [(&[u8], &[u8], Nanos); 6] = [
-        (&[SYN], &[], TCP_HALF_NS),
-        (&[SYN], &[SYN | ACK], TCP_NS),
-        (&[SYN, RST], &[], TCP_RESET_NS),
-        (&[SYN], &[SYN | ACK, RST], TCP_RESET_NS),
-        (&[SYN, FIN | ACK], &[SYN | ACK], TCP_HALF_NS),
-        (&[SYN, FIN | ACK], &[FIN | ACK], TCP_CLOSED_NS),
+    // What is sent out (true) and comes in, and how long its port is kept then.
+    let (open, answer) = ((true, SYN), (false, SYN | ACK));
+    let cases: [(&[(bool, u8)], Nanos); 8] = [
+        (&[open], TCP_HALF_NS),
+        (&[open, answer], TCP_NS),
+        (&[open, answer, (true, RST)], TCP_RESET_NS),
+        (&[open, answer, (false, RST)], TCP_RESET_NS),
+        (&[open, answer, (true, FIN | ACK)], TCP_HALF_NS),
+        (&[open, answer, (true, FIN | ACK), (false, FIN | ACK)], TCP_CLOSED_NS),
+        // What comes before the answer does not go on: the uplink's connection knows nothing of it.
+        (&[open, (true, RST)], TCP_HALF_NS),
+        (&[open, (true, FIN | ACK), answer], TCP_NS),
     ];
-    for (i, (outs, ins, idle)) in cases.into_iter().enumerate() {
+    for (i, (segments, idle)) in cases.into_iter().enumerate() {
         let mut nat = nat();
-        for (n, flags) in outs.iter().enumerate() {
-            // What comes before the answer does not go on, and says how the guest sees it all the same.
-            let expected = if n == 0 { Verdict::Pass } else { Verdict::Drop(Reason::UplinkOpening) };
-            assert_eq!(nat.outbound(Nanos(0), None, &mut tcp(out, back, *flags)), expected);
-        }
-        for flags in ins {
-            let mut frame = tcp(back, ("192.0.0.2", 4000), *flags);
-            assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Pass);
+        let mut has_answered = false;
+        for (n, (is_out, flags)) in segments.iter().enumerate() {
+            let verdict = match is_out {
+                true => nat.outbound(Nanos(0), None, &mut tcp(out, back, *flags)),
+                false => nat.inbound(Nanos(0), &mut tcp(back, ("192.0.0.2", 4000), *flags)),
+            };
+            let is_early = n > 0 && *is_out && !has_answered;
+            let expected = if is_early { Verdict::Drop(Reason::UplinkOpening) } else { Verdict::Pass };
+            assert_eq!(verdict, expected, "case {i}, segment {n}");
+            has_answered |= !is_out;
         }
         nat.sweep(Nanos(idle.0 - 1));
         assert_eq!(nat.flows(), 1, "case {i}: too early");
