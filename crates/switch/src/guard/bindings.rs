@@ -16,8 +16,8 @@
 //! | a claim beyond the port's limit | dropped, `address_limit` |
 //!
 //! A host that asks for an address gives it up if another one asks for it at the same time (RFC 4862
-//! §5.4.3). So a question is a weapon as well as an answer, and both are dropped. The price: who
-//! gives itself another member's address by hand is not told of it.
+//! §5.4.3). So a question is a weapon as well as an answer, and both are dropped. So a host that
+//! is given another member's address by hand is not told of it.
 //!
 //! VLANs are links of their own: the same address may be one port's in one VLAN and another's in
 //! another. What follows holds in all of them.
