@@ -156,7 +156,7 @@ def test_an_interface_that_goes_while_it_is_attached_leaves_nothing():
 
 
 def lone(folder, space):
-    """A bypass's commands for a namespace that has a tap of its own and nobody behind it."""
+    """A bypass's commands for a namespace that has a tap of its own and no reader behind it."""
     h = Host.__new__(Host)
     h.folder, h.space = folder, space
     space.ip("tuntap", "add", "lone", "mode", "tap")

@@ -203,7 +203,7 @@ def test_established_connections_do_not_come_to_rules_behind_their_acceptance():
         seen = source(forward(h, UDP, 4000, 5300)[1])
         for _ in range(4):
             assert forward(h, UDP, 4000, 5300)
-        # As long as nobody has answered it is new, and `iifname "ta" accept` is what lets it pass,
+        # As long as no answer has come it is new, and `iifname "ta" accept` is what lets it pass,
         # before the rule that judges.
         assert h.taken() == 4, h.status("ta")
         assert answer(h, UDP, 53, seen)

@@ -47,7 +47,7 @@ def test_a_stopped_keeper_is_seen_and_the_next_attach_replaces_it():
         until("it to be at work", lambda: is_up(h), 5)
         h.attach()
         assert h.status()["keeper"] == other["keeper"]
-        # Detach waits for nobody that is stopped.
+        # Detach waits for no process that is stopped.
         stop(h)
         h.cli("detach")
         until("its end", lambda: has_ended(other["keeper"]), 5)

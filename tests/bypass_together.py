@@ -27,7 +27,7 @@ def begin(h, *words):
 
 
 def taps(h, count):
-    """Taps that nobody holds."""
+    """Taps that no process holds."""
     names = [f"many{n}" for n in range(count)]
     for name in names:
         h.space.ip("tuntap", "add", name, "mode", "tap")

@@ -517,7 +517,7 @@ def test_rules_before_conntrack_that_drop_what_detach_injects_leave_connections_
 
 @timeout(300)
 def test_connections_outlive_detaches_of_one_interface_after_the_other():
-    """What the first one could not do the second one must not do with numbers that nobody has followed since."""
+    """What the first one could not do the second one must not do with numbers that were not followed since."""
     with host() as h:
         h.rules(NAT)
         attach(h)

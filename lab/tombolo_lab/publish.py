@@ -115,7 +115,7 @@ _UNSEEN = re.compile(r"<!--.*?-->|<metadata>.*?</metadata>|<!DOCTYPE[^>]*>", re.
 
 
 def compact(svg: str) -> str:
-    """A drawing without what nobody sees: metadata, indentation, and decimals of positions beyond a
+    """A drawing without what readers do not see: metadata, indentation, and decimals of positions beyond a
     hundredth of a point."""
 
     def short(found: re.Match) -> str:
@@ -128,7 +128,7 @@ def compact(svg: str) -> str:
 
 
 def figures(text: str) -> str:
-    """A summary.csv with five digits, and without what nobody looks up: columns that follow from
+    """A summary.csv with five digits, and without what readers do not look up: columns that follow from
     others, and measures that do not apply."""
 
     def short(word: str) -> str:

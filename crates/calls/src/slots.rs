@@ -3,7 +3,7 @@
 //!
 //! A call takes a free slot and gets a [`Token`]: the slot, and the slot's generation (its *turn*).
 //! An entry of the ring names the call by that token, and so does its answer. The slot becomes free
-//! when the caller has fetched what the call ended with, or with the answer if nobody waits for it
+//! when the caller has fetched what the call ended with, or with the answer if no caller waits for it
 //! (abandoned). It is never free before the answer, since the peer may still read the request's
 //! memory.
 //!
@@ -134,7 +134,7 @@ pub struct Ended<K> {
     pub kept: K,
     /// To be woken.
     pub waker: Option<Waker>,
-    /// Nobody waits for it: nothing was stored, and the slot is free.
+    /// No caller waits for it: nothing was stored, and the slot is free.
     pub abandoned: bool,
 }
 
@@ -244,7 +244,7 @@ impl<K, D> Slots<K, D> {
         }
     }
 
-    /// Nobody waits for this call any more. If its answer has not come, the slot becomes free with
+    /// No caller waits for this call any more. If its answer has not come, the slot becomes free with
     /// that, and the waker is handed out.
     pub fn abandon(&mut self, token: Token) -> Found<D, Option<Waker>> {
         if let Some(slot) = self.slot_mut(token).filter(|slot| slot.state == State::Waiting) {

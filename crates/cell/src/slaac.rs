@@ -239,7 +239,7 @@ impl Slaac {
         Some(taken.cidr.address())
     }
 
-    /// Forgets what has ended, and uses the addresses that nobody has claimed again; returns
+    /// Forgets what has ended, and uses the addresses that no host has claimed again; returns
     /// whether anything changed by that.
     pub(crate) fn expire(&mut self, now_ns: u64) -> bool {
         let count = |slaac: &Slaac| slaac.addresses.len() + slaac.routers.len() + slaac.servers.len();

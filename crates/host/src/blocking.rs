@@ -111,7 +111,7 @@ fn on<T: Send + 'static, F: FnOnce() -> T + Send + 'static>(
     let (theirs, runtime) = (kept.clone(), Handle::try_current());
     let run = move || {
         let _inside = runtime.as_ref().map(Handle::enter);
-        // Apart, so that no lock is held while it runs. Nobody may ask for the result any more.
+        // Apart, so that no lock is held while it runs. The result may be wanted no more.
         let work = theirs.lock().unwrap_or_else(PoisonError::into_inner).take();
         let _ = work.map(|work| tell.send(work()));
     };

@@ -104,7 +104,7 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], fixed: &Fixed6, forwarding:
     for (i, uplink) in uplinks.iter().enumerate() {
         let (device, subnet) = (&uplink.device, uplink.network.subnet);
         let _ = writeln!(early, "    iifname \"{device}\" ip daddr 127.0.0.0/8 counter drop");
-        // Nobody outside has an address of the network: who says so means to be taken for a member
+        // No host outside has an address of the network: one that uses such means to pass for a member
         // or for the gateway.
         let _ = writeln!(inwards, "    iifname != \"{device}\" oifname \"{device}\" ip saddr {subnet} counter drop");
         let _ = writeln!(source, "    ip saddr {subnet} oifname != \"{device}\" counter masquerade");
@@ -167,7 +167,7 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], fixed: &Fixed6, forwarding:
 }
 
 /// Bounds the solicitations that packets from outside cause. Behind a prefix of 2^64 addresses
-/// nearly all are nobody's: the host asks all members of the network for each address that a scan
+/// nearly all are unused: the host asks all members of the network for each address that a scan
 /// tries, and its table of neighbours fills up. Members that answer are known for a while, and
 /// packets to them are not bounded. The limit is where addresses are translated, which sees the
 /// first packets of connections only: in a filter it would judge each frame, so that the bypass

@@ -558,7 +558,7 @@ async fn datagrams(listener: UdpSocket, to: SocketAddr, places: Arc<Places>, lim
             }
             received = listener.recv_from(&mut bytes) => received,
         };
-        // An error tells of an answer that found nobody (ICMP); the listener goes on.
+        // An error tells of an answer that found no receiver (ICMP); the listener goes on.
         let Ok((len, from)) = received else {
             tokio::task::yield_now().await;
             continue;

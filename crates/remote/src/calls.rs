@@ -530,7 +530,7 @@ impl Calls {
     pub(crate) fn take_back(&self, token: Token, grace: Duration) {
         let mut state = self.lock();
         if self.with(&mut state, |transport| transport.cancel(token)) {
-            // Whom an earlier end concerned has taken it by then; a call that nobody waits for
+            // Whom an earlier end concerned has taken it by then; a call that no caller waits for
             // leaves nothing behind.
             let now = Instant::now();
             state.taken_back.retain(|(_, at)| *at > now);

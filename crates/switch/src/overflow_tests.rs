@@ -255,7 +255,7 @@ fn a_full_queue_gives_a_modest_source_of_a_higher_class_the_place_of_lower_ones(
     let mut world = World { classes: [Normal, Background, Normal, Urgent, Urgent], ..World::default() };
     assert_eq!(world.send(1, &flood(1)[..128]), 128);
     assert_eq!(world.send(2, &flood(2)[..128]), 128);
-    // Nobody has more than half, so the urgent source gets its place by its class alone, and the
+    // No source has more than half, so the urgent source gets its place by its class alone, and the
     // lowest class pays.
     assert_eq!(world.send(3, &flood(3)[..MODEST]), MODEST as u64);
     world.check();

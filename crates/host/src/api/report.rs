@@ -107,7 +107,7 @@ pub struct NetworkReport {
     pub worker: String,
     /// MAC addresses known to its switch.
     pub macs: u64,
-    /// Frames flooded because nobody was known to have the address.
+    /// Frames flooded because no port was known to have the address.
     pub flooded_unknown: u64,
     /// DHCP leases in force, static ones included.
     pub leases: Vec<LeaseReport>,

@@ -1061,7 +1061,7 @@ fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) ->
                     taken.insert((net.name.clone(), ip), machine.name.clone());
                     nic.ip = Some(ip);
                 }
-                // A guest of one's own may have an address that nobody leases.
+                // A guest may have an address that the gateway does not lease.
                 None if matches!(machine.boot, Boot::Cell(_)) => without.push(net.name.clone()),
                 None => {}
             }

@@ -534,7 +534,7 @@ impl<'t> Reader<'_, 't> {
         let bypass = bypass(&mut s).filter(|_| uplink == Uplink::Kernel);
         let policy = policy::otherwise(&mut s);
         let boot = boot(&mut s);
-        // As with DHCP, and without a gateway nobody would advertise it.
+        // As with DHCP, and without a gateway nothing would advertise it.
         let joins = matches!(uplink, Uplink::Bridge { .. });
         let ipv6 = match s.text("ipv6", Ipv6::parse).unwrap_or(if joins { Ipv6::Off } else { Ipv6::Auto }) {
             Ipv6::Auto => Some(derived_prefix(if tunnel.is_some() { base } else { &fabric }, &name)),

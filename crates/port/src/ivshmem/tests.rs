@@ -108,7 +108,7 @@ impl Drop for Driven {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.take().map(JoinHandle::join);
-        // As one that is killed: it rings nobody, and its word stays as it is.
+        // As one that is killed: it rings no peer, and its word stays as it is.
         self.mute.store(true, Ordering::Relaxed);
         let (memory, at) = (map(&self.region), Layout::default_network().state(1).unwrap());
         let word = memory.view().load_u32(at, Ordering::Relaxed).unwrap();

@@ -6,7 +6,7 @@
 //! this machine has wins: its own members, their leases, the gateway and the router keep their
 //! names and addresses, whatever is said here.
 //!
-//! An address that was lost is leased to nobody here, and a lease for it ends at once: after a
+//! An address that was lost is leased to no member here, and a lease for it ends at once: after a
 //! partition two machines had both given it out, and the other one keeps it. Addresses that the
 //! configuration fixes stay.
 

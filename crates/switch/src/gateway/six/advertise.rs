@@ -3,7 +3,7 @@
 //! One is sent to all when the gateway starts, and then every [`INTERVAL`]. The interval is the
 //! longest that the RFC allows: nothing here changes by itself, and a sleeping cell is woken by
 //! each. A solicitation is answered at once, to the station that sent it alone, so that it wakes
-//! nobody else.
+//! no other one.
 //!
 //! Lifetimes are multiples of the interval, so that one or two lost advertisements end nothing. The
 //! router's lifetime is that of the configuration: zero as long as the network has no way out for

@@ -5,7 +5,7 @@
 //! gateway hears that. Whether the host may claim it was checked before, by the guard of its port.
 //! An address belongs to the MAC address that it was first heard from. It is given up when the host
 //! does not answer for it any more: that is looked into when somebody asks for the name or the
-//! address, so that nobody is woken for nothing. It is also given up when the file gives it to
+//! address, so that no member is woken for nothing. It is also given up when the file gives it to
 //! another member, and not heard for one that the file does not give it to.
 //!
 //! Limits: [`PER_SOURCE`] addresses of one port of the switch, where a new one takes the place of

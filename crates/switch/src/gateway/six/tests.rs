@@ -246,7 +246,7 @@ fn members_of_other_machines_keep_their_addresses_and_lost_ones_are_not_extended
     let labels: Vec<&str> = nibbles.iter().map(String::as_str).collect();
     let (_, names) = world.resolve(2, &labels, 12);
     assert_eq!(names, [b"\x03web\x03lab\x08internal\x00".to_vec()]);
-    // Nobody else gets it; the member that has it does, when it moves here.
+    // No other member gets it; the member that has it does, when it moves here.
     assert_ne!(world.ask(2, SOLICIT, false, &[(1, &[taken])], "").unwrap().addresses[0].0, taken);
     assert_eq!(world.ask(40, REQUEST, true, &[(1, &[])], "").unwrap().addresses[0].0, taken);
     let again = world.ask(1, RENEW, true, &[(1, &[lease])], "alpha").unwrap();
@@ -473,7 +473,7 @@ fn addresses_that_members_gave_themselves_have_names() {
     // It is asked whether it is still there once somebody asks for it, and given up where it is
     // silent.
     world.now = world.now.after(learned::FRESH_SPAN);
-    // A listing asks nobody.
+    // A listing asks no member.
     assert_eq!(world.gateway.learned6().len(), 2);
     world.gateway.poll(world.now);
     assert!(world.sent().iter().all(|f| f[54] != 135));

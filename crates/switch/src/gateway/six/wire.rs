@@ -2,7 +2,7 @@
 //!
 //! As for IPv4, nothing here keeps state: an answer goes to the MAC address that the question came
 //! from. That holds for answers to a group as well, which RFC 6085 allows: the frame is one
-//! station's, and wakes nobody else.
+//! station's, and wakes no other one.
 
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
@@ -15,7 +15,7 @@ use smoltcp::wire::{
 use std::net::Ipv6Addr;
 
 const IPV6_BYTES: usize = 40;
-/// Hop limit of neighbour discovery, by which a receiver knows that nobody routed it (RFC 4861
+/// Hop limit of neighbour discovery, by which a receiver knows that no router passed it on (RFC 4861
 /// §3.1).
 pub(super) const ON_LINK: u8 = 255;
 /// Extension headers that are passed over before the payload.

@@ -66,7 +66,7 @@ fn what_this_machine_has_wins() {
         assert_eq!(world.name_of(address.octets()[3]).as_deref(), Some(name));
     }
     assert_eq!(world.name_of(nameless.octets()[3]), None, "it is here, without a name");
-    // Of the other's addresses those remain that nobody here has.
+    // Of the other's addresses those remain that no member here has.
     let answer = world.dns("thief", A).unwrap();
     assert_eq!((answer[7], world.address_of("thief")), (1, Some(ip(124))));
     // The lease goes on, and another one takes it over when it has ended.
