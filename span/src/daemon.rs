@@ -4,6 +4,7 @@
 use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
@@ -62,8 +63,30 @@ pub struct Tables {
     /// Known IP addresses.
     pub neighbours: Vec<Neighbour>,
     /// What a file for several machines gives to which of them.
+    #[serde(skip)]
+    pub homes: Arc<Vec<HomeEntry>>,
+    /// The same, where it has changed.
+    #[serde(default, rename = "homes")]
+    changed: Option<Vec<HomeEntry>>,
     #[serde(default)]
-    pub homes: Vec<HomeEntry>,
+    homes_revision: String,
+}
+
+/// The homes that the daemon sent last: many machines have many, and they rarely change.
+#[derive(Debug, Default)]
+pub struct KnownHomes {
+    revision: String,
+    homes: Arc<Vec<HomeEntry>>,
+}
+
+impl KnownHomes {
+    /// Takes what has changed out of the tables, and puts in what did not.
+    pub fn settle(&mut self, tables: &mut Tables) {
+        if let Some(homes) = tables.changed.take() {
+            *self = KnownHomes { revision: std::mem::take(&mut tables.homes_revision), homes: Arc::new(homes) };
+        }
+        tables.homes = self.homes.clone();
+    }
 }
 
 /// What belongs to one machine.
@@ -251,8 +274,16 @@ impl Daemon {
     }
 
     /// The tables of all networks.
-    pub async fn tables(&self) -> Result<Tables, DaemonError> {
-        self.get("/v1/tables").await
+    pub async fn tables(&self, known: &mut KnownHomes) -> Result<Tables, DaemonError> {
+        // An older daemon gives no revision, and takes none.
+        let path = match known.revision.as_str() {
+            "" => "/v1/tables".to_string(),
+            revision => format!("/v1/tables?homes={revision}"),
+        };
+        // It may be another daemon that answers next.
+        let mut tables: Tables = self.get(&path).await.inspect_err(|_| known.revision.clear())?;
+        known.settle(&mut tables);
+        Ok(tables)
     }
 
     /// All ports.
@@ -317,6 +348,26 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn homes_that_did_not_change_are_those_of_the_last_answer() {
+        let answer = |homes: serde_json::Value, revision: &str| -> Tables {
+            let text = serde_json::json!({ "macs": [], "neighbours": [], "homes": homes, "homes_revision": revision });
+            serde_json::from_value(text).unwrap()
+        };
+        let one = serde_json::json!([{ "network": "lan", "machine": "a", "name": null, "from": null, "to": null }]);
+        let mut known = KnownHomes::default();
+        let mut count = |mut tables: Tables| {
+            known.settle(&mut tables);
+            (tables.homes.len(), known.revision.clone())
+        };
+        assert_eq!(count(answer(one, "x")), (1, "x".into()));
+        assert_eq!(count(answer(serde_json::Value::Null, "x")), (1, "x".into()));
+        assert_eq!(count(answer(serde_json::json!([]), "y")), (0, "y".into()));
+        // Of an older daemon.
+        let old = serde_json::json!({ "macs": [], "neighbours": [], "homes": [] });
+        assert_eq!(count(serde_json::from_value(old).unwrap()), (0, String::new()));
+    }
 
     #[test]
     fn a_program_without_descriptors_does_not_take_the_daemon_for_absent() {

@@ -103,9 +103,10 @@ mod tests {
     use tombolo_span::member::mac_text;
 
     use super::*;
+    use crate::daemon::KnownHomes;
 
     fn tables() -> Tables {
-        serde_json::from_value(serde_json::json!({
+        let mut tables: Tables = serde_json::from_value(serde_json::json!({
             "schema": 1,
             "macs": [
                 { "network": "lan", "mac": "02:00:00:00:00:01", "port": "web", "age_ms": 1500, "vlan": null },
@@ -131,7 +132,9 @@ mod tests {
                 { "network": "other", "machine": "node-2", "name": "x", "from": null, "to": null },
             ],
         }))
-        .unwrap()
+        .unwrap();
+        KnownHomes::default().settle(&mut tables);
+        tables
     }
 
     fn ports() -> Vec<Port> {

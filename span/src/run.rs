@@ -16,7 +16,7 @@ use tombolo_span::member::mac_text;
 use tombolo_span::{Action, Control, PeerState, Settings};
 
 use crate::carrier::{Carrier, Heard, Order, Peer};
-use crate::daemon::{Daemon, DaemonError, Port, Remote, RemoteMember, Tables};
+use crate::daemon::{Daemon, DaemonError, KnownHomes, Port, Remote, RemoteMember, Tables};
 use crate::members::{Here, here};
 use crate::notify::Manager;
 use crate::ration::Ration;
@@ -328,8 +328,9 @@ async fn look_again(daemon: Daemon, looks: mpsc::Sender<Result<(Tables, Vec<Port
             }
         }
     });
+    let mut known = KnownHomes::default();
     loop {
-        let look = async { Ok((daemon.tables().await?, daemon.ports().await?)) }.await;
+        let look = async { Ok((daemon.tables(&mut known).await?, daemon.ports().await?)) }.await;
         if looks.send(look).await.is_err() {
             return;
         }

@@ -39,7 +39,8 @@ impl Of {
             schema: SCHEMA,
             macs: tables.macs.into_iter().filter(|mac| wants(&mac.network)).collect(),
             neighbours: tables.neighbours.into_iter().filter(|n| wants(&n.network)).collect(),
-            homes: tables.homes.into_iter().filter(|home| wants(&home.network)).collect(),
+            homes: tables.homes.map(|all| all.into_iter().filter(|home| wants(&home.network)).collect()),
+            homes_revision: tables.homes_revision,
         }
     }
 }
@@ -111,7 +112,8 @@ mod tests {
             schema: 1,
             macs: vec![mac("lan", Some(1500)), mac("wan", None)],
             neighbours: vec![neighbour],
-            homes: vec![],
+            homes: Some(vec![]),
+            homes_revision: String::new(),
         };
         let of = |network: Option<&str>| Of { network: network.map(String::from), json: false };
         assert_eq!(of(None).pick(all.clone()), all);

@@ -146,7 +146,12 @@ pub enum Request {
         reply: Reply<Console>,
     },
     /// Which addresses are where.
-    Tables(Reply<report::Tables>),
+    Tables {
+        /// The revision of `homes` that the client has.
+        homes: Option<String>,
+        /// Where the answer goes.
+        reply: Reply<report::Tables>,
+    },
     /// Replaces what another machine has in a network.
     PutRemotes {
         /// As in `status`.

@@ -457,9 +457,21 @@ pub struct Tables {
     pub macs: Vec<MacReport>,
     /// Addresses of the members that the fabric knows, sorted.
     pub neighbours: Vec<NeighbourReport>,
-    /// What a file for several machines gives to which of them, sorted.
+    /// What a file for several machines gives to which of them, sorted; `None` where the request
+    /// names its revision.
     #[serde(default)]
-    pub homes: Vec<HomeReport>,
+    pub homes: Option<Vec<HomeReport>>,
+    /// Differs from that of every other list of these.
+    #[serde(default)]
+    pub homes_revision: String,
+}
+
+/// What the address of a request for [`Tables`] may say.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TablesQuery {
+    /// The revision of [`Tables::homes`] that the client has.
+    pub homes: Option<String>,
 }
 
 /// What belongs to one machine of a file for several: a member's name, or addresses.

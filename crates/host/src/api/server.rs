@@ -50,7 +50,7 @@ use tombolo_switch::filter::{Filter, FilterError};
 use super::apply::ApplyQuery;
 use super::connections::{self, Busy, Limits, Line, Slot};
 use super::query::{Asked, Keys, wrong};
-use super::report::{Fault, Machines, Ports, ProblemReport, SCHEMA};
+use super::report::{Fault, Machines, Ports, ProblemReport, SCHEMA, TablesQuery};
 use super::{CaptureOf, Refusal, Reply, Request, Requests, config, events, metrics, services, span};
 use crate::blocking;
 use crate::console;
@@ -441,8 +441,13 @@ async fn captured(app: &App, slot: &Slot, of: CaptureOf, query: CaptureQuery) ->
     Ok(endless("application/x-pcapng", pieces, permit))
 }
 
-async fn tables(State(app): State<App>) -> Result<Response, Answer> {
-    Ok(Json(ask(&app.requests, Request::Tables).await?).into_response())
+impl Keys for TablesQuery {
+    const KEYS: &'static [(&'static str, &'static str)] = &[("homes", "the homes_revision of an earlier answer")];
+}
+
+async fn tables(State(app): State<App>, Asked(query): Asked<TablesQuery>) -> Result<Response, Answer> {
+    let TablesQuery { homes } = query;
+    Ok(Json(ask(&app.requests, |reply| Request::Tables { homes, reply }).await?).into_response())
 }
 
 /// Marks an answer that goes on for as long as the client wants it.

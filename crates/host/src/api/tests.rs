@@ -131,7 +131,7 @@ async fn answer(
                 let missing = || Refusal::NotFound(format!("no machine \"{name}\""));
                 drop(reply.send(known.then(|| console.clone()).ok_or_else(missing)));
             }
-            Request::Tables(reply) => drop(reply.send(Ok(super::report::Tables::default()))),
+            Request::Tables { reply, .. } => drop(reply.send(Ok(super::report::Tables::default()))),
             Request::PutRemotes { network, machine, body, reply } => {
                 let member = |member: &super::report::RemoteMember| super::report::RemoteConflict {
                     member: member.name.clone(),
@@ -1223,14 +1223,15 @@ fn the_document_describes_every_field_of_the_reports() {
             source: "lease".into(),
             fixed: false,
         }],
-        homes: vec![super::report::HomeReport {
+        homes: Some(vec![super::report::HomeReport {
             network: "lan".into(),
             machine: "node-1".into(),
             name: Some("web".into()),
             from: Some("10.0.0.1".parse().unwrap()),
             to: Some("10.0.0.1".parse().unwrap()),
             mac: Some("02:00:00:00:00:01".into()),
-        }],
+        }]),
+        homes_revision: "00c0ffee".into(),
     };
     check("Tables", serde_json::to_value(tables).unwrap());
     check("Span", serde_json::to_value(span_sample()).unwrap());

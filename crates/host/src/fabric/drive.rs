@@ -260,7 +260,9 @@ async fn serve(shared: &Shared, request: Request) {
         Request::Capture { of, snaplen, filter, reply } => {
             answer(reply, shared.running.lock().await.capture(&of, snaplen, filter));
         }
-        Request::Tables(reply) => answer(reply, shared.running.lock().await.tables()),
+        Request::Tables { homes, reply } => {
+            answer(reply, shared.running.lock().await.tables(homes.as_deref()));
+        }
         Request::PutRemotes { network, machine, body, reply } => {
             answer(reply, shared.running.lock().await.put_remotes(&network, &machine, &body));
         }

@@ -2,6 +2,7 @@
 //! their members' addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::IpAddr;
 
 use super::{FabricError, Running};
@@ -10,11 +11,12 @@ use crate::file::{Home, Mac};
 use tombolo_switch::vlan::DEFAULT;
 
 impl Running {
-    /// The tables of all networks at this instant.
+    /// The tables of all networks at this instant. `known` is the revision of the homes that the
+    /// client has: they are many, and rarely change.
     ///
     /// # Errors
     /// If a worker has ended.
-    pub(crate) fn tables(&self) -> Result<Tables, FabricError> {
+    pub(crate) fn tables(&self, known: Option<&str>) -> Result<Tables, FabricError> {
         // The gateways leave what they have heard in the turn in which their worker answers the
         // other questions. One that is being restarted has what it left last: nothing is waited
         // for.
@@ -84,16 +86,47 @@ impl Running {
         }
         macs.sort();
         neighbours.sort();
-        let home = |home: &Home| HomeReport {
-            network: home.network.clone(),
-            machine: home.machine.clone(),
-            name: home.name.clone(),
-            from: home.addresses.map(|(from, _)| from.into()),
-            to: home.addresses.map(|(_, to)| to.into()),
-            mac: home.mac.map(|mac| mac.to_string()),
-        };
-        let mut homes: Vec<_> = self.spec.elsewhere.homes.iter().map(home).collect();
-        homes.sort();
-        Ok(Tables { schema: SCHEMA, macs, neighbours, homes })
+        let (homes, homes_revision) = homes(&self.spec.elsewhere.homes, known);
+        Ok(Tables { schema: SCHEMA, macs, neighbours, homes, homes_revision })
     }
+}
+
+/// The homes for people, sorted, and their revision; `None` for those of the revision `known`.
+fn homes(all: &[Home], known: Option<&str>) -> (Option<Vec<HomeReport>>, String) {
+    // The same for the same list, also of another daemon of this version.
+    let mut hasher = DefaultHasher::new();
+    all.hash(&mut hasher);
+    let revision = format!("{:016x}", hasher.finish());
+    if known == Some(&*revision) {
+        return (None, revision);
+    }
+    let report = |home: &Home| HomeReport {
+        network: home.network.clone(),
+        machine: home.machine.clone(),
+        name: home.name.clone(),
+        from: home.addresses.map(|(from, _)| from.into()),
+        to: home.addresses.map(|(_, to)| to.into()),
+        mac: home.mac.map(|mac| mac.to_string()),
+    };
+    let mut reports: Vec<_> = all.iter().map(report).collect();
+    reports.sort();
+    (Some(reports), revision)
+}
+
+#[cfg(test)]
+#[test]
+fn homes_that_a_client_has_are_not_sent_again() {
+    let home = |n: u8| Home {
+        network: "lan".into(),
+        machine: format!("node-{n}"),
+        name: None,
+        addresses: None,
+        mac: Some(Mac([2, 0, 0, 0, 0, n])),
+    };
+    let (all, first) = homes(&[home(2), home(1)], None);
+    assert_eq!(all.unwrap().iter().map(|home| home.machine.as_str()).collect::<Vec<_>>(), ["node-1", "node-2"]);
+    assert_eq!(homes(&[home(2), home(1)], Some(&first)), (None, first.clone()));
+    let (other, second) = homes(&[home(2)], Some(&first));
+    assert!(other.is_some_and(|all| all.len() == 1) && second != first);
+    assert_eq!(homes(&[], None).0, Some(vec![]));
 }

@@ -81,7 +81,7 @@ impl<'a> Which<'a> {
 }
 
 /// What belongs to one machine of the file, in a network that spans them.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Home {
     /// The network.
     pub network: String,
