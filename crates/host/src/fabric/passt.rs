@@ -48,9 +48,9 @@ pub(super) struct Passt {
     /// Whether it was started to serve IPv6, and whether it has ever said that it does.
     serves_ipv6: bool,
     has_served_ipv6: bool,
-    /// Whether it has ended, and is not started again yet.
-    pub(super) has_ended: bool,
-    /// How the one before it ended, until this one has run for [`EARLY_END`].
+    /// Whether its forwards were told as interrupted, and not as open since.
+    is_interrupted: bool,
+    /// How it ended, until it is started again.
     pub(super) fault: Option<String>,
     /// Why the watchdog has ended it.
     blame: Option<Blame>,
@@ -149,7 +149,7 @@ impl Passt {
             since: Instant::now(),
             backoff: Backoff::PASST,
             serves_ipv6,
-            has_ended: false,
+            is_interrupted: false,
             fault: None,
             blame: None,
             hangs: 0,
@@ -432,7 +432,6 @@ impl Running {
                     return;
                 }
                 let status = passt.process.how();
-                passt.has_ended = true;
                 let blame = passt.blame.take();
                 match blame {
                     Some(Blame::Storm(_)) => passt.storms += 1,
@@ -444,7 +443,8 @@ impl Running {
                 let is_early = blame.is_none() && passt.since.elapsed() < EARLY_END;
                 let last = if is_early { last + no_route() } else { last };
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
-                let is_known = passt.fault.replace(format!("passt ended: {how}; {last}")).is_some();
+                passt.fault = Some(format!("passt ended: {how}; {last}"));
+                let is_known = std::mem::replace(&mut passt.is_interrupted, true);
                 let pause = passt.backoff.failed(passt.since, Instant::now());
                 // As long as it goes on, the forwards are closed, which was told.
                 if !is_known {
@@ -516,7 +516,7 @@ async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Sa
         let mut running = fabric.lock().await;
         let Some(RunningPort { plan, passt: Some(old), .. }) = running.ports.get(&port) else { return };
         // The port may have been removed and added again, with a passt of its own.
-        if !old.has_ended {
+        if old.fault.is_none() {
             return;
         }
         let (plan, feed) = (plan.clone(), old.feed.clone());
@@ -534,7 +534,7 @@ async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Sa
                 let pid = child.id();
                 passt.restarts += 1;
                 passt.process = Helper::Child(child);
-                passt.has_ended = false;
+                passt.fault = None;
                 (passt.serves_ipv6, passt.has_served_ipv6) = (ipv6, false);
                 let process = Process::open(pid);
                 running.record_passt(&port, pid);
@@ -549,7 +549,7 @@ async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Sa
                 if let Some(passt) = passt.filter(|p| p.process.id() == pid)
                     && process.is_some_and(|process| process.is_running())
                 {
-                    passt.fault = None;
+                    passt.is_interrupted = false;
                     running.note_uplink(&port, pid, None);
                 }
                 return;

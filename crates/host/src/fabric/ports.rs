@@ -42,9 +42,9 @@ pub(crate) struct RunningPort {
 }
 
 impl RunningPort {
-    /// The passt behind it; one that has ended is no process any more.
+    /// The passt behind it.
     pub(crate) fn passt_pid(&self) -> Option<u32> {
-        self.passt.as_ref().filter(|p| !p.has_ended).map(|p| p.process.id())
+        self.passt.as_ref().filter(|p| p.fault.is_none()).map(|p| p.process.id())
     }
 
     /// Counters of the passt behind it.
