@@ -2,7 +2,7 @@
 //! each machine. They tell each other over zenoh which member is where, and each tells its daemon.
 //!
 //! What is decided, and why, is in the crate `tombolo-span`; here is what touches the world:
-//! [`options`] and [`file`] (what it is told), [`carrier`] (zenoh), [`daemon`] (the daemon's API),
+//! [`options`] and [`file`](mod@file) (what it is told), [`carrier`] (zenoh), [`daemon`] (the daemon's API),
 //! [`members`] (what is announced), [`teller`] (what the daemon is told), [`notify`] (what a
 //! service manager is told), and the loop in [`run`]. Besides, it passes on calls between machines:
 //! [`streams`] is the engine, and the rest is in the crate `tombolo-remote`. The daemon does not
