@@ -70,10 +70,6 @@ pub(crate) fn tell(report: &ApplyReport, json: bool) -> Result<Exit, Failure> {
 
 /// The report for people: a line for each change, then what came of it.
 fn render(report: &ApplyReport, colour: bool) -> String {
-    let section = |change: &ChangeReport| match change.section.as_str() {
-        "policy" => "rules and mirrors".to_string(),
-        section => section.to_string(),
-    };
     let width = report.changes.iter().map(|c| section(c).len()).max().unwrap_or(0);
     let mut text = String::new();
     for change in &report.changes {
@@ -112,6 +108,14 @@ fn render(report: &ApplyReport, colour: bool) -> String {
         _ => format!("{}: {counts}\n", report.fabric),
     });
     text
+}
+
+/// What a change is about, for people.
+fn section(change: &ChangeReport) -> &str {
+    match change.section.as_str() {
+        "policy" => "rules and mirrors",
+        section => section,
+    }
 }
 
 /// What a line says of a change behind its section; `undone`: nothing comes of it, since another

@@ -1,12 +1,13 @@
 //! `tombolo ls`: all fabrics of this user.
 
 use std::path::Path;
-use std::thread::{Builder, ScopedJoinHandle};
+use std::thread::Builder;
 
 use clap::Args;
 use serde::Serialize;
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::{SCHEMA, Status};
+use tombolo_host::blocking::on_threads;
 use tombolo_host::rundir;
 
 use crate::exit::{Exit, Failure};
@@ -108,27 +109,15 @@ fn table(fabrics: &[FabricLine]) -> Table {
     table
 }
 
-/// Does `work` for all of them at once. Where the system gives no further thread, the rest is done
-/// one after the other.
-fn side_by_side<I: Sync, T: Send>(thread: impl Fn() -> Builder, all: &[I], work: impl Fn(&I) -> T + Sync) -> Vec<T> {
-    let work = &work;
-    std::thread::scope(|scope| {
-        let started: Vec<_> = all.iter().map(|item| (item, thread().spawn_scoped(scope, move || work(item)))).collect();
-        let end = |(item, thread): (&I, std::io::Result<ScopedJoinHandle<'_, T>>)| match thread {
-            // The work does not panic.
-            Ok(thread) => thread.join().ok(),
-            Err(_) => Some(work(item)),
-        };
-        started.into_iter().filter_map(end).collect()
-    })
-}
-
 impl Ls {
     pub(crate) fn run(&self) -> Result<Exit, Failure> {
         let root = rundir::runtime_root()?;
         // Side by side: one that hangs is waited for once.
+        let names = names(&root);
+        let all: Vec<&(String, bool)> = names.iter().collect();
         let ask = |(name, runs): &(String, bool)| line(&root, name.clone(), *runs);
-        let fabrics = side_by_side(Builder::new, &names(&root), ask);
+        // The work does not panic.
+        let fabrics: Vec<_> = on_threads(Builder::new, &all, ask).into_iter().filter_map(|(_, line)| line).collect();
         if self.json {
             out::json(&Fabrics { schema: SCHEMA, fabrics })?;
         } else if fabrics.is_empty() {
@@ -147,12 +136,14 @@ mod tests {
     #[test]
     fn without_threads_fabrics_are_asked_one_after_the_other() {
         let here = std::thread::current().id();
-        let work = |n: &u32| (n * 2, std::thread::current().id() == here);
+        let work = |n: u32| (n * 2, std::thread::current().id() == here);
         let all = [0, 1, 2];
-        assert_eq!(side_by_side(Builder::new, &all, work), [(0, false), (2, false), (4, false)]);
+        let done =
+            |all: Vec<(u32, Option<(u32, bool)>)>| all.into_iter().filter_map(|(_, done)| done).collect::<Vec<_>>();
+        assert_eq!(done(on_threads(Builder::new, &all, work)), [(0, false), (2, false), (4, false)]);
         // No address space has room for such a stack.
         let refused = || Builder::new().stack_size(1 << 60);
-        assert_eq!(side_by_side(refused, &all, work), [(0, true), (2, true), (4, true)]);
+        assert_eq!(done(on_threads(refused, &all, work)), [(0, true), (2, true), (4, true)]);
     }
 
     #[test]

@@ -3,12 +3,12 @@
 //! The control plane is one thread, which must not wait for a process, a disk or another program.
 //! Tokio's `spawn_blocking` panics where the system gives no further thread (`TasksMax` of a
 //! service, `ulimit -u`, too little memory), and would end the daemon while its machines run on.
-//! Here that is an error ([`spawn`]), or the work is done in line: at once ([`spawn_or_run`]), or
-//! after a few more tries ([`insist`]).
+//! Here that is an error (`spawn`), or the work is done in line: at once (`spawn_or_run`), or after a
+//! few more tries (`insist`). [`on_threads`] does several pieces of work side by side.
 //!
 //! # Invariants
-//! - The work starts when the function is called, and not when its result is awaited ([`insist`] is
-//!   the exception).
+//! - The work starts when the function is called, and not when its result is awaited (`insist` is the
+//!   exception).
 //! - The work may use the runtime that it was started from: spawn tasks and make timers.
 //! - A panic of the work is caught, and is an error as well.
 //! - Each piece of work has a thread of its own. A runtime that ends does not wait for it.
@@ -16,7 +16,7 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::Builder;
+use std::thread::{Builder, ScopedJoinHandle};
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -98,6 +98,26 @@ fn on_or_here<T: Send + 'static>(
         }
         .ok_or(BlockingError::Panicked)
     }
+}
+
+/// Does `work` for all of them at once, each on a thread of its own, and waits for the last. Where
+/// the system gives no further thread, the rest is done one after the other. `None` stands for work
+/// that panicked.
+pub fn on_threads<I: Copy + Send, T: Send>(
+    thread: impl Fn() -> Builder,
+    all: &[I],
+    work: impl Fn(I) -> T + Sync,
+) -> Vec<(I, Option<T>)> {
+    let work = &work;
+    std::thread::scope(|scope| {
+        let started: Vec<_> =
+            all.iter().map(|&item| (item, thread().spawn_scoped(scope, move || work(item)))).collect();
+        let end = |(item, thread): (I, io::Result<ScopedJoinHandle<'_, T>>)| match thread {
+            Ok(thread) => (item, thread.join().ok()),
+            Err(_) => (item, caught(|| work(item))),
+        };
+        started.into_iter().map(end).collect()
+    })
 }
 
 /// Starts `work` on a thread. Where there is none, gives it back.

@@ -13,6 +13,7 @@
 //! * [`relay`], [`resolver`]: sockets of this machine for forwards, and for names that guests ask
 //!   for.
 //! * [`log`](mod@log), [`stamps`], [`moment`]: what is written for people to read, and when it was.
+//! * [`blocking`]: work that may block, on threads of its own.
 //! * [`confine`]: takes from the daemon and its machines what they do not need.
 //! * [`daemon`]: a fabric with its API, from start to end, signals included; [`notify`]: what a
 //!   service manager hears of it.
@@ -33,7 +34,7 @@
 #![warn(unreachable_pub)]
 
 pub mod api;
-mod blocking;
+pub mod blocking;
 pub mod bridge;
 pub mod config;
 pub mod confine;

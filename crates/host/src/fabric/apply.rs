@@ -33,7 +33,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 use tombolo_port::link::DELETED;
 use tombolo_switch::Nanos;
-use tombolo_switch::control::{ControlError, WorkerSettings};
+use tombolo_switch::control::{ControlError, WorkerSettings, WorkerStatus};
 
 use super::ending::{Ending, end_all};
 use super::events::{Facts as Told, Kind};
@@ -130,16 +130,21 @@ impl Running {
         Model { plan: Plan { ports, machines, kernel, links }, fabric }
     }
 
-    /// Ports of taps that the fabric made and that somebody has deleted since.
-    pub(super) fn deleted_taps(&self) -> Vec<String> {
+    /// Ports of taps that the fabric made and that were deleted since, by what the workers say.
+    pub(super) fn deleted_taps<'s>(&self, statuses: impl Iterator<Item = &'s WorkerStatus>) -> Vec<String> {
         let is_made = |name: &str| {
             let plan = self.ports.get(name).map(|port| &port.plan);
             plan.is_some_and(|plan| matches!(plan.attachment, Attachment::Tap { adopt: false, .. }))
         };
-        let statuses = self.workers.iter().filter_map(|w| w.thread.handle().status().ok());
-        let ports = statuses.flat_map(|status| status.ports).filter(|port| is_made(&port.name));
+        let ports = statuses.flat_map(|status| &status.ports).filter(|port| is_made(&port.name));
         let deleted = ports.filter(|p| p.details.iter().any(|(key, value)| *key == "state" && value.text() == DELETED));
         deleted.map(|port| port.name.to_string()).collect()
+    }
+
+    /// The same, as it is now.
+    fn deleted_taps_now(&self) -> Vec<String> {
+        let statuses: Vec<_> = self.workers.iter().filter_map(|w| w.thread.handle().status().ok()).collect();
+        self.deleted_taps(statuses.iter())
     }
 
     /// The namespaces that an apply of this text would open, by members. Faults are told by
@@ -147,7 +152,7 @@ impl Running {
     pub(super) fn new_in_file(&self, text: &str, query: &ApplyQuery) -> BTreeMap<String, String> {
         let file = query.file.as_ref().unwrap_or(&self.file);
         let Ok(new) = file::parse_on(text, file, self.spec.which()) else { return BTreeMap::new() };
-        let (mut old, deleted) = (self.spec.clone(), self.deleted_taps());
+        let (mut old, deleted) = (self.spec.clone(), self.deleted_taps_now());
         old.taps.retain(|tap| !deleted.contains(&tap.name));
         namespaces::new_in(&new, &old)
     }
@@ -201,9 +206,9 @@ impl Running {
         let plan = plan::plan(&spec, &facts)?;
         let new = Model { fabric: spec, plan };
         let mut old = self.model();
-        // What somebody has deleted is made again by an `apply`; a change is about what it names.
+        // What was deleted is made again by an `apply`; a change is about what it names.
         if matches!(source, Source::File) {
-            let deleted = self.deleted_taps();
+            let deleted = self.deleted_taps_now();
             old.plan.ports.retain(|plan| !deleted.contains(&plan.name));
         }
         let changes = difference(&old, &new);

@@ -1,11 +1,11 @@
 //! Processes of machines that are to end, in order and side by side.
 
 use std::path::{Path, PathBuf};
-use std::thread::{Builder, ScopedJoinHandle};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use super::Say;
-use crate::blocking;
+use crate::blocking::{self, on_threads};
 use crate::process::Process;
 use crate::qemu::{argv, monitor};
 use crate::xen::config::Domain;
@@ -45,27 +45,8 @@ fn destroy<'d>(domains: &[&'d Domain]) -> Vec<(&'d Domain, String)> {
     side_by_side(domains, toolstack::destroy).into_iter().filter_map(|(d, done)| Some((d, done?.err()?))).collect()
 }
 
-/// Does `work` for all of them at once, each on a thread of its own. Where the system gives no
-/// further thread, the rest is done one after the other. `None` stands for work that panicked.
 fn side_by_side<I: Copy + Send, T: Send>(all: &[I], work: impl Fn(I) -> T + Sync) -> Vec<(I, Option<T>)> {
     on_threads(|| Builder::new().name("ending".into()), all, work)
-}
-
-fn on_threads<I: Copy + Send, T: Send>(
-    thread: impl Fn() -> Builder,
-    all: &[I],
-    work: impl Fn(I) -> T + Sync,
-) -> Vec<(I, Option<T>)> {
-    let work = &work;
-    std::thread::scope(|scope| {
-        let started: Vec<_> =
-            all.iter().map(|&item| (item, thread().spawn_scoped(scope, move || work(item)))).collect();
-        let end = |(item, thread): (I, std::io::Result<ScopedJoinHandle<'_, T>>)| match thread {
-            Ok(thread) => (item, thread.join().ok()),
-            Err(_) => (item, blocking::caught(|| work(item))),
-        };
-        started.into_iter().map(end).collect()
-    })
 }
 
 /// Ends machines side by side: domains by the toolstack, those with a button by that, if they are

@@ -176,7 +176,7 @@ impl Running {
         warnings.extend(self.span_warnings());
         warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
-        let deleted = self.deleted_taps().into_iter();
+        let deleted = self.deleted_taps(statuses.iter()).into_iter();
         warnings.extend(deleted.map(|name| format!("port {name}: `tombolo apply` makes its deleted tap again")));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
         let hint = |port: &PortReport| Some(format!("port {}: {}", port.name, port.details.get("hint")?.as_str()?));
@@ -501,7 +501,7 @@ mod tests {
                    `tombolo down` and `tombolo up` bring it back";
         assert_eq!(say("gateway-lan"), bug);
         let peer = say("peer");
-        assert!(peer.starts_with("port peer was reset"), "{peer}");
+        assert!(peer.starts_with("port peer was reset") && peer.contains("its peer broke the rules"), "{peer}");
         assert!(peer.contains("last: protocol: no such word ("), "{peer}");
         let lasting = say("lasting");
         assert!(
