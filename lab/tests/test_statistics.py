@@ -30,6 +30,23 @@ ANSCOMBE = (
     [10, 8, 13, 9, 11, 14, 6, 4, 12, 7, 5],
     [8.04, 6.95, 7.58, 8.81, 8.33, 9.96, 7.24, 4.26, 10.84, 4.82, 5.68],
 )
+# Hollander and Wolfe 1973, p. 187: lightness of canned tuna by Hunter's L and by a panel.
+TUNA = (
+    [44.4, 45.9, 41.9, 53.3, 44.7, 44.1, 50.7, 45.2, 60.1],
+    [2.6, 3.1, 2.5, 5.0, 3.6, 4.0, 5.2, 2.8, 3.8],
+)
+# McDonald, "Handbook of Biological Statistics", 3rd edition 2014, p. 212, with the figures of its R
+# companion (Mangiafico): frigatebirds by volume of the pouch and pitch. Two have the same volume.
+FRIGATEBIRDS = (
+    [1760, 2040, 2440, 2550, 2730, 2740, 3010, 3080, 3370, 3740, 4910, 5090, 5090, 5380, 5850,
+     6730, 6990, 7960],
+    [529, 566, 473, 461, 465, 532, 484, 527, 488, 485, 478, 434, 468, 449, 425, 389, 421, 416],
+)  # fmt: skip
+# D. G. Bonett, R package statpsych, example of ci.spear: his interval, of data with ties.
+TIED = (
+    [67, 28, 30, 28, 52, 40, 25, 37, 44, 10, 14, 20, 28, 40, 51],
+    [21, 4, 9, 12, 35, 18, 10, 22, 24, 1, 6, 8, 13, 16, 19],
+)
 
 
 class Case(unittest.TestCase):
@@ -193,6 +210,28 @@ class Relations(Case):
         iq = [106, 100, 86, 101, 99, 103, 97, 113, 112, 110]
         hours = [7, 27, 2, 50, 28, 29, 20, 12, 6, 17]
         self.assertAlmostEqual(s.spearman(iq, hours).coefficient, -29 / 165)
+
+    def test_the_published_interval_of_a_correlation(self):
+        # R, example of cor.test: 95 percent confidence interval -0.1497426 to 0.8955795.
+        found = s.pearson(*TUNA)
+        self.assertAlmostEqual(found.coefficient, 0.5711816, 7)
+        self.assertAlmostEqual(found.p, 0.1082, 4)
+        self.assertAlmostEqual(found.low, -0.1497426, 7)
+        self.assertAlmostEqual(found.high, 0.8955795, 7)
+
+    def test_published_correlations_of_ranks(self):
+        # Without ties (R, example of cor.test with method = "spearman"), and with them. The p value
+        # is that of Student's t, which R has for ties only.
+        self.assertAlmostEqual(s.spearman(*TUNA).coefficient, 0.6)
+        found = s.spearman(*FRIGATEBIRDS)
+        self.assertAlmostEqual(found.coefficient, -0.7630357, 7)
+        self.assertAlmostEqual(found.p, 0.0002302, 7)
+
+    def test_the_published_interval_of_a_correlation_of_ranks(self):
+        found = s.spearman(*TIED)
+        self.assertAlmostEqual(found.coefficient, 0.8699639, 7)
+        self.assertAlmostEqual(found.low, 0.5840951, 6)
+        self.assertAlmostEqual(found.high, 0.9638297, 6)
 
     def test_relations_that_are_none(self):
         for function in (s.pearson, s.spearman):

@@ -448,7 +448,7 @@ def check_normal(residuals: Sequence[float]) -> Check:
 
 def check_spread(samples: Sequence[Sequence[float]]) -> Check:
     """Whether all cells spread alike: Levene's test with medians (Brown and Forsythe 1974)."""
-    name = "cells spread alike (Levene)"
+    name = "cells spread alike (Levene, by medians)"
     usable = [sample for sample in samples if len(sample) >= 2]
     if len(usable) < 2:
         return Check(name, None, "needs two cells with two values")
