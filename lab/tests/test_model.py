@@ -234,6 +234,27 @@ class Reading(FileCase):
         plot = load(self.file(f'{SMALL}[[plots]]\nkind = "histogram"\n')).plots[0]
         self.assertEqual((plot.x, plot.y), ("mbit_s", None))
 
+    def test_a_plot_of_interactions(self):
+        text = (
+            f'{SMALL}load = [0, 1]\noffload = [true]\n[[plots]]\nkind = "interactions"\n'
+            '[[plots]]\nkind = "effects"\n[quick.factors]\nload = [0]\n'
+        )
+        for settings, quick, kinds in (
+            ((), False, ["interactions", "effects"]),
+            # What is left has no interactions to draw: the others stay.
+            ((), True, ["effects"]),
+            (("load=0,0.5,1",), False, ["effects"]),
+            (("load=0",), False, ["effects"]),
+            (("load=0,0.5",), True, ["interactions", "effects"]),
+        ):
+            experiment = load(self.file(text), settings, quick)
+            self.assertEqual([plot.kind for plot in experiment.plots], kinds)
+            again = load(self.file(experiment.resolved(), "again.toml"))
+            self.assertEqual(again.plots, experiment.plots)
+        self.assertEqual(load(self.file(text)).plots[0].y, "mbit_s")
+        fraction = load(self.file(FRACTION + '[[plots]]\nkind = "interactions"\ny = "loss"\n'))
+        self.assertEqual(fraction.plots[0].y, "loss")
+
     def test_a_fractional_design(self):
         experiment = load(self.file(FRACTION))
         self.assertEqual(experiment.design, design.Design("fractional", ("D=-ABC",)))
@@ -439,6 +460,24 @@ class Wrong(FileCase):
             self.assertIn(expected, error.expected)
             self.assertEqual(error.found, found)
             self.assertEqual(error.near, close)
+
+    def test_plots_that_choose_by_effects(self):
+        plot = '[[plots]]\nkind = "interactions"\n'
+        two = f"{SMALL}load = [0, 1]\n"
+        for text, key, expected, found in (
+            (SMALL + plot, "kind", "two factors or more, of two levels each", "1 of two levels"),
+            (f"{SMALL}load = [0, 0.5, 1]\n{plot}", "kind", "of two levels", "3 levels of load"),
+            (f'{two}[[exclude]]\nload = 1\nprotocol = "udp"\n{plot}', "kind", "no excluded cells",
+             "[[exclude]]"),
+            (f'{two}{plot}x = "load"\n', "x", "no x in a plot of kind interactions", '"load"'),
+            (f'{two}{plot}panels = ["load"]\n', "panels", "no panels in a plot", "an array"),
+            (f'{two}{plot}log = "y"\n', "log", "no log in a plot of kind interactions", '"y"'),
+            (f'{two}[[plots]]\nkind = "effects"\nlog = "x"\n', "log", "no log", '"x"'),
+        ):  # fmt: skip
+            with self.subTest(text=text[len(SMALL) :]):
+                error = self.error(text)
+                self.assertEqual((error.key, error.found), (f"plots[0].{key}", found))
+                self.assertIn(expected, error.expected)
 
     def test_the_message(self):
         error = self.error(FULL.replace('"udp"]', '"upd"]'))

@@ -362,6 +362,89 @@ class Report(Case):
         self.holds(text, '<td class="mark">on</td>', '<td class="mark">kind</td>')
         self.lacks(text, '<td class="mark">size</td>')
 
+    def interactions_of(self, text, value):
+        """The panels of a plot of interactions by the two factors in their titles, and its note."""
+        from tombolo_lab.report import plots
+
+        run = self.run_of(text, value, name=f"run{len(list(self.folder.iterdir()))}")
+        self.page(report.write(run, run.folder))
+        found = json.loads((run.folder / "summary.json").read_text())
+        [(stem, _, figure)] = plots.Painter(run, found).figures(1, run.experiment.plots[0])
+        self.addCleanup(plots.pyplot.close, figure)
+        self.assertEqual(stem, "01-interactions-mbit-s")
+        panels = {}
+        for axes in figure.axes:
+            if axes.get_visible() and axes.get_legend():
+                name, _, more = axes.get_legend().get_title().get_text().partition("\n")
+                panels[name] = (axes, more)
+        return panels, " ".join(" ".join(t.get_text() for t in figure.texts).split())
+
+    def test_interactions(self):
+        def value(cell, source):
+            both = cell["on"] and cell["kind"] == "two"
+            return 10.0 + 8 * both + cell["size"] + self.noise[cell_key(cell)].pop()
+
+        text = TWO_LEVELS.replace('"effects"', '"interactions"')
+        self.noise = defaultdict(lambda: [0.1, -0.1, 0.05, -0.05, 0.0])
+        panels, note = self.interactions_of(text, value)
+        # The strongest first.
+        self.assertEqual(list(panels)[0], "kind × on")
+        self.assertEqual(set(panels), {"kind × on", "kind × size", "on × size"})
+        for name, (axes, more) in panels.items():
+            title = axes.get_legend().get_title()
+            is_real = name == "kind × on"
+            self.assertEqual(title.get_fontweight(), "bold" if is_real else "normal")
+            self.assertEqual(more.endswith(": significant"), is_real, more)
+        self.assertRegex(panels["kind × on"][1], r"^\d+\.\d % of the variation, p < 0\.001: ")
+        axes = panels["kind × on"][0]
+        lines = [container.lines[0].get_ydata().tolist() for container in axes.containers]
+        for found, expected in zip(lines, ([11.5, 11.5], [11.5, 19.5]), strict=True):
+            for one, other in zip(found, expected, strict=True):
+                self.assertAlmostEqual(one, other)
+        # Of two cells, which have no interval: no whisker, not one of no length.
+        for container in axes.containers:
+            self.assertFalse(container.has_yerr)
+        texts = [entry.get_text() for entry in axes.get_legend().get_texts()]
+        self.assertEqual(texts, ["on no", "on yes"])
+        self.assertIn("mean of the means of 2 cells: no interval", note)
+
+    def test_interactions_of_two_factors_have_intervals(self):
+        text = TWO_LEVELS.replace('"effects"', '"interactions"').replace("[1, 2]", "[1]")
+        panels, note = self.interactions_of(text, lambda cell, source: 5.0 + source.random())
+        [(axes, _)] = panels.values()
+        for container in axes.containers:
+            self.assertEqual([len(path) for path in container.lines[2][0].get_segments()], [2, 2])
+        self.assertNotIn("cells", note)
+
+    def test_interactions_of_a_fraction_and_of_many_factors(self):
+        text = TWO_LEVELS.replace('"effects"', '"interactions"')
+        four = text.replace("size = [1, 2]", "size = [1, 2]\nrate = [1.0, 2.0]")
+        panels, note = self.interactions_of(
+            four + '[design]\nkind = "fractional"\ngenerators = ["D=ABC"]\n',
+            lambda cell, source: 5.0 + source.random(),
+        )
+        self.assertEqual(set(panels), {"kind × on", "kind × size", "kind × rate"})
+        self.assertIn("mean of the means of 2 cells", note)
+        self.assertIn("cannot be told from its aliases", note)
+        self.enterContext(mock.patch("tombolo_lab.report.interactions.MOST_PANELS", 5))
+        panels, note = self.interactions_of(four, lambda cell, source: 5.0 + source.random())
+        self.assertEqual(len(panels), 5)
+        self.assertIn("The 5 largest of 6 interactions", note)
+
+    def test_where_there_are_no_interactions_it_is_said(self):
+        text = TWO_LEVELS.replace('"effects"', '"interactions"')
+        fraction = '[design]\nkind = "fractional"\ngenerators = ["C=AB"]\n'
+        for more, value, why in (
+            ("", lambda cell, source: "broke" if cell["on"] else 1.0, "4 of 8 cells have values"),
+            (fraction, lambda cell, source: source.random(), "cannot tell them from single"),
+        ):
+            panels, note = self.interactions_of(text + more, value)
+            self.assertEqual(panels, {})
+            self.assertIn(f"no interactions: {why}" if not more else why, note)
+        panels, _ = self.interactions_of(text, lambda cell, source: 7.0)
+        texts = {more for _, more in panels.values()}
+        self.assertEqual(texts, {"no variation, p = 1.000: not significant"})
+
     def test_the_same_run_gives_the_same_files(self):
         run = self.run_of(TWO_LEVELS, lambda cell, source: 5.0 + cell["size"])
         first = report.write(run, self.folder / "a").read_bytes()

@@ -14,7 +14,7 @@ Rules that are easy to miss:
   condition; several values make it a factor, the last one.
 - Rules of `[[exclude]]` and `[[published]]` figures that name a level that is not run any more,
   because `--set` or `[quick]` removed it, are dropped. A level that no version of the file has is
-  an error.
+  an error. A plot of interactions is dropped likewise where such a change leaves none to draw.
 - An experiment without `[quick]` runs in full with `--quick` too.
 - `Experiment.resolved()` is the file of exactly this run. It has no `[quick]`, and it has a `name`,
   because its file is called experiment.toml in every folder of results.
@@ -30,7 +30,7 @@ import importlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -294,8 +294,12 @@ PLOT_ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "histogram": {"needed": (), "factors": ("curves",), "measures": ("x",)},
     "heat": {"needed": ("x", "y"), "factors": ("x", "y"), "measures": ("z",)},
     "effects": {"needed": (), "factors": (), "measures": ("y",)},
+    "interactions": {"needed": (), "factors": (), "measures": ("y",)},
     "percentiles": {"needed": (), "factors": ("curves",), "measures": ("y",)},
 }
+# Kinds that choose their panels by the effects, on plain axes: lines that are parallel on one scale
+# are not on another.
+PLAIN_KINDS = ("effects", "interactions")
 
 
 def parameter_text(parameter: Parameter) -> str:
@@ -357,6 +361,16 @@ def _from_text(parameter: Parameter, text: str) -> object:
     return _checked(parameter, value)
 
 
+def no_pairs(factors: Mapping[str, Sequence]) -> str | None:
+    """Why factors have no interactions of two to draw: all that vary need two levels. None where
+    they have some."""
+    counts = {name: len(levels) for name, levels in factors.items() if len(levels) > 1}
+    for name, count in counts.items():
+        if count > 2:
+            return f"{count} levels of {name}"
+    return None if len(counts) > 1 else f"{len(counts)} of two levels"
+
+
 def _twice(values: Sequence[object]) -> object | None:
     """The first value that a sequence has twice, or None."""
     return next((value for index, value in enumerate(values) if value in values[:index]), None)
@@ -379,6 +393,7 @@ class _Reader:
         self.parameters = self.declared.parameters
         factors, fixed = self.conditions()
         exclude = self.exclude(factors)
+        has_pairs = not exclude and no_pairs(factors) is None
         measures = self.measures("measures", tuple(self.declared.measures))
         self.chosen = measures
         primary = top.choice("primary", measures, measures[0])
@@ -399,7 +414,11 @@ class _Reader:
             order=self.order(),
             together=self.together(factors),
             disturbed=self.disturbed(),
-            plots=tuple(self.plot(plot, factors, primary) for plot in top.tables("plots")),
+            plots=tuple(
+                plot
+                for plot in (self.plot(plot, factors, primary) for plot in top.tables("plots"))
+                if has_pairs or plot.kind != "interactions"
+            ),
             published=self.published(factors),
             path=self.source.path,
         )
@@ -457,6 +476,7 @@ class _Reader:
         if not table.data:
             top.fail("factors", "at least one factor", "an empty table")
         factors = {key: self.levels(table, key) for key in table.data}
+        self.file_factors = dict(factors)
         table = top.table("fixed")
         fixed = {key: self.fixed_value(table, key) for key in table.data}
         for key in fixed:
@@ -714,6 +734,13 @@ class _Reader:
                 used[key] = table.choice(key, self.chosen, primary)
             elif key in table:
                 table.fail(key, f"no {key} in a plot of kind {kind}", found_text(table.data[key]))
+        if kind == "interactions":
+            self.check_pairs(table)
+        if kind in PLAIN_KINDS:
+            for key in ("panels", "log"):
+                if key in table:
+                    expected = f"no {key} in a plot of kind {kind}"
+                    table.fail(key, expected, found_text(table.data[key]))
         panels = table.array("panels", "an array of factors")
         for index, panel in enumerate(panels):
             if not isinstance(panel, str) or panel not in factors:
@@ -728,6 +755,13 @@ class _Reader:
             table.fail("kind", "each factor in one place of a plot", f"{again} in two")
         log = table.choice("log", ("x", "y", "xy"), "")
         return Plot(kind, panels=tuple(panels), log=log, title=table.text("title", None), **used)
+
+    def check_pairs(self, table: Table) -> None:
+        """Fails where the file itself has no interactions to draw."""
+        if wrong := no_pairs(self.file_factors):
+            table.fail("kind", "two factors or more, of two levels each, for interactions", wrong)
+        if self.source.data.get("exclude"):
+            table.fail("kind", "no excluded cells beside a plot of interactions", "[[exclude]]")
 
     def published(self, factors: dict[str, tuple]) -> tuple[Published, ...]:
         """The figures that are comparable with a cell of this version."""

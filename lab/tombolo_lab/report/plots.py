@@ -25,32 +25,37 @@ import matplotlib
 matplotlib.use("Agg")
 
 import numpy
-from matplotlib import pyplot, ticker
+from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tombolo_lab import statistics
 from tombolo_lab.design import Cell
-from tombolo_lab.model import Experiment, Plot, workload_class
+from tombolo_lab.model import Experiment, Plot
+from tombolo_lab.report import interactions
+from tombolo_lab.report.style import (
+    COLOURS,
+    HATCHES,
+    LINES,
+    MARKERS,
+    MOST_CURVES,
+    MOST_PANELS,
+    MOST_UPRIGHT,
+    PANEL_HEIGHT_IN,
+    WIDTH_IN,
+    label_of,
+    logarithmic,
+    spaced,
+    where_text,
+    wrapped,
+)
 from tombolo_lab.results import Run, cell_key
 from tombolo_lab.summary import common_levels, free_factors, level_text, rows_of, thinned_samples
 
-# Okabe and Ito 2008, "Color universal design"; black first, yellow left out, since it is too light
-# for lines on white.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
-MOST_CURVES = len(COLOURS)
-# Panels of one figure; more make another figure.
-MOST_PANELS = 6
 # Effects in one drawing.
 MOST_EFFECTS = 12
 # Ratios of two runs in one drawing.
 MOST_RATIOS = 40
-# More names than this under an axis are rotated.
-MOST_UPRIGHT = 8
-WIDTH_IN, PANEL_HEIGHT_IN = 7.0, 2.9
 STYLE = {
     "svg.hashsalt": "tombolo-lab",
     "svg.fonttype": "path",
@@ -97,49 +102,6 @@ class Panel:
 
     where: Cell
     curves: tuple[tuple[str, Cell], ...]
-
-
-def wrapped(text: str, width: int = 18) -> str:
-    """A label in lines of at most `width` characters, at most three of them. Words of up to 26
-    characters, such as names of kernel settings, are not broken."""
-    width = max(width, min(26, max(map(len, text.split()), default=0)))
-    lines = textwrap.wrap(text, width, max_lines=3, placeholder="…") or [""]
-    return "\n".join(lines)
-
-
-def label_of(experiment: Experiment, units: dict[str, str], name: str) -> str:
-    """An axis label: the name with its unit."""
-    workload = workload_class(experiment.workload)
-    unit = units.get(name)
-    if unit is None and name in workload.parameters:
-        unit = workload.parameters[name].unit
-    return f"{name.replace('_', ' ')} ({unit})" if unit else name.replace("_", " ")
-
-
-def where_text(cell: Cell) -> str:
-    return ", ".join(f"{name} {level_text(level)}" for name, level in cell.items())
-
-
-def logarithmic(axes: Axes, which: str) -> None:
-    """Makes an axis logarithmic, with plain numbers: the usual ones are written for a parser of
-    formulas, which is off, since a dollar in a name is a dollar."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axes.set(**{f"{which}scale": "log"})
-    axis.set_major_formatter(ticker.LogFormatter())
-    axis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
-
-
-def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str]]:
-    """Ticks of a logarithmic axis and their texts, without texts that would touch in a panel that
-    is one of `columns` beside each other."""
-    span = math.log(max(levels) / min(levels)) or 1
-    ticks, texts, last = sorted(levels), [], -math.inf
-    for level in ticks:
-        place = math.log(level / ticks[0]) / span
-        shown = place - last > 0.02 + 0.06 * columns
-        texts.append(f"{level:g}" if shown else "")
-        last = place if shown else last
-    return ticks, texts
 
 
 @dataclass(frozen=True)
@@ -267,6 +229,10 @@ class Painter:
             return None
         return statistics.Interval(statistics.mean([n["mean"] for n in found]), None, None)
 
+    def mean(self, where: Cell, measure: str) -> statistics.Interval | None:
+        """As `value`, over all cells that agree with `where`."""
+        return self.value(Shared((), ({},), ()), where, measure)
+
     def least_kept(self, where: Cell, measure: str) -> int | None:
         """The fewest samples of a point of these cells that kept a part of its values only."""
         found = [
@@ -279,6 +245,31 @@ class Painter:
     def label(self, name: str) -> str:
         return label_of(self.experiment, self.summary["units"], name)
 
+    @staticmethod
+    def line(
+        axes: Axes, index: int, name: str, points: Sequence[tuple[float, statistics.Interval]]
+    ) -> None:
+        """A line through points in the style of a number, with their intervals. A point without one
+        has no whisker: one of no length would be taken for a certain value."""
+        spread = None
+        if any(p.low is not None for _, p in points):
+            spread = [
+                [p.estimate - p.low if p.low is not None else math.nan for _, p in points],
+                [p.high - p.estimate if p.high is not None else math.nan for _, p in points],
+            ]
+        axes.errorbar(
+            [x for x, _ in points],
+            [p.estimate for _, p in points],
+            yerr=spread,
+            label=name,
+            color=COLOURS[index],
+            marker=MARKERS[index],
+            linestyle=LINES[index],
+            markersize=4,
+            linewidth=1.3,
+            capsize=2,
+        )
+
     def curve(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         levels = self.experiment.factors[plot.x]
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in levels)
@@ -289,26 +280,8 @@ class Painter:
                 found = self.value(shared, {**panel.where, **part, plot.x: level}, plot.y)
                 if found:
                     points.append((level if numeric else place, found))
-            if not points:
-                continue
-            x = [point[0] for point in points]
-            y = [point[1].estimate for point in points]
-            spread = [
-                [p.estimate - p.low if p.low is not None else 0 for _, p in points],
-                [p.high - p.estimate if p.high is not None else 0 for _, p in points],
-            ]
-            axes.errorbar(
-                x,
-                y,
-                yerr=spread,
-                label=name,
-                color=COLOURS[index],
-                marker=MARKERS[index],
-                linestyle=LINES[index],
-                markersize=4,
-                linewidth=1.3,
-                capsize=2,
-            )
+            if points:
+                self.line(axes, index, name, points)
         if not numeric:
             self.categories(axes, plot, levels)
             return
@@ -536,10 +509,18 @@ class Painter:
         axes.grid(axis="y", visible=False)
 
     # ---- whole plots -----------------------------------------------------------------------------
+    @staticmethod
+    def stem(number: int, plot: Plot) -> str:
+        """The name of a plot's files, without what tells its figures apart."""
+        name = f"{number:02}-{plot.kind}-{plot.z or plot.y or plot.x}"
+        return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
+
     def figures(self, number: int, plot: Plot) -> Iterator[tuple[str, str, Figure]]:
         """Stem, title and figure of each figure of a plot."""
-        measure = plot.z or plot.y or plot.x
         title = plot.title or self.experiment.title
+        if plot.kind == "interactions":
+            yield self.stem(number, plot), title, interactions.draw(self, plot)
+            return
         averaged = free_factors(self.experiment, plot)
         if averaged and plot.kind != "effects":
             title += f" (over levels of {', '.join(averaged)}: see its note)"
@@ -573,8 +554,7 @@ class Painter:
             below = self.note(figure, plot, panels)
             self.legend(figure, flat[: len(panels)], plot, below)
             suffix = f"-{part + 1}" if len(groups) > 1 else ""
-            stem = re.sub(r"[^A-Za-z0-9]+", "-", f"{number:02}-{plot.kind}-{measure}").strip("-")
-            yield stem + suffix, title, figure
+            yield self.stem(number, plot) + suffix, title, figure
 
     def note(self, figure: Figure, plot: Plot, panels: Sequence[Panel]) -> float:
         """Says below the panels over which cells their values go; gives its height in inches."""
@@ -593,6 +573,11 @@ class Painter:
             if text
             for line in textwrap.wrap(f"{'; '.join(names)}: {text}" if named else text, 100)
         ]
+        return self.below(figure, lines)
+
+    @staticmethod
+    def below(figure: Figure, lines: Sequence[str]) -> float:
+        """Writes lines below the panels of a figure; gives their height in inches."""
         if not lines:
             return 0.0
         inches = 0.1 + 0.14 * len(lines)

@@ -1,0 +1,70 @@
+"""What the drawings of a report share: colours, markers, sizes, and the texts of labels."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from matplotlib import ticker
+from matplotlib.axes import Axes
+
+from tombolo_lab.design import Cell
+from tombolo_lab.model import Experiment, workload_class
+from tombolo_lab.summary import level_text
+
+# Okabe and Ito 2008, "Color universal design"; black first, yellow left out, since it is too light
+# for lines on white.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+MOST_CURVES = len(COLOURS)
+# Panels of one figure; more make another figure.
+MOST_PANELS = 6
+# More names than this under an axis are rotated.
+MOST_UPRIGHT = 8
+WIDTH_IN, PANEL_HEIGHT_IN = 7.0, 2.9
+
+
+def wrapped(text: str, width: int = 18) -> str:
+    """A label in lines of at most `width` characters, at most three of them. Words of up to 26
+    characters, such as names of kernel settings, are not broken."""
+    width = max(width, min(26, max(map(len, text.split()), default=0)))
+    lines = textwrap.wrap(text, width, max_lines=3, placeholder="…") or [""]
+    return "\n".join(lines)
+
+
+def label_of(experiment: Experiment, units: dict[str, str], name: str) -> str:
+    """An axis label: the name with its unit."""
+    workload = workload_class(experiment.workload)
+    unit = units.get(name)
+    if unit is None and name in workload.parameters:
+        unit = workload.parameters[name].unit
+    return f"{name.replace('_', ' ')} ({unit})" if unit else name.replace("_", " ")
+
+
+def where_text(cell: Cell) -> str:
+    return ", ".join(f"{name} {level_text(level)}" for name, level in cell.items())
+
+
+def logarithmic(axes: Axes, which: str) -> None:
+    """Makes an axis logarithmic, with plain numbers: the usual ones are written for a parser of
+    formulas, which is off, since a dollar in a name is a dollar."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.set(**{f"{which}scale": "log"})
+    axis.set_major_formatter(ticker.LogFormatter())
+    axis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
+
+
+def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str]]:
+    """Ticks of a logarithmic axis and their texts, without texts that would touch in a panel that
+    is one of `columns` beside each other."""
+    span = math.log(max(levels) / min(levels)) or 1
+    ticks, texts, last = sorted(levels), [], -math.inf
+    for level in ticks:
+        place = math.log(level / ticks[0]) / span
+        shown = place - last > 0.02 + 0.06 * columns
+        texts.append(f"{level:g}" if shown else "")
+        last = place if shown else last
+    return ticks, texts
