@@ -445,6 +445,39 @@ class Report(Case):
         texts = {more for _, more in panels.values()}
         self.assertEqual(texts, {"no variation, p = 1.000: not significant"})
 
+    def test_what_was_counted_by_range_is_drawn_by_range(self):
+        from tombolo_lab.report import plots
+
+        text = ALL[: ALL.index("[[plots]]")] + (
+            '[[plots]]\nkind = "histogram"\nx = "mbit_s"\ncurves = "on"\npanels = ["kind"]\n'
+        )
+        run = self.run_of(text, plausible, times=2)
+        for point in run.points:
+            on = point["cell"]["on"]
+            rows = [[0, 0, 0], [1, 1, 6], [2, 3, 0], [4, 7, 2 * on], [8, None, 0]]
+            point["notes"] = {"histograms": {"mbit_s": rows}}
+        report.write(run, run.folder)
+        found = json.loads((run.folder / "summary.json").read_text())
+        # Two repetitions.
+        [ranges] = [
+            part["measures"]["mbit_s"]["ranges"]
+            for part in found["cells"]
+            if part["cell"] == {"kind": "ivshmem", "size": 64, "on": True}
+        ]
+        self.assertEqual(ranges, [[0, 0, 0], [1, 1, 12], [2, 3, 0], [4, 7, 4], [8, None, 0]])
+        self.assertNotIn("ranges", found["cells"][0]["measures"]["rtt_us"])
+        [(_, _, figure)] = plots.Painter(run, found).figures(1, run.experiment.plots[0])
+        self.addCleanup(plots.pyplot.close, figure)
+        axes = figure.axes[0]
+        # From the first range with a count to the last, and the empty one between them.
+        names = [text.get_text() for text in axes.get_xticklabels()]
+        self.assertEqual(names, ["1", "2–3", "4–7"])
+        shares = [line.get_ydata() for line in axes.lines]
+        self.assertEqual([list(map(float, y)) for y in shares], [[100, 0, 0], [75, 0, 25]])
+        self.assertEqual(axes.get_ylim()[0], 0)
+        self.assertIn("the values of 4 cells together", figure.texts[0].get_text())
+        self.assertEqual(plots.range_name(1024, None), "1024 or more")
+
     def test_the_same_run_gives_the_same_files(self):
         run = self.run_of(TWO_LEVELS, lambda cell, source: 5.0 + cell["size"])
         first = report.write(run, self.folder / "a").read_bytes()

@@ -249,12 +249,13 @@ class OwnSeconds(unittest.TestCase):
     def load(self, *_):
         time.sleep(0.3)  # of which 0.1 are the load
         self.cpu += 0.05
-        return {"mbit_s": 8.0}
+        return {"mbit_s": 8.0, "notes": {"kept": 1}}
 
     def test_of_a_load_on_a_network(self):
         def turns():
             count = round(self.cpu * 1000)
             port = {"rx_frames": count, "tx_frames": 0, "turns": count, "wakeups": count}
+            port["frames_per_turn"] = [0, count, 0]
             return {"host": port, "guest": port}
 
         end = types.SimpleNamespace(cpu=lambda: self.cpu, turns=turns, pids={})
@@ -266,6 +267,8 @@ class OwnSeconds(unittest.TestCase):
         self.assertAlmostEqual(found["port_frames_s"], 500)
         self.assertAlmostEqual(found["wakeups_s"], 500)
         self.assertAlmostEqual(found["cpu_us_per_kb"], 500)
+        turns = {"frames_per_turn": [[0, 0, 0], [1, 1, 50], [2, None, 0]]}
+        self.assertEqual(found["notes"], {"kept": 1, "histograms": turns})
 
     def test_of_a_load_on_a_link(self):
         flow = types.SimpleNamespace(mbit_s=8.0, loss=None)
@@ -287,6 +290,18 @@ class Counters(unittest.TestCase):
         down = network.port_rates(before, after, True, 2)
         self.assertEqual(down, {"frames_per_turn": 1.0, "port_frames_s": 75.0, "wakeups_s": 4.0})
         self.assertEqual(network.port_rates(before, before, False, 1)["frames_per_turn"], 0)
+
+    def test_turns_are_counted_by_ranges_of_frames(self):
+        # As `crates/switch/src/counters.rs` counts: bucket k has 2^(k-1) to 2^k - 1 frames.
+        before = {"host": {"frames_per_turn": [1, 2, 3, 4, 5]}, "guest": {}}
+        after = {"host": {"frames_per_turn": [1, 3, 5, 7, 9]}, "guest": {}}
+        self.assertEqual(
+            network.turns_by_frames(before, after, False),
+            [[0, 0, 0], [1, 1, 1], [2, 3, 2], [4, 7, 3], [8, None, 4]],
+        )
+        before["guest"], after["guest"] = before["host"], before["host"]
+        counts = [row[2] for row in network.turns_by_frames(before, after, True)]
+        self.assertEqual(counts, [0] * 5)
 
     def test_the_search_finds_the_highest_rate_without_loss(self):
         cell = {"search_top": 100.0, "search_steps": 8}

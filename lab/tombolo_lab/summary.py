@@ -23,8 +23,10 @@ summary.json is one object:
 
 FIGURES: n, mean, median, deviation, cv, low, high (Student's t of the mean), boot_low, boot_high
 (bootstrap of the median), aa: {ratio, low, high} (odd repetitions by even ones), and, where raw
-samples were kept, samples and percentiles: {"50": …}. Where points kept evenly spaced ranks of more values,
-percentiles beyond the last but one of them are null. What cannot be computed is null.
+samples were kept, samples and percentiles: {"50": …}. Where points kept evenly spaced ranks of more
+values, percentiles beyond the last but one of them are null. Where points counted by range, ranges:
+[[low, high, count]], over all of them; high is null for a range without an end. What cannot be
+computed is null.
 
 summary.csv has one row for each cell and measure.
 """
@@ -36,6 +38,7 @@ import dataclasses
 import io
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +47,7 @@ from tombolo_lab import effects, statistics
 from tombolo_lab.design import Cell
 from tombolo_lab.model import Experiment, Plot, workload_class
 from tombolo_lab.results import Run, cell_key, write_whole
-from tombolo_lab.workloads import MOST_VALUES, SAMPLES_OF
+from tombolo_lab.workloads import HISTOGRAMS, MOST_VALUES, SAMPLES_OF
 
 if TYPE_CHECKING:
     import pandas
@@ -119,6 +122,17 @@ def pooled_samples(run: Run) -> dict[tuple[str, str], list[float]]:
     for point in run.counted():
         for measure, values in point.get("samples", {}).items():
             pooled.setdefault((cell_key(point["cell"]), measure), []).extend(values)
+    return pooled
+
+
+def pooled_ranges(run: Run) -> dict[tuple[str, str], Counter[tuple[int, int | None]]]:
+    """(cell key, measure) → the counts by range of all points that count; see HISTOGRAMS."""
+    pooled: dict[tuple[str, str], Counter[tuple[int, int | None]]] = {}
+    for point in run.counted():
+        for measure, rows in (point.get("notes") or {}).get(HISTOGRAMS, {}).items():
+            counts = pooled.setdefault((cell_key(point["cell"]), measure), Counter())
+            for low, high, count in rows:
+                counts[low, high] += count
     return pooled
 
 
@@ -400,6 +414,7 @@ def summarise(run: Run) -> dict:
     experiment = run.experiment
     frame = run.frame()
     pooled, thinned = pooled_samples(run), thinned_samples(run)
+    ranges = pooled_ranges(run)
     declared = workload_class(experiment.workload).measures
     cells = []
     for cell in experiment.cells():
@@ -416,6 +431,10 @@ def summarise(run: Run) -> dict:
             )
             for measure in experiment.measures
         }
+        for measure, numbers in parts.items():
+            if counts := ranges.get((cell_key(cell), measure)):
+                rising = sorted(counts.items(), key=lambda item: item[0][0])
+                numbers["ranges"] = [[low, high, count] for (low, high), count in rising]
         cells.append({"cell": cell, "n": len(rows), "measures": parts})
     grouped = with_set_ups(frame, experiment)
     anova, checks = analysis(grouped, experiment)

@@ -16,6 +16,7 @@ import json
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,20 @@ from tombolo_lab.report.style import (
     WIDTH_IN,
     label_of,
     logarithmic,
+    range_name,
     spaced,
     where_text,
     wrapped,
 )
 from tombolo_lab.results import Run, cell_key
-from tombolo_lab.summary import common_levels, free_factors, level_text, rows_of, thinned_samples
+from tombolo_lab.summary import (
+    common_levels,
+    free_factors,
+    level_text,
+    pooled_ranges,
+    rows_of,
+    thinned_samples,
+)
 
 # Effects in one drawing.
 MOST_EFFECTS = 12
@@ -190,6 +199,7 @@ class Painter:
         self.summary = summary
         self.frame = run.frame()
         self.thinned = thinned_samples(run)
+        self.ranges = pooled_ranges(run)
         self.samples: dict[tuple[str, str], list[float]] = {}
         for point in run.counted():
             for measure, values in point.get("samples", {}).items():
@@ -374,17 +384,61 @@ class Painter:
             axes.plot([], [], color=COLOURS[index], marker=MARKERS[index], label=name or None)
         self.categories(axes, plot, levels)
 
-    def raw(self, shared: Shared, where: Cell, measure: str) -> list[float]:
-        """All samples of the cells that agree with `where`, or their values without samples."""
-        found: list[float] = []
+    def matching(self, shared: Shared, where: Cell) -> Iterator[str]:
+        """The keys of the cells that agree with `where` and are among the shared ones."""
         for cell in self.experiment.cells():
             if not all(cell[name] == level for name, level in where.items()):
                 continue
             if {name: cell[name] for name in shared.free} in shared.cells:
-                found += self.samples.get((cell_key(cell), measure), [])
+                yield cell_key(cell)
+
+    def raw(self, shared: Shared, where: Cell, measure: str) -> list[float]:
+        """All samples of the cells that agree with `where`, or their values without samples."""
+        keys = self.matching(shared, where)
+        found = [v for key in keys for v in self.samples.get((key, measure), [])]
         return found or [v for c in shared.cells for v in self.values({**where, **c}, measure)]
 
+    def counted_ranges(self, axes: Axes, plot: Plot, panel: Panel) -> bool:
+        """Draws a histogram of what was counted by range, as parts of all; False where nothing was.
+        A range is as wide on the axis as any other."""
+        shared = self.shared(plot, panel.where)
+        data = []
+        for name, part in panel.curves:
+            counts: Counter[tuple[int, int | None]] = Counter()
+            for key in self.matching(shared, {**panel.where, **part}):
+                counts.update(self.ranges.get((key, plot.x), {}))
+            data.append((name, counts))
+        seen = sorted(low for _, counts in data for (low, _), count in counts.items() if count)
+        if not seen:
+            return False
+        # Empty ranges between others stay, so that the axis has no gap.
+        every = sorted({of for _, counts in data for of in counts}, key=lambda of: of[0])
+        every = [each for each in every if seen[0] <= each[0] <= seen[-1]]
+        for index, (name, counts) in enumerate(data):
+            if total := counts.total():
+                axes.plot(
+                    range(len(every)),
+                    [100 * counts[each] / total for each in every],
+                    label=name,
+                    color=COLOURS[index],
+                    marker=MARKERS[index],
+                    linestyle=LINES[index],
+                    markersize=4,
+                    linewidth=1.3,
+                )
+        axes.set_xticks(range(len(every)), [range_name(*each) for each in every])
+        axes.grid(axis="x", visible=False)
+        if "y" in plot.log:
+            logarithmic(axes, "y")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(self.label(plot.x))
+        axes.set_ylabel("part of all (%)")
+        return True
+
     def histogram(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        if self.counted_ranges(axes, plot, panel):
+            return
         shared, at = self.shared(plot, panel.where), panel.where
         data = [(name, self.raw(shared, {**at, **part}, plot.x)) for name, part in panel.curves]
         every = [value for _, values in data for value in values]

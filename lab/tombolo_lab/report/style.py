@@ -44,6 +44,13 @@ def label_of(experiment: Experiment, units: dict[str, str], name: str) -> str:
     return f"{name.replace('_', ' ')} ({unit})" if unit else name.replace("_", " ")
 
 
+def range_name(low: int, high: int | None) -> str:
+    """A range of whole numbers in words; `high` is None for one without an end."""
+    if high is None:
+        return f"{low} or more"
+    return str(low) if low == high else f"{low}–{high}"
+
+
 def where_text(cell: Cell) -> str:
     return ", ".join(f"{name} {level_text(level)}" for name, level in cell.items())
 

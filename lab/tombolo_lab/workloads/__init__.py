@@ -81,6 +81,9 @@ REGISTRY: dict[str, str] = {
 EXTRAS = ("samples", "tools", "disturbed", "notes")
 # The key of the notes that says of how many values the samples are a part: measure -> number.
 SAMPLES_OF = "samples_of"
+# The key of the notes that has what was counted by range: measure -> [[low, high, count]], rising;
+# high is None for a range without an end.
+HISTOGRAMS = "histograms"
 # The key of the notes that says why a point has no value of the primary measure.
 UNMEASURED = "unmeasured"
 # What paced.c gives of more values; runs of before these notes are known by it.

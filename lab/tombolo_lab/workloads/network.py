@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 from tombolo_lab import harness, machine
 from tombolo_lab.workloads import (
+    HISTOGRAMS,
     SAMPLES_OF,
     Measure,
     Parameter,
@@ -230,7 +231,10 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
         if found["mbit_s"]:
             found["cpu_us_per_kb"] = used / took * 1e6 / (found["mbit_s"] * 125)
     if before is not None and is_alone:
-        found |= port_rates(before, end.turns(), cell["direction"] == "down", took)
+        after, is_down = end.turns(), cell["direction"] == "down"
+        found |= port_rates(before, after, is_down, took)
+        turns = {HISTOGRAMS: {"frames_per_turn": turns_by_frames(before, after, is_down)}}
+        found["notes"] = row.get("notes", {}) | turns
         frames = found["port_frames_s"] * took
         for event, count in counts.items():
             if count is not None and frames:
@@ -373,13 +377,18 @@ def trips(found: dict) -> dict:
     }
 
 
+def source_of(is_down: bool) -> str:
+    """The port that the switch takes a load from: the guest's when the guest sends."""
+    return "guest" if is_down else "host"
+
+
 def port_rates(before: dict, after: dict, is_down: bool, seconds: float) -> dict:
     """What the counters of both ports say of the time between two looks.
 
-    Turns and wake-ups are of the port that the switch takes the load from: the guest's when it
-    sends, the host's otherwise. Frames are those through the guest's port.
+    Turns and wake-ups are of the port that the switch takes the load from. Frames are those through
+    the guest's port.
     """
-    source = "guest" if is_down else "host"
+    source = source_of(is_down)
 
     def change(port: str, name: str) -> int:
         return after[port][name] - before[port][name]
@@ -390,6 +399,18 @@ def port_rates(before: dict, after: dict, is_down: bool, seconds: float) -> dict
         "port_frames_s": (frames + change("guest", "tx_frames")) / seconds,
         "wakeups_s": change(source, "wakeups") / seconds,
     }
+
+
+def turns_by_frames(before: dict, after: dict, is_down: bool) -> list[list[int | None]]:
+    """The turns of the port that the load comes from between two looks, by the frames that each
+    gave, as HISTOGRAMS has it: the switch counts 0, 1, 2 to 3, 4 to 7 and so on, and in the last
+    range all beyond."""
+    old, new = (counters[source_of(is_down)]["frames_per_turn"] for counters in (before, after))
+    last = len(new) - 1
+    return [
+        [(1 << k) >> 1, None if k == last else (1 << k) - 1, now - then]
+        for k, (then, now) in enumerate(zip(old, new, strict=True))
+    ]
 
 
 class Stress(Network):
