@@ -28,6 +28,7 @@ use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, Offload, SegmentKind, Segmentation};
 use crate::port::{Caps, Fault, Sent};
 use tombolo_ring::checksum;
+use tombolo_ring::mem::{Foreign, ForeignMut};
 
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const ETHERTYPE_QINQ: u16 = 0x88a8;
@@ -71,15 +72,45 @@ pub struct Work {
 pub struct Transformer {
     /// Frames of the source's batch that go as they are, not handed on yet.
     direct: Vec<u16>,
-    /// A frame that is to be cut.
-    whole: Vec<u8>,
-    /// Made frames, one behind the other, not handed on yet; never at the same time as `direct`.
-    made: Vec<u8>,
-    /// Where each made frame ends.
-    ends: Vec<usize>,
+    /// Made frames, not handed on yet; never at the same time as `direct`.
+    made: Made,
     /// 0, 1, 2, …
     all: Vec<u16>,
     batch: Batch<'static>,
+}
+
+/// Frames that lie one behind the other.
+#[derive(Debug, Default)]
+struct Made {
+    /// Only grows, so that nothing is cleared that will be written over.
+    bytes: Vec<u8>,
+    /// Where each frame ends.
+    ends: Vec<usize>,
+}
+
+impl Made {
+    fn clear(&mut self) {
+        self.ends.clear();
+    }
+
+    /// Bytes of all frames.
+    fn len(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    /// Room for one more frame of so many bytes, with what an earlier one left there.
+    /// [`Made::add`] makes it a frame.
+    fn room(&mut self, bytes: usize) -> &mut [u8] {
+        let first = self.len();
+        if self.bytes.len() < first + bytes {
+            self.bytes.resize(first + bytes, 0);
+        }
+        &mut self.bytes[first..first + bytes]
+    }
+
+    fn add(&mut self, bytes: usize) {
+        self.ends.push(self.len() + bytes);
+    }
 }
 
 /// Where the headers of a TCP or UDP packet are.
@@ -114,10 +145,9 @@ impl Transformer {
         // A fault or a panic may have left something.
         self.direct.clear();
         self.made.clear();
-        self.ends.clear();
         for index in which {
             let frame = &batch.frames()[*index as usize];
-            let made_before = self.ends.len();
+            let made_before = self.made.ends.len();
             match self.transform(batch, frame, caps, work) {
                 Err(reason) => drops.count(reason, 1),
                 Ok(false) => {
@@ -129,7 +159,7 @@ impl Transformer {
                         sent.add(send(batch, &self.direct, drops)?);
                         self.direct.clear();
                     }
-                    if self.made.len() > HAND_ON_BYTES || self.ends.len() > HAND_ON_FRAMES {
+                    if self.made.len() > HAND_ON_BYTES || self.made.ends.len() > HAND_ON_FRAMES {
                         sent.add(self.hand_on_made(batch, drops, &mut send)?);
                     }
                 }
@@ -153,13 +183,11 @@ impl Transformer {
             }
             return match frame.offload.checksum {
                 Checksum::Partial { start, offset } if !takes_checksum => {
-                    let first = self.made.len();
-                    batch.append_to(frame, &mut self.made);
-                    if let Err(reason) = complete(&mut self.made[first..], start, offset) {
-                        self.made.truncate(first);
-                        return Err(reason);
-                    }
-                    self.ends.push(self.made.len());
+                    let room = self.made.room(frame.len());
+                    let copied = batch.copy(frame, ForeignMut::from(&mut *room));
+                    debug_assert_eq!(copied, frame.len());
+                    complete(room, start, offset)?;
+                    self.made.add(frame.len());
                     work.checksums += 1;
                     Ok(true)
                 }
@@ -176,9 +204,7 @@ impl Transformer {
         if headers.end - headers.payload > MAX_SEGMENTS * cut.size as usize {
             return Err(Reason::NotTransformable);
         }
-        self.whole.clear();
-        batch.append_to(frame, &mut self.whole);
-        let segments = cut_into(&self.whole, headers, cut, &mut self.made, &mut self.ends);
+        let segments = cut_into(batch, frame, headers, cut, &mut self.made);
         work.segmented += 1;
         work.segments += segments;
         work.checksums += segments;
@@ -191,7 +217,8 @@ impl Transformer {
         drops: &mut Drops,
         send: &mut impl FnMut(&Batch<'_>, &[u16], &mut Drops) -> Result<Sent, Fault>,
     ) -> Result<Sent, Fault> {
-        if self.ends.is_empty() {
+        let Made { bytes, ends } = &self.made;
+        if ends.is_empty() {
             return Ok(Sent::default());
         }
         let mut batch: Batch<'_> = std::mem::take(&mut self.batch);
@@ -200,16 +227,15 @@ impl Transformer {
             batch.set_marking(source.marking());
         }
         let mut start = 0;
-        for end in &self.ends {
-            batch.push(self.made[start..*end].into(), Offload::NONE);
+        for end in ends {
+            batch.push(bytes[start..*end].into(), Offload::NONE);
             start = *end;
         }
         let known = self.all.len();
-        self.all.extend(known as u16..(self.ends.len().max(known)) as u16);
-        let sent = send(&batch, &self.all[..self.ends.len()], drops);
+        self.all.extend(known as u16..(ends.len().max(known)) as u16);
+        let sent = send(&batch, &self.all[..ends.len()], drops);
         self.batch = batch.recycle();
         self.made.clear();
-        self.ends.clear();
         sent
     }
 }
@@ -377,21 +403,48 @@ fn parse_ipv6(packet: &[u8], protocol: u8, short: Reason) -> Result<(usize, usiz
     Err(Reason::NotTransformable)
 }
 
-/// Appends the segments of `frame` to `made`, and their ends to `ends`; returns how many.
-fn cut_into(frame: &[u8], headers: Headers, cut: Segmentation, made: &mut Vec<u8>, ends: &mut Vec<usize>) -> u64 {
+/// What is left of a frame whose bytes are taken from front to back.
+struct Rest<'a, 'm> {
+    piece: Foreign<'a>,
+    pieces: std::slice::Iter<'a, Foreign<'m>>,
+}
+
+impl<'a, 'm> Rest<'a, 'm> {
+    /// Of `frame`, a frame of `batch`, behind the first `skip` bytes, which are within its head.
+    fn of(batch: &'a Batch<'m>, frame: &'a Frame, skip: usize) -> Rest<'a, 'm> {
+        Rest { piece: Foreign::from(&frame.head()[skip..]), pieces: batch.tail(frame).iter() }
+    }
+
+    /// Fills `to`; the frame has that many bytes left.
+    fn take(&mut self, mut to: &mut [u8]) {
+        while !to.is_empty() {
+            let taken = self.piece.read_into(to);
+            (self.piece, to) = (self.piece.skip(taken), &mut to[taken..]);
+            if !to.is_empty() {
+                let Some(next) = self.pieces.next() else { break };
+                self.piece = *next;
+            }
+        }
+        debug_assert!(to.is_empty());
+        // Of an earlier frame there, if the lengths in this one disagreed.
+        to.fill(0);
+    }
+}
+
+/// Appends the segments of `frame`, a frame of `batch`, to `made`; returns how many.
+fn cut_into(batch: &Batch<'_>, frame: &Frame, headers: Headers, cut: Segmentation, made: &mut Made) -> u64 {
     let Headers { ip, transport, payload, end } = headers;
-    let data = &frame[payload..end];
-    let identification = u16::from_be_bytes([frame[ip + 4], frame[ip + 5]]);
+    let (size, bytes, head) = (cut.size as usize, end - payload, &frame.head()[..payload]);
+    let mut rest = Rest::of(batch, frame, payload);
+    let identification = u16::from_be_bytes([head[ip + 4], head[ip + 5]]);
     // A packet without payload is one segment.
-    let count = data.len().div_ceil(cut.size as usize).max(1);
-    let mut chunks = data.chunks(cut.size as usize);
+    let count = bytes.div_ceil(size).max(1);
     for n in 0..count {
-        let chunk = chunks.next().unwrap_or(&[]);
-        let first = made.len();
-        made.extend_from_slice(&frame[..payload]);
-        made.extend_from_slice(chunk);
-        let segment = &mut made[first..];
-        let transport_bytes = (segment.len() - transport) as u16;
+        let len = payload + size.min(bytes - n * size);
+        let segment = made.room(len);
+        segment[..payload].copy_from_slice(head);
+        rest.take(&mut segment[payload..]);
+        let transport_bytes = (len - transport) as u16;
         let header = &mut segment[ip..transport];
         if header[0] >> 4 == 4 {
             header[4..6].copy_from_slice(&identification.wrapping_add(n as u16).to_be_bytes());
@@ -411,7 +464,7 @@ fn cut_into(frame: &[u8], headers: Headers, cut: Segmentation, made: &mut Vec<u8
         // Zero would say that a datagram has no checksum.
         let sum = if sum == 0 && cut.kind == SegmentKind::Udp { 0xffff } else { sum };
         header[field..field + 2].copy_from_slice(&sum.to_be_bytes());
-        ends.push(made.len());
+        made.add(len);
     }
     count as u64
 }

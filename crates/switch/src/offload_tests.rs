@@ -135,12 +135,21 @@ fn dull_sum(bytes: &[u8], start: u32) -> u16 {
 
 type Out = (Vec<Vec<u8>>, Vec<Offload>, Drops, Work, Vec<usize>);
 
-/// What a destination with `caps` gets of `frames`, and in calls of how many.
+/// What a destination with `caps` gets of `frames`, and in calls of how many; the same whether they
+/// lie in one piece or in many.
 fn run(frames: &[(Vec<u8>, Offload)], caps: Caps) -> Out {
+    let whole = run_in_pieces(frames, caps, usize::MAX);
+    for piece_bytes in [131, 1000] {
+        assert_eq!(run_in_pieces(frames, caps, piece_bytes), whole, "in pieces of {piece_bytes} bytes");
+    }
+    whole
+}
+
+fn run_in_pieces(frames: &[(Vec<u8>, Offload)], caps: Caps, piece_bytes: usize) -> Out {
     let mut transformer = Transformer::default();
     let mut batch = Batch::with_capacity(4);
     for (bytes, offload) in frames {
-        batch.push((&bytes[..]).into(), *offload);
+        batch.push_pieces(bytes.chunks(piece_bytes).map(Foreign::from), *offload);
     }
     let which: Vec<u16> = (0..frames.len() as u16).collect();
     let (mut drops, mut work) = (Drops::default(), Work::default());
