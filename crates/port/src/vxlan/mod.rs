@@ -539,9 +539,16 @@ impl Port for VxlanPort {
         let mut used = 0;
         let got = std::mem::take(&mut self.got);
         let (mut slot, mut at) = self.next;
+        // Whose frame the last one was: those of one flow come together.
+        let mut known = None;
         while used < room && slot < got.len() {
             let (datagram, from, begin) = (&got[slot], slot, at);
             let bytes = datagram.bytes.min(STRIDE_BYTES);
+            // What the kernel has joined stays together, so that the switch can merge all of it.
+            let segments = bytes.div_ceil(datagram.segment.max(1));
+            if begin == 0 && used != 0 && segments > room - used {
+                break;
+            }
             let end = bytes.min(begin + datagram.segment);
             let is_last = end == bytes;
             (slot, at) = if is_last { (slot + 1, 0) } else { (slot, end) };
@@ -583,11 +590,14 @@ impl Port for VxlanPort {
             // The control plane's members need no place. Other addresses have one also where
             // nothing is learned from them: a machine that sends from ever new ones would push
             // those of the others out of the switch's table.
-            let is_placed = self.known.remote(source) == Some(remote);
-            if !is_placed && !self.table.learn(source, remote, self.now) {
-                self.shares.refused[usize::from(remote)].addresses += 1;
-                drops.count(Reason::RemoteAddresses, 1);
-                continue;
+            if known != Some((source, remote)) {
+                let is_placed = self.known.remote(source) == Some(remote);
+                if !is_placed && !self.table.learn(source, remote, self.now) {
+                    self.shares.refused[usize::from(remote)].addresses += 1;
+                    drops.count(Reason::RemoteAddresses, 1);
+                    continue;
+                }
+                known = Some((source, remote));
             }
             batch.push(Foreign::from(frame), Offload::NONE);
         }
@@ -613,6 +623,8 @@ impl Port for VxlanPort {
         let mut lists: [Vec<Piece<'_>>; FLOWS] =
             std::array::from_fn(|at| sys::recycle(std::mem::take(&mut flows[at].pieces)));
         self.fates.clear();
+        // Where the last frame went: those of one flow come together.
+        let mut known = None;
         for (place, index) in which.iter().enumerate() {
             let frame = &batch.frames()[*index as usize];
             if frame.len() > max_bytes || frame.offload.segmentation.is_some() {
@@ -628,9 +640,17 @@ impl Port for VxlanPort {
             self.fates.push(Fate::Open);
             let at = flow_of(frame);
             let (flow, pieces) = (&mut flows[at], &mut lists[at]);
-            let placed = if is_group { None } else { self.known.remote(destination) };
-            let learned = || if self.config.learning { self.table.find(destination, self.now) } else { None };
-            let remotes = match placed.or_else(learned) {
+            let remote = match known {
+                Some((mac, remote)) if mac == destination => remote,
+                _ => {
+                    let placed = if is_group { None } else { self.known.remote(destination) };
+                    let learned = || if self.config.learning { self.table.find(destination, self.now) } else { None };
+                    let remote = placed.or_else(learned);
+                    known = Some((destination, remote));
+                    remote
+                }
+            };
+            let remotes = match remote {
                 Some(remote) => remote as usize..remote as usize + 1,
                 None => 0..self.config.remotes.len(),
             };

@@ -563,3 +563,25 @@ fn frames_that_the_kernel_has_joined_come_in_order_over_several_turns() {
     ends.port.reset(&Fault { kind: FaultKind::System, detail: "test".into() });
     assert_eq!(ends.receive(8), (vec![], 0));
 }
+
+#[test]
+fn what_the_kernel_has_joined_is_not_cut_by_the_end_of_a_turn_that_has_frames_already() {
+    let mut ends = Ends::open(84, true);
+    let frame = [&ASKER[..], &HOLDER, &[8, 0], &[7; 70]].concat();
+    let bytes = [&ends.port.header[..], &frame].concat().repeat(5);
+    let (pieces, segment) = ([Piece::from(&bytes[..])], (HEADER_BYTES + frame.len()) as u16);
+    let message = [Message { to: ends.port.config.local, end: 1, segment }];
+    let mut flood = |count| {
+        (0..count).for_each(|_| assert_eq!(Outbox::default().send(&ends.remotes[1], &pieces, 0, &message), Ok(1)));
+        ends.reactor.wait(Some(Nanos(5_000_000_000)), &mut Vec::new());
+    };
+    flood(3);
+    let mut taken = Vec::new();
+    while taken.iter().sum::<usize>() < 15 {
+        let (frames, used) = ends.receive(8);
+        // The last one ends with the last message, so less than the budget is used.
+        assert_eq!(used, if taken.len() < 2 { 8 } else { 5 });
+        taken.push(frames.len());
+    }
+    assert_eq!(taken, [5, 5, 5]);
+}
