@@ -171,14 +171,16 @@ class Span(unittest.TestCase):
 
     def test_the_tunnel_is_compared_by_rate_and_by_cpu_time(self):
         values = {"tombolo": (900.0, 4.0), "kernel": (1000.0, 3.0), "kernel-again": (1100.0, 6.0)}
+        values["least"] = (1500.0, 1.5)
 
         def change(cell, measures):
             measures["tcp_mbit_s"], measures["small_cpu_us"] = values[cell["port"]]
 
         line = self.line("tunnel", change)
-        ratios, noise = line["ratios"], line["noise"]
+        ratios, noise, least = line["ratios"], line["noise"], line["least"]
         self.assertEqual((ratios["tcp_vs_kernel"], ratios["small_vs_kernel"]), (0.9, 0.75))
         self.assertEqual((noise["tcp_vs_kernel"], noise["small_vs_kernel"]), (1.1, 0.5))
+        self.assertEqual((least["tcp_vs_kernel"], least["small_vs_kernel"]), (1.5, 2.0))
 
     def test_lost_answers_are_those_of_all_calls(self):
         lost = {"tcp": None, "plain": 1, "tls": 2, "zenoh": 4, "local": 0}

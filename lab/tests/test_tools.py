@@ -171,6 +171,9 @@ class Reports(unittest.TestCase):
                 tools.iperf3("space", "10.0.0.1", "tcp", False, 0.3, 0, 0, streams)
             words = run.call_args[0][0]
             self.assertEqual(words[4:], ["iperf3", "-J", "-c", "10.0.0.1", "-t", "1", *more])
+        with unittest.mock.patch.object(tools, "bounded", return_value=done) as run:
+            tools.iperf3("space", "10.0.0.1", "tcp", False, 1, 0, 0, congestion="cubic")
+        self.assertEqual(run.call_args[0][0][-2:], ["-C", "cubic"])
 
     def test_iperf3_gives_what_was_received(self):
         udp = tools.iperf3_report(IPERF3_UDP)

@@ -515,6 +515,7 @@ def conditions(tree: Path | None, program: Path | None) -> dict:
         "usable_cpus": len(os.sched_getaffinity(0)),
         "governor": _text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "memory_bytes": int(memory_kb[1]) * 1024 if memory_kb else None,
+        "tcp_congestion_control": _text("/proc/sys/net/ipv4/tcp_congestion_control"),
         "mitigations": mitigations(),
         "clocksource": _text("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
         "virtualisation": virtualisation(),

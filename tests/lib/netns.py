@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 
 from .machine import SLOW, need_root
@@ -64,6 +65,9 @@ class Namespace:
 
     def pings(self, address, seconds=1):
         """Whether one echo request from within is answered within so many seconds: one for who asks again until it is."""
+        if not shutil.which("ping"):
+            # Otherwise it would look like a network without an answer.
+            raise FileNotFoundError("ping is missing: apt-get install iputils-ping")
         return self.run("ping", "-q", "-n", "-c", "1", "-W", seconds, address, check=False).returncode == 0
 
     def answers(self, address):

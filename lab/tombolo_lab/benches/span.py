@@ -58,8 +58,9 @@ def line(runs: dict[str, Run]) -> dict:
         figures = Figures(run)
         found["ratios"] |= against_kernel(figures, "tombolo")
         found["noise"] = against_kernel(figures, "kernel-again")
+        found["least"] = against_kernel(figures, "least")
         found["cpu_s_per_gb"] = {
-            port: figures.median("tcp_cpu_s_per_gb", 3, port=port) for port in ("tombolo", "kernel")
+            port: figures.median("tcp_cpu_s_per_gb", 3, port=port) for port in ("tombolo", "kernel", "least")
         }
     if "converge" in runs:
         figures = Figures(runs["converge"])

@@ -33,10 +33,10 @@ _OFFERED = re.compile(r"([0-9]*\.?[0-9]+)(pps|[kKmMgG]?)")
 _SCALE = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
-def program() -> Path:
-    """The built program; Skip when it is not there."""
+def program(name: str = "paced") -> Path:
+    """The program, or another one that `./x lab-tools` builds; Skip when it is not built."""
     named = os.environ.get("TOMBOLO_LAB_TOOLS")
-    found = (Path(named) if named else harness.tree() / "build/lab-tools") / "paced"
+    found = (Path(named) if named else harness.tree() / "build/lab-tools") / name
     if not found.is_file():
         raise Skip(f"{found} is not built: run ./x lab-tools")
     harness.measured(found)

@@ -159,14 +159,17 @@ def iperf3(
     size: int,
     bits_s: float,
     streams: int = 1,
+    congestion: str = "",
 ) -> dict:
-    """iperf3's client; 0 bits a second are as fast as TCP goes. iperf3 takes whole seconds."""
+    """iperf3's client; 0 bits a second are as fast as TCP goes. iperf3 takes whole seconds.
+    `congestion` is the sender's congestion control; empty: the machine's."""
     words: list[object] = ["iperf3", "-J", "-c", address, "-t", whole_seconds(seconds)]
     words += ["-u"] if protocol == "udp" else []
     words += ["-l", size] if size else []
     words += ["-b", round(bits_s)] if bits_s else []
     words += ["-R"] if down else []
     words += ["-P", streams] if streams > 1 else []
+    words += ["-C", congestion] if congestion else []
     return iperf3_report(bounded(inside(space, *words), 3 * seconds + 30).stdout)
 
 

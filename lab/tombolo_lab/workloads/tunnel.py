@@ -5,8 +5,11 @@ machines; its MTU is 1500, that of the network 1450.
 
     tombolo                        a fabric on each machine: the member's tap, and a vxlan port
     kernel, kernel-again           a bridge on each machine: the member's veth, and a vxlan device
+    least                          a relay on each machine (relay.c) between the member's tap and UDP
+                                   sockets: the system calls and copies of a tunnel that is a
+                                   process, and nothing else. It is no tunnel.
 
-Both members have a device with the same offloads (checksums, TCP segmentation). `ethtool -K tx off`
+All members have a device with the same offloads (checksums, TCP segmentation). `ethtool -K tx off`
 on the pair between the machines makes the kernel finish checksums and segments before they leave,
 as they must for any real cable. It is the same for all: no network card segments within a tunnel
 for the kernel's device, nor datagrams for ours (UDP_SEGMENT is cut in software).
@@ -20,6 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from tombolo_lab import harness, machine
 from tombolo_lab.workloads import Measure, Parameter, Workload, endpoints, paced, tools
@@ -51,8 +55,9 @@ class Tunnel(Workload):
     )
     parameters = {
         "port": Parameter(
-            "What carries the network; kernel-again is the same as kernel", str,
-            ("tombolo", "kernel", "kernel-again"), default="tombolo", setup=True,
+            "What carries the network; kernel-again is the same as kernel, and least is what a "
+            "process between tap and UDP socket needs for its system calls and copies alone", str,
+            ("tombolo", "kernel", "kernel-again", "least"), default="tombolo", setup=True,
         ),
         "seconds": Parameter(
             "Duration of each load", float, low=0.2, high=600, default=3, unit="s"
@@ -60,6 +65,9 @@ class Tunnel(Workload):
         "gro": Parameter(
             "Whether interfaces between the machines join packets of a flow that came together, as "
             "network cards do (ethtool -K gro)", str, ("off", "on"), default="on", setup=True,
+        ),
+        "congestion": Parameter(
+            "Congestion control of TCP's sender; empty: the machine's", str, default="cubic"
         ),
         "offered": Parameter(
             "Offered rate of datagrams (400pps); empty: as fast as they go", str, default=""
@@ -76,15 +84,24 @@ class Tunnel(Workload):
         "rtt_us": Measure("Round trip of a ping, median", "µs", "lower"),
         "rtt_p99_us": Measure("… its 99th percentile", "µs", "lower"),
     }
-    needs = ("root", "iperf3", "ethtool")
+    needs = ("root", "iperf3", "ethtool", "ping")
 
     def check(self, cell: dict) -> None:
         harness.need_root()
         for program in ("iperf3", "ethtool"):
             harness.need_program(program)
+        harness.need_program("ping", "iputils-ping")
+        known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+        if cell["congestion"] and cell["congestion"] not in known:
+            raise harness.Skip(
+                f"congestion: expected one of {', '.join(known)}, which this kernel has, "
+                f"found {cell['congestion']}"
+            )
         paced.check("udp", BYTES, cell["offered"], cell["seconds"])
         if cell["port"] == "tombolo":
             harness.program()
+        if cell["port"] == "least":
+            paced.program("relay")
 
     def setup_seconds(self, cell: dict) -> float:
         return 0.7 if cell["port"] == "tombolo" else 0.4
@@ -100,7 +117,7 @@ class Tunnel(Workload):
             machines = [stack.enter_context(harness.Namespace()) for _ in range(2)]
             members = [stack.enter_context(harness.Namespace()) for _ in range(2)]
             join(*machines, cell["gro"])
-            make = _fabric if cell["port"] == "tombolo" else _bridge
+            make = {"tombolo": _fabric, "least": _relay}.get(cell["port"], _bridge)
             for at, (space, member) in enumerate(zip(machines, members, strict=True)):
                 make(stack, at, space, member)
             address = f"{PREFIX}.2"
@@ -120,7 +137,9 @@ class Tunnel(Workload):
         found = {}
         for name, streams in (("tcp", 1), ("tcp4", STREAMS)):
             with machine.Meter() as meter:
-                row = tools.iperf3(member, address, "tcp", False, seconds, 0, 0, streams)
+                row = tools.iperf3(
+                    *(member, address, "tcp", False, seconds, 0, 0, streams, cell["congestion"])
+                )
             gigabytes = row["mbit_s"] * tools.whole_seconds(seconds) / 8e3
             if not gigabytes:
                 raise tools.ToolError("iperf3: nothing arrived")
@@ -179,6 +198,18 @@ remotes = ["{remote}"]
 """
     folder = stack.enter_context(harness.scratch())
     stack.enter_context(harness.Fabric(folder, text, netns=space, nice=endpoints.FIRST))
+    member.ip("link", "set", DEVICE, "up")
+
+
+def _relay(stack: contextlib.ExitStack, at: int, space: object, member: object) -> None:
+    """A relay whose tap goes into the member's namespace."""
+    local, remote = (f"{UNDERLAY}.{number}" for number in (1 + at, 2 - at))
+    command = [paced.program("relay"), DEVICE, local, remote, PORT]
+    process = harness.Process(command, netns=space, nice=endpoints.FIRST, own_mounts=False)
+    stack.callback(process.kill)
+    harness.until("the relay's tap", lambda: "ready" in process.tail())
+    space.ip("link", "set", DEVICE, "mtu", MTU, "netns", str(member))
+    member.ip("address", "add", f"{PREFIX}.{1 + at}/24", "dev", DEVICE)
     member.ip("link", "set", DEVICE, "up")
 
 
