@@ -241,6 +241,27 @@ class Report(Case):
                 self.assertLessEqual(low, axes.dataLim.y0)
                 self.assertGreaterEqual(high, axes.dataLim.y1)
 
+    def test_a_logarithmic_axis_begins_near_the_least_value_in_every_panel(self):
+        """Bars would begin at zero, and so would an interval that reaches beyond it."""
+        from tombolo_lab.report import plots
+
+        text = ALL[: ALL.index("[[plots]]")] + (
+            '[[plots]]\nkind = "bars"\nx = "size"\ncurves = "kind"\npanels = ["on"]\nlog = "y"\n'
+            '[[plots]]\nkind = "curve"\nx = "size"\ncurves = "kind"\npanels = ["on"]\nlog = "y"\n'
+        )
+        # Of values between 1 and 1,000, so that intervals of means go below zero.
+        run = self.run_of(text, lambda cell, source: 10.0 ** source.uniform(0, 3))
+        report.write(run, run.folder)
+        painter = plots.Painter(run, json.loads((run.folder / "summary.json").read_text()))
+        for number, plot in enumerate(run.experiment.plots):
+            [(_, _, figure)] = painter.figures(number, plot)
+            self.addCleanup(plots.pyplot.close, figure)
+            self.assertEqual(len(figure.axes), 2)
+            for axes in figure.axes:
+                self.assertEqual(axes.get_yscale(), "log")
+                self.assertGreater(axes.get_ylim()[0], 0.1)
+                self.assertFalse(axes.patches, "no bar begins at zero")
+
     def test_a_value_over_several_cells_is_of_those_that_all_levels_have(self):
         """`on` is at one size only, and its values are far from the others."""
         from tombolo_lab.report import plots

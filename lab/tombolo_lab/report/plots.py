@@ -257,14 +257,21 @@ class Painter:
 
     @staticmethod
     def line(
-        axes: Axes, index: int, name: str, points: Sequence[tuple[float, statistics.Interval]]
+        axes: Axes,
+        index: int,
+        name: str,
+        points: Sequence[tuple[float, statistics.Interval]],
+        least: float = -math.inf,
+        joined: bool = True,
     ) -> None:
-        """A line through points in the style of a number, with their intervals. A point without one
-        has no whisker: one of no length would be taken for a certain value."""
+        """Points in the style of a number, with a line through them if they are `joined`, and their
+        intervals from `least` on. A point without an interval has no whisker: one of no length
+        would be taken for a certain value."""
         spread = None
         if any(p.low is not None for _, p in points):
+            lows = [math.nan if p.low is None else max(p.low, least) for _, p in points]
             spread = [
-                [p.estimate - p.low if p.low is not None else math.nan for _, p in points],
+                [p.estimate - low for (_, p), low in zip(points, lows, strict=True)],
                 [p.high - p.estimate if p.high is not None else math.nan for _, p in points],
             ]
         axes.errorbar(
@@ -274,7 +281,7 @@ class Painter:
             label=name,
             color=COLOURS[index],
             marker=MARKERS[index],
-            linestyle=LINES[index],
+            linestyle=LINES[index] if joined else "none",
             markersize=4,
             linewidth=1.3,
             capsize=2,
@@ -283,7 +290,7 @@ class Painter:
     def curve(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         levels = self.experiment.factors[plot.x]
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in levels)
-        shared = self.shared(plot, panel.where)
+        shared, least = self.shared(plot, panel.where), self.least(plot)
         for index, (name, part) in enumerate(panel.curves):
             points = []
             for place, level in enumerate(levels):
@@ -291,7 +298,7 @@ class Painter:
                 if found:
                     points.append((level if numeric else place, found))
             if points:
-                self.line(axes, index, name, points)
+                self.line(axes, index, name, points, least)
         if not numeric:
             self.categories(axes, plot, levels)
             return
@@ -306,8 +313,19 @@ class Painter:
     def finish(self, axes: Axes, plot: Plot, x: str, y: str) -> None:
         axes.set_xlabel(self.label(x))
         axes.set_ylabel(wrapped(self.label(y), 26))
-        if "y" in plot.log and axes.dataLim.y0 > 0:
+        if self.is_log(plot):
             logarithmic(axes, "y")
+
+    def is_log(self, plot: Plot) -> bool:
+        """Whether the axis of the measure is logarithmic: it is the same for all panels, and only
+        where no value is zero or less."""
+        return "y" in plot.log and all(value > 0 for value in self.values({}, plot.y))
+
+    def least(self, plot: Plot) -> float:
+        """Where intervals end that reach lower: on a logarithmic axis at a third of the least
+        value, elsewhere nowhere."""
+        values = self.values({}, plot.y)
+        return min(values) / 3 if values and self.is_log(plot) else -math.inf
 
     @staticmethod
     def ground(panels: Sequence[Axes]) -> None:
@@ -319,16 +337,22 @@ class Painter:
                 axes.set_ylim(bottom=0)
 
     def bars(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        """Bars with their intervals. A logarithmic axis has no zero that a bar could begin at:
+        there are marks on it, and an interval that reaches zero ends with the axis."""
         levels = self.experiment.factors[plot.x]
         width = 0.8 / len(panel.curves)
         shared = self.shared(plot, panel.where)
+        is_log, least = self.is_log(plot), self.least(plot)
         for index, (name, part) in enumerate(panel.curves):
-            drawn = False
+            points = []
             for place, level in enumerate(levels):
                 found = self.value(shared, {**panel.where, **part, plot.x: level}, plot.y)
-                if not found:
-                    continue
-                at = place + (index - (len(panel.curves) - 1) / 2) * width
+                if found:
+                    at = place + (index - (len(panel.curves) - 1) / 2) * width
+                    points.append((at, found))
+            if is_log and points:
+                self.line(axes, index, name, points, least, joined=False)
+            for number, (at, found) in enumerate([] if is_log else points):
                 error = None
                 if found.low is not None:
                     error = [[found.estimate - found.low], [found.high - found.estimate]]
@@ -341,10 +365,12 @@ class Painter:
                     color=COLOURS[index] if len(panel.curves) > 1 else COLOURS[1],
                     edgecolor="white",
                     hatch=HATCHES[index],
-                    label=None if drawn else name,
+                    label=None if number else name,
                     error_kw={"ecolor": "#555555", "elinewidth": 1},
                 )
-                drawn = True
+        if is_log and len(panel.curves) > 1:
+            for place in range(1, len(levels)):
+                axes.axvline(place - 0.5, color="#DDDDDD", linewidth=0.8, zorder=0)
         self.categories(axes, plot, levels)
 
     def categories(self, axes: Axes, plot: Plot, levels: Sequence) -> None:

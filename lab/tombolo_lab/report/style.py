@@ -13,12 +13,12 @@ from tombolo_lab.design import Cell
 from tombolo_lab.model import Experiment, workload_class
 from tombolo_lab.summary import level_text
 
-# Okabe and Ito 2008, "Color universal design"; black first, yellow left out, since it is too light
-# for lines on white.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+# Okabe and Ito 2008, "Color universal design"; black first, and grey in place of yellow, which is
+# too light for lines on white.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8A8A8A")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 1, 2)))
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 MOST_CURVES = len(COLOURS)
 # Panels of one figure; more make another figure.
 MOST_PANELS = 6
