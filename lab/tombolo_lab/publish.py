@@ -168,8 +168,9 @@ def command_of(run: Run) -> str:
     return f"tombolo lab run {run.experiment.name}"
 
 
-def section(run: Run, folder: Path) -> str:
-    """The part of the page for one run; copies its CSV and plots."""
+def section(run: Run, folder: Path, flames: bool = True) -> str:
+    """The part of the page for one run; copies its CSV and plots, and with `flames` its flame
+    graphs."""
     experiment = run.experiment
     found = summary.write(run, run.folder)
     with plots.text_in_drawings():
@@ -177,8 +178,8 @@ def section(run: Run, folder: Path) -> str:
     name = experiment.name
     (folder / f"{name}.csv").write_text(figures((run.folder / "summary.csv").read_text()))
     images = []
-    drawn = (run.folder / "plots").glob("[0-9]*.svg"), (run.folder / "plots").glob("*.flame.svg")
-    for path in [path for paths in drawn for path in sorted(paths)]:
+    patterns = ("[0-9]*.svg", "*.flame.svg") if flames else ("[0-9]*.svg",)
+    for path in [p for pattern in patterns for p in sorted((run.folder / "plots").glob(pattern))]:
         if is_flat(run, path):
             continue
         target = f"{name}-{path.stem}.svg"
@@ -237,6 +238,7 @@ def page(
     command: str = "",
     title: str = "",
     keeps: bool = False,
+    flames: bool = True,
 ) -> Path:
     """Writes a page of runs and the files that it shows into a folder of the docs.
 
@@ -253,7 +255,7 @@ def page(
             name = run.experiment.name
             for shown in re.findall(r"\]\(([\w.-]+\.svg)\)", found.get(name, "")):
                 (folder / shown).unlink(missing_ok=True)
-            found[name] = section(run, folder) + "\n"
+            found[name] = section(run, folder, flames) + "\n"
     parts = [found[name].rstrip("\n") + "\n" for name in (sorted(found) if keeps else found)]
     # docs/lab.md, from docs/results or from a folder in it.
     up = "" if folder.name == "results" else "../"
@@ -272,10 +274,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tombolo_lab.publish", description=__doc__.split("\n")[0])
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    parser.add_argument(
+        "--no-flames",
+        action="store_true",
+        help="leave out flame graphs, of which an experiment with many cells has megabytes",
+    )
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
-        page(options.folder, "README.md", [Run.load(path) for path in options.runs], keeps=True)
+        runs = [Run.load(path) for path in options.runs]
+        page(options.folder, "README.md", runs, keeps=True, flames=not options.no_flames)
     except LabError as error:
         print(f"tombolo_lab.publish: {error}", file=sys.stderr)
         return 1
