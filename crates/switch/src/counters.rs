@@ -82,8 +82,7 @@ pub struct PortCounters {
     pub late_signals: Counter,
     /// Turns in which the port was polled for frames.
     pub turns: Counter,
-    /// Turns in which it gave as many as the budget allows, so that it was asked again before any
-    /// sleep.
+    /// Turns that used up the budget, so that the port was asked again before any sleep.
     pub exhausted_budgets: Counter,
     /// Frames per turn; bucket 0 is empty turns, bucket k ≥ 1 counts turns with 2^(k-1) to 2^k - 1
     /// frames.
@@ -107,13 +106,13 @@ pub struct PortCounters {
 }
 
 impl PortCounters {
-    /// Counts a turn that gave `frames` of a budget of `budget`.
+    /// Counts a turn that gave so many frames, and whether it used up its budget.
     #[inline]
-    pub fn turn(&self, frames: usize, budget: usize) {
+    pub fn turn(&self, frames: u64, is_used_up: bool) {
         self.turns.add(1);
-        let bucket = (usize::BITS - frames.leading_zeros()) as usize;
+        let bucket = (u64::BITS - frames.leading_zeros()) as usize;
         self.frames_per_turn[bucket.min(TURN_BUCKETS - 1)].add(1);
-        if frames >= budget {
+        if is_used_up {
             self.exhausted_budgets.add(1);
         }
     }
@@ -140,7 +139,7 @@ mod tests {
         let counters = PortCounters::default();
         for (frames, bucket) in [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (64, 7), (5000, TURN_BUCKETS - 1)] {
             let before = counters.frames_per_turn[bucket].get();
-            counters.turn(frames, 64);
+            counters.turn(frames, frames >= 64);
             assert_eq!(counters.frames_per_turn[bucket].get(), before + 1, "{frames} frames");
         }
         assert_eq!(counters.turns.get(), 7);

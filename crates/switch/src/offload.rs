@@ -186,6 +186,8 @@ impl Transformer {
                     let room = self.made.room(frame.len());
                     let copied = batch.copy(frame, ForeignMut::from(&mut *room));
                     debug_assert_eq!(copied, frame.len());
+                    // Of an earlier frame there, if the lengths in this one disagreed.
+                    room[copied..].fill(0);
                     complete(room, start, offset)?;
                     self.made.add(frame.len());
                     work.checksums += 1;

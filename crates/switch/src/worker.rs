@@ -600,7 +600,8 @@ impl Core {
         slot.counters.add_rx_drops(&mut drops);
         let used = received?;
         self.moved += used;
-        slot.counters.turn(used, budget);
+        // A port may use up its budget with fewer frames, to be asked again.
+        slot.counters.turn(taken as u64 + refused, used >= budget);
         let Some(port) = &mut slot.port else { return Ok(false) };
         if used != 0 {
             slot.last_frame_at = now;

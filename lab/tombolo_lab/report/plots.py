@@ -269,7 +269,8 @@ class Painter:
         would be taken for a certain value."""
         spread = None
         if any(p.low is not None for _, p in points):
-            lows = [math.nan if p.low is None else max(p.low, least) for _, p in points]
+            # Half of it is out of sight, so that no cap looks like the end of the interval.
+            lows = [math.nan if p.low is None else max(p.low, least / 2) for _, p in points]
             spread = [
                 [p.estimate - low for (_, p), low in zip(points, lows, strict=True)],
                 [p.high - p.estimate if p.high is not None else math.nan for _, p in points],
@@ -322,23 +323,26 @@ class Painter:
         return "y" in plot.log and all(value > 0 for value in self.values({}, plot.y))
 
     def least(self, plot: Plot) -> float:
-        """Where intervals end that reach lower: on a logarithmic axis at a third of the least
-        value, elsewhere nowhere."""
+        """Where a logarithmic axis begins at the lowest: at a third of the least value. Intervals
+        that reach lower leave it there. Nowhere for other axes."""
         values = self.values({}, plot.y)
         return min(values) / 3 if values and self.is_log(plot) else -math.inf
 
     @staticmethod
-    def ground(panels: Sequence[Axes]) -> None:
-        """Begins axes at zero where that is near. Only when all panels are drawn: a limit that is
-        set keeps panels that share the axis from growing it."""
+    def ground(panels: Sequence[Axes], least: float) -> None:
+        """Begins axes at zero where that is near, and logarithmic ones at `least` where intervals
+        reach lower. Only when all panels are drawn: a limit that is set keeps panels that share the
+        axis from growing it."""
         for axes in panels:
             low, high = axes.get_ylim()
             if axes.get_yscale() == "linear" and 0 < low < 0.6 * high:
                 axes.set_ylim(bottom=0)
+            elif axes.get_yscale() == "log" and low < least:
+                axes.set_ylim(bottom=least)
 
     def bars(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         """Bars with their intervals. A logarithmic axis has no zero that a bar could begin at:
-        there are marks on it, and an interval that reaches zero ends with the axis."""
+        there are marks on it."""
         levels = self.experiment.factors[plot.x]
         width = 0.8 / len(panel.curves)
         shared = self.shared(plot, panel.where)
@@ -630,7 +634,7 @@ class Painter:
             for axes in flat[len(panels) :]:
                 axes.set_visible(False)
             if plot.kind in ("curve", "bars", "box"):
-                self.ground(flat[: len(panels)])
+                self.ground(flat[: len(panels)], self.least(plot))
             below = self.note(figure, plot, panels)
             self.legend(figure, flat[: len(panels)], plot, below)
             suffix = f"-{part + 1}" if len(groups) > 1 else ""

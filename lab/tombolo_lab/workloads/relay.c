@@ -8,8 +8,9 @@
  * Makes the tap, with checksums and TCP segmentation left to its reader, and prints "ready". What it reads there goes
  * to REMOTE as messages that the kernel cuts (UDP_SEGMENT); what comes from there, joined by the kernel (UDP_GRO), is
  * written to the tap. A frame goes through in the form that it has: nothing is cut into packets, summed, looked up,
- * learned or counted, and the other end has to be this program too. So it is no tunnel, and no VXLAN. It bounds from
- * above what any tunnel of this kind can carry.
+ * learned or counted, and the other end has to be this program too. So it is no tunnel, and no VXLAN. With TCP in large
+ * frames it shows about how much any tunnel of this kind can carry. With small frames it does not: each is a datagram
+ * of its own, where a better program gathers them.
  *
  * A frame is a mark of 8 bytes, its length, the tap's header and its bytes. It begins with a datagram, so a receiver
  * that lost one goes on with the next mark. Datagrams have as many bytes as those of a VXLAN tunnel with an MTU of
