@@ -87,7 +87,7 @@ class Relay(unittest.TestCase):
         self.assertNotIn("packets 0 ", counted)
 
     def test_a_relay_that_ends_says_why_at_once(self):
-        self.machines[0].ip("link", "add", tunnel.DEVICE, "type", "dummy")
+        self.machines[0].ip("link", "add", tunnel.DEVICE, "type", "veth", "peer", "name", "other")
         with self.assertRaisesRegex(EOFError, "making the tap"):
             self.start()
 

@@ -83,7 +83,7 @@ def draw(painter: Painter, plot: Plot) -> Figure:
             why = (found or {}).get("why") or "the factors have not two levels each"
         figure.text(0.5, 0.5, f"no interactions: {why}", ha="center")
         return figure
-    painter.ground(flat[: len(pairs)])
+    painter.ground(flat[: len(pairs)], painter.least(plot))
     notes = [
         "Lines that are not parallel are an interaction.",
         "Bold: significant after Holm's correction over all effects on the measure.",
