@@ -2,6 +2,7 @@
 
 import html.parser
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -429,6 +430,21 @@ class Report(Case):
         texts = [entry.get_text() for entry in axes.get_legend().get_texts()]
         self.assertEqual(texts, ["on no", "on yes"])
         self.assertIn("mean of the means of 2 cells: no interval", note)
+
+    def test_ticks_of_small_effects_do_not_touch(self):
+        from tombolo_lab.report import plots
+
+        run = self.run_of(TWO_LEVELS, lambda cell, source: 0.8192 + source.random() / 2000)
+        report.write(run, run.folder)
+        painter = plots.Painter(run, json.loads((run.folder / "summary.json").read_text()))
+        [(_, _, figure)] = painter.figures(1, run.experiment.plots[0])
+        self.addCleanup(plots.pyplot.close, figure)
+        figure.canvas.draw()
+        shown = [label for label in figure.axes[0].get_xticklabels() if label.get_text()]
+        boxes = sorted((label.get_window_extent() for label in shown), key=lambda box: box.x0)
+        self.assertGreater(len(boxes), 2)
+        for one, other in itertools.pairwise(boxes):
+            self.assertLess(one.x1, other.x0)
 
     def test_interactions_of_two_factors_have_intervals(self):
         text = TWO_LEVELS.replace('"effects"', '"interactions"').replace("[1, 2]", "[1]")

@@ -586,6 +586,8 @@ class Painter:
         names = [wrapped(" × ".join(e["factors"]), 34) for e in reversed(rows)]
         axes.set_yticks(range(len(rows)), names)
         axes.axvline(0, color="#555555", linewidth=0.8)
+        # Few enough for numbers such as -0.000025.
+        axes.locator_params(axis="x", nbins=5)
         text = f"effect on {self.label(plot.y)}: half the change from low to high"
         if len(every) > len(rows):
             text += f"; the {len(rows)} largest of {len(every)}"
