@@ -674,11 +674,15 @@ class Published(Case):
             "size,measure,unit,n,mean,median,deviation,cv,low,high,boot_low,boot_high,p50\n"
             "64,mbit_s,Mbit/s,3,1.2345678,2.0,0.1,0.2,1e-05,12345.678901,1.0,2.0,\n"
             "64,loss,,0,,,,,,,,,\n"
+            "128,mbit_s,Mbit/s,3,3.5,,,,,,,,\n"
+            "128,loss,,3,0.25,,,,,,,,0.125\n"
         )
         self.assertEqual(
             publish.figures(text),
-            "size,measure,unit,n,mean,median,low,high,p50\n"
-            "64,mbit_s,Mbit/s,3,1.2346,2.0,1e-05,12346,\n",
+            "size,mbit_s (Mbit/s),mbit_s n,mbit_s median,mbit_s low,mbit_s high,"
+            "loss,loss n,loss p50\n"
+            "64,1.2346,3,2.0,1e-05,12346,,,\n"
+            "128,3.5,3,,,,0.25,3,0.125\n",
         )
 
     def test_a_drawing_of_what_never_differs_is_left_out(self):

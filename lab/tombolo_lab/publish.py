@@ -128,18 +128,34 @@ def compact(svg: str) -> str:
 
 
 def figures(text: str) -> str:
-    """A summary.csv with five digits, and without what readers do not look up: columns that follow from
-    others, and measures that do not apply."""
+    """A summary.csv with a row for each cell: its factors, and of each measure the mean, named by
+    the measure and its unit, and the other figures. Five digits, without figures that follow from
+    others, and without columns that are empty."""
 
     def short(word: str) -> str:
         return f"{float(word):.5g}" if re.fullmatch(r"-?\d+\.\d{3,}(e[-+]\d+)?", word) else word
 
     rows = csv.DictReader(io.StringIO(text))
-    kept = [name for name in rows.fieldnames or () if name not in _LEFT_OUT]
+    names = list(rows.fieldnames or ())
+    factors = names[: names.index("measure")]
+    kinds = [name for name in names[names.index("unit") + 1 :] if name not in _LEFT_OUT]
+    kinds.sort(key=lambda kind: kind != "mean")
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    columns = dict.fromkeys(factors)
+    for row in rows:
+        cell = cells.setdefault(
+            tuple(row[name] for name in factors), {name: row[name] for name in factors}
+        )
+        measure = f"{row['measure']} ({row['unit']})" if row["unit"] else row["measure"]
+        for kind in kinds if row["mean"] else ():
+            if row[kind]:
+                column = measure if kind == "mean" else f"{row['measure']} {kind}"
+                cell[column] = short(row[kind])
+                columns[column] = None
     out = io.StringIO()
-    writer = csv.DictWriter(out, kept, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(out, list(columns), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({k: short(v) for k, v in row.items()} for row in rows if row["mean"])
+    writer.writerows(cells.values())
     return out.getvalue()
 
 
