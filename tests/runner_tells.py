@@ -117,7 +117,8 @@ def test_namespaces_that_a_test_leaves_are_removed_and_told():
         killed.wait()
         (name,), _ = spaces(folder)
         until("its end", lambda: not Path("/proc", name.split("-")[0].removeprefix("tmb")).exists())
-        assert spaces(folder)[1] == [name]
+        # Its job is told to end, and may have removed it already.
+        assert spaces(folder)[1] in ([name], [])
         runner(sample(folder, VERDICTS), "good")
         assert not spaces(folder)[1]
 
