@@ -35,12 +35,14 @@ use tombolo_port::link::DELETED;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{ControlError, WorkerSettings, WorkerStatus};
 
+use super::additions::restore_additions_of;
 use super::ending::{Ending, end_all};
 use super::events::{Facts as Told, Kind};
+use super::facts::NOT_ASKED;
 use super::ports::NOWHERE;
 use super::standing::Standing;
-use super::{FabricError, NOT_ASKED, Running, Shared, facts, lacking_at, refuse_faults, restore_additions_of};
-use super::{namespaces, services};
+use super::{FabricError, Running, Shared, lacking_at, refuse_faults};
+use super::{namespaces, services, uplinks};
 use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
 use crate::config::Document;
 use crate::difference::{
@@ -201,7 +203,7 @@ impl Running {
         let wants_xl = facts.xl.is_err() && spec.machines.iter().any(|m| m.attach == file::Attach::Xen);
         let unasked = facts.qemu.is_err() || facts.kvm == Err(NOT_ASKED.into());
         if !spec.machines.is_empty() && (unasked || wants_xl) {
-            facts = self::facts(&spec, facts.runtime);
+            facts = super::facts(&spec, facts.runtime);
         }
         let plan = plan::plan(&spec, &facts)?;
         let new = Model { fabric: spec, plan };
@@ -445,7 +447,7 @@ impl Running {
         changes: Map<String, Value>,
     ) -> Result<(), FabricError> {
         self.facts = facts;
-        self.start_store(&new.plan);
+        self.store.start(&new.plan, &self.say);
         self.start_links(&new.plan)?;
         self.file = file.to_path_buf();
         let path = self.file.clone();
@@ -551,7 +553,7 @@ impl Running {
             if let Some(Part::Network(part)) = &change.before {
                 self.drop_port(&plan::uplink_name(&part.spec.name));
                 self.stop_network(&part.spec.name)?;
-                self.bypass_faults.remove(&part.spec.name);
+                self.bypass.forget(&part.spec.name);
                 self.have(&Change { after: None, ..change.clone() });
                 // Its rules go with the next ones.
                 self.kernel_again()?;
@@ -584,7 +586,7 @@ impl Running {
     }
 
     fn take_port_out(&mut self, name: &str, for_good: bool) {
-        self.unmade.retain(|plan| plan.name != name);
+        self.deleted.forget(name);
         self.drop_port(name);
         // It may come back in another namespace, which is noted then.
         self.forget_container(name);
@@ -698,7 +700,6 @@ impl Running {
             if let Err(error) = self.end_bypass() {
                 (self.say)(&format!("apply: the bypass: {error}"));
             }
-            self.bypass_faults.clear();
             self.start_bypass(&plan);
         }
     }
@@ -739,26 +740,6 @@ impl Running {
         Ok(worker.thread.stop()?)
     }
 
-    /// The kernel's part of the uplinks of what runs.
-    fn kernel_plan(&self) -> Plan {
-        let kernel = self.spec.networks.iter().filter_map(|n| plan::uplink(&self.spec, n).1).collect();
-        Plan { ports: vec![], machines: vec![], kernel, links: vec![] }
-    }
-
-    /// Puts the kernel's rules in force for what runs, in one transaction, or takes them away.
-    pub(super) fn kernel_again(&mut self) -> Result<(), FabricError> {
-        let (mut plan, away) = (self.kernel_plan(), self.forwards_away());
-        for uplink in &mut plan.kernel {
-            uplink.forwards.retain(|f| !away.contains(&(f.proto, f.listen)));
-        }
-        match self.dir().owner().nft_table.clone() {
-            Some(table) if plan.kernel.is_empty() => self.undo_kernel(&table)?,
-            _ => self.kernel_rules(&plan)?,
-        }
-        self.away = away;
-        Ok(())
-    }
-
     fn put_network(
         &mut self,
         change: &Change,
@@ -790,7 +771,7 @@ impl Running {
                 let plan = Plan { ports: vec![], machines: vec![], kernel: vec![kernel.clone()], links: vec![] };
                 let before = before.and_then(|before| before.kernel.as_ref());
                 let reset = before.is_some_and(|before| before.network.router6() != kernel.network.router6());
-                running.kernel_taps(&plan, reset)?;
+                uplinks::set_up_taps(&running.spec.name, &plan, reset)?;
             }
             Ok(())
         })

@@ -7,7 +7,7 @@
 //! attached, and traffic flows; the owner record says so, and the next `up` or `down` takes them
 //! back.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tombolo_bypass::attachment::{self, AttachError, Options};
@@ -59,14 +59,37 @@ async fn watch(place: Place, say: Say) {
     }
 }
 
+/// The bypass of the fabric's networks.
+#[derive(Default)]
+pub(crate) struct NetworksBypass {
+    /// Networks whose bypass does not work, and why.
+    faults: BTreeMap<String, String>,
+    /// What has its controller replaced.
+    watch: Option<tokio::task::JoinHandle<()>>,
+}
+
+impl NetworksBypass {
+    /// Forgets why a network's bypass did not work.
+    pub(crate) fn forget(&mut self, network: &str) {
+        self.faults.remove(network);
+    }
+
+    /// Has a controller that ends replaced from now on.
+    fn keep_controller(&mut self, place: &Place, say: &Say) {
+        let watching = tokio::spawn(watch(place.clone(), say.clone()));
+        self.watch.replace(watching).into_iter().for_each(|old| old.abort());
+    }
+}
+
 impl Running {
     /// Attaches what the file asks for. What does not work is kept for the reports.
     pub(crate) fn start_bypass(&mut self, plan: &Plan) {
+        self.bypass.faults.clear();
         for uplink in plan.kernel.iter().filter(|u| u.network.bypass.is_some()) {
             if let Err(error) = self.attach_bypass(uplink) {
                 let (name, why) = (uplink.network.name.clone(), error.to_string());
                 (self.say)(&format!("network {name}: no bypass, its traffic takes the kernel's path: {why}"));
-                self.bypass_faults.insert(name, why);
+                self.bypass.faults.insert(name, why);
             }
         }
     }
@@ -94,8 +117,7 @@ impl Running {
         let names: Vec<String> = std::iter::once(uplink.device.clone()).chain(outputs).collect();
         attachment::attach(&place, &names, &options)?;
         // Also where it does not start now: it is tried again.
-        let watching = tokio::spawn(watch(place.clone(), self.say.clone()));
-        self.bypass_watch.replace(watching).into_iter().for_each(|old| old.abort());
+        self.bypass.keep_controller(&place, &self.say);
         match controller::start(&place) {
             Ok(true) => Ok(()),
             Ok(false) => Err(fail(&format!("its controller did not start; see {}", place.log().display()))),
@@ -105,7 +127,7 @@ impl Running {
 
     /// Releases everything that was attached for this fabric, by this daemon or one before it.
     pub(crate) fn end_bypass(&mut self) -> Result<(), FabricError> {
-        self.bypass_watch.take().into_iter().for_each(|task| task.abort());
+        self.bypass.watch.take().into_iter().for_each(|task| task.abort());
         if self.dir.as_ref().is_none_or(|d| !d.owner().bypass) {
             return Ok(());
         }
@@ -119,7 +141,7 @@ impl Running {
 
     pub(crate) fn bypass_report(&self, network: &file::Network) -> Option<BypassReport> {
         let outputs = outputs(network.bypass.as_deref()?);
-        let mut fault = self.bypass_faults.get(&network.name).cloned();
+        let mut fault = self.bypass.faults.get(&network.name).cloned();
         let tap = kernel_device(&self.spec.name, &network.name);
         let names: BTreeSet<String> = outputs.into_iter().chain([tap]).collect();
         let found = place().and_then(|place| Ok(report::report(&place, report::Detail::Glance)?));

@@ -6,7 +6,7 @@
 //! everything alive that it holds are gone. Every fabric with vhost-user ports or ivshmem links has
 //! one; others get one for the time of a handover.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -19,8 +19,9 @@ use tombolo_ivshmem::fd_store::{self, FdStore};
 use tombolo_ivshmem::store::Store;
 use tombolo_port::vhost_user::Shelf;
 use tombolo_shm::listener::Listener;
+use tombolo_switch::port::HandOver;
 
-use super::{Running, Say};
+use super::Say;
 use crate::plan::{Attachment, Plan};
 use crate::{members, process};
 
@@ -183,33 +184,78 @@ fn wanted(plan: &Plan) -> bool {
     plan.ports.iter().any(is_kept) || plan.all_links().next().is_some()
 }
 
-impl Running {
+/// The fabric's fd store, where it has one, and what was taken out of it.
+pub(crate) struct OwnStore {
+    store: Option<Arc<Store>>,
+    finder: Finder,
+    /// Records of a handover that were taken.
+    taken: Vec<String>,
+}
+
+impl OwnStore {
+    /// No store yet, for the fabric with this runtime directory.
+    pub(crate) fn new(folder: &Path) -> OwnStore {
+        OwnStore { store: None, finder: Finder::new(folder), taken: vec![] }
+    }
+
+    /// Uses the store that the daemon before has answered through.
+    pub(crate) fn use_found(&mut self, store: Arc<Store>) {
+        self.store = Some(store);
+    }
+
+    pub(crate) fn finder(&self) -> &Finder {
+        &self.finder
+    }
+
     /// Connects to the store that an earlier daemon left, if there is one.
-    pub(crate) fn find_store(&mut self) {
+    pub(crate) fn find(&mut self, say: &Say) {
         if self.store.is_none() && self.finder.running().is_some() {
-            self.open_store();
+            self.open(say);
         }
     }
 
     /// Starts a store where the plan has something for it.
-    pub(crate) fn start_store(&mut self, plan: &Plan) {
+    pub(crate) fn start(&mut self, plan: &Plan, say: &Say) {
         if self.store.is_none() && wanted(plan) {
-            self.open_store();
+            self.open(say);
         }
     }
 
-    fn open_store(&mut self) {
-        match self.finder.open(&self.say) {
-            Ok(store) => self.store = Some(store),
-            Err(why) => {
-                (self.say)(&format!("guests must connect again after a restart, because there is no fd store: {why}"))
-            }
+    fn open(&mut self, say: &Say) {
+        if let Err(why) = self.opened(say) {
+            say(&format!("guests must connect again after a restart, because there is no fd store: {why}"));
         }
+    }
+
+    /// The store; started if there is none.
+    pub(crate) fn opened(&mut self, say: &Say) -> Result<Arc<Store>, String> {
+        match &self.store {
+            Some(store) => Ok(store.clone()),
+            None => Ok(self.store.insert(self.finder.open(say)?).clone()),
+        }
+    }
+
+    /// Takes a state that the daemon before put.
+    pub(crate) fn take_state(&mut self, name: String) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+        let state = self.store.as_ref()?.take_state(&name)?;
+        self.taken.push(name);
+        Some(state)
+    }
+
+    /// The final state of a port that the daemon before ran.
+    pub(crate) fn take_port(&mut self, port: &str) -> Option<HandOver> {
+        let (state, fds) = self.take_state(Shelf::final_name(port))?;
+        Some(HandOver { state, fds })
+    }
+
+    /// Names of the records that begin like this.
+    pub(crate) fn left(&self, beginning: &str) -> Vec<String> {
+        self.store.as_ref().map(|store| store.left(beginning)).unwrap_or_default()
     }
 
     /// Everything is taken up: the rest of what an earlier daemon left goes, and the store with it
     /// if it has no use.
-    pub(crate) fn settle_store(&mut self, plan: &Plan) {
+    pub(crate) fn settle(&mut self, plan: &Plan) {
         let Some(store) = &self.store else { return };
         store.forget_all(&super::handover::records(store, &self.taken));
         store.forget_rest();
@@ -219,7 +265,7 @@ impl Running {
             self.finder.end();
         }
         for (pid, ticks) in members::all() {
-            self.tell_store(pid, ticks);
+            self.refuse(pid, ticks);
         }
     }
 
@@ -227,11 +273,11 @@ impl Running {
     pub(crate) fn note_member(&self, pid: u32) {
         members::note(pid);
         if let Some((_, ticks)) = members::all().into_iter().find(|(member, _)| *member == pid) {
-            self.tell_store(pid, ticks);
+            self.refuse(pid, ticks);
         }
     }
 
-    fn tell_store(&self, pid: u32, ticks: u64) {
+    fn refuse(&self, pid: u32, ticks: u64) {
         if let Some(store) = &self.store {
             store.refuse(pid, ticks);
         }
@@ -239,7 +285,7 @@ impl Running {
 
     /// Has the store listen at its path again where that was deleted; whether it is to be looked at
     /// again.
-    pub(crate) fn restore_store(&self) -> bool {
+    pub(crate) fn restore(&self) -> bool {
         let Some(store) = self.store.as_ref().filter(|_| super::heal::is_missing(self.finder.path())) else {
             return false;
         };
@@ -250,5 +296,12 @@ impl Running {
     /// A port's place in the store.
     pub(crate) fn shelf(&self, port: &str) -> Option<Shelf> {
         self.store.clone().map(|store| Shelf::new(store, port))
+    }
+
+    /// Says good-bye to the store, which may hold links still.
+    pub(crate) fn close(&mut self) {
+        if let Some(store) = self.store.take() {
+            store.close();
+        }
     }
 }

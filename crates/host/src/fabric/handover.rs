@@ -33,7 +33,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -45,11 +45,11 @@ use tombolo_ivshmem::links;
 use tombolo_ivshmem::store::{Frozen, Store};
 use tombolo_port::vhost_user::Shelf;
 use tombolo_switch::control::Paused;
-use tombolo_switch::port::HandOver;
 use tombolo_switch::wait::Token;
 
+use super::additions::restore_additions_of;
 use super::events::{Facts as Told, Kind};
-use super::{FabricError, Running, Say, config, facts, namespaces, restore_additions_of};
+use super::{FabricError, Running, Say, config, facts, namespaces};
 use crate::config::Document;
 use crate::file::{self, Fabric};
 use crate::plan::{self, Facts, Plan};
@@ -290,7 +290,7 @@ impl Running {
             let _ = writeln!(socket, "{why}");
             return;
         }
-        if self.finder.replace_hung() {
+        if self.store.finder().replace_hung() {
             say("the fd store did not answer and was replaced");
         }
         match self.stand_still(true) {
@@ -380,10 +380,7 @@ impl Running {
     /// Stops everything that acts and puts its state into the store, with the lock for a daemon
     /// that waits for it. On an error everything goes on.
     fn stand_still(&mut self, with_lock: bool) -> Result<(Standstill<'_>, Arc<Store>, Vec<String>), String> {
-        if self.store.is_none() {
-            self.store = Some(self.finder.open(&self.say)?);
-        }
-        let store = self.store.clone().ok_or("there is no fd store")?;
+        let store = self.store.opened(&self.say)?;
         self.note_all_settled();
         let frozen = store.freeze(FREEZE);
         let links = self.links().map(|links| links.freeze());
@@ -450,24 +447,10 @@ impl Running {
         put("handover".into(), &std::process::id().to_le_bytes(), &[])
     }
 
-    /// Takes a state that the daemon before put.
-    pub(crate) fn take_state(&mut self, name: String) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
-        let state = self.store.as_ref()?.take_state(&name)?;
-        self.taken.push(name);
-        Some(state)
-    }
-
-    /// The final state of a port that the daemon before ran.
-    pub(crate) fn take_port(&mut self, port: &str) -> Option<HandOver> {
-        let (state, fds) = self.take_state(Shelf::final_name(port))?;
-        Some(HandOver { state, fds })
-    }
-
     /// The sockets where the daemon before listened for peers of links.
     pub(crate) fn take_doors(&mut self) {
-        let names = self.store.as_ref().map(|store| store.left("door/")).unwrap_or_default();
-        for name in names {
-            let Some((path, fds)) = self.take_state(name) else { continue };
+        for name in self.store.left("door/") {
+            let Some((path, fds)) = self.store.take_state(name) else { continue };
             // The bytes are those of a path; another one is not found among the doors.
             let path = PathBuf::from(String::from_utf8_lossy(&path).into_owned());
             if let Some(links) = self.links() {
@@ -480,7 +463,7 @@ impl Running {
     pub(crate) fn teach(&mut self) {
         let names: Vec<String> = self.networks.keys().cloned().collect();
         for name in names {
-            let Some((text, _)) = self.take_state(format!("macs/{name}")) else { continue };
+            let Some((text, _)) = self.store.take_state(format!("macs/{name}")) else { continue };
             let entry = |line: &str| -> Option<([u8; 6], Token)> {
                 let (mac, port) = line.split_once(' ')?;
                 let bytes: Result<Vec<u8>, _> = mac.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();

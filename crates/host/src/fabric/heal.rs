@@ -79,24 +79,40 @@ fn own_socket(plan: &PortPlan) -> Option<&Path> {
     }
 }
 
+/// What of the runtime directory was deleted while the fabric runs.
+#[derive(Default)]
+pub(crate) struct Deleted {
+    /// What is not there again, a sentence each.
+    pub(super) faults: Vec<String>,
+    /// Ports that could not be made again.
+    ports: Vec<PortPlan>,
+}
+
+impl Deleted {
+    /// Forgets a port that goes.
+    pub(super) fn forget(&mut self, port: &str) {
+        self.ports.retain(|plan| plan.name != port);
+    }
+}
+
 impl Running {
     /// Makes missing runtime files again, except for the API's socket. Returns whether something is
     /// left to be made.
     pub(super) fn restore_files(&mut self) -> bool {
         let Some(dir) = &mut self.dir else { return false };
         let restored = dir.restore();
-        self.missing.clear();
+        self.deleted.faults.clear();
         match restored {
             Ok(false) => {}
             Ok(true) => (self.say)("runtime files were deleted, and are created again"),
             Err(error) => {
-                self.missing.push(format!("runtime files were deleted and cannot be created again: {error}"));
+                self.deleted.faults.push(format!("runtime files were deleted and cannot be created again: {error}"));
                 return true;
             }
         }
         let is_gone = |plan: &&PortPlan| own_socket(plan).is_some_and(is_missing);
         let gone: Vec<PortPlan> = self.ports.values().map(|p| &p.plan).filter(is_gone).cloned().collect();
-        let gone: Vec<PortPlan> = std::mem::take(&mut self.unmade).into_iter().chain(gone).collect();
+        let gone: Vec<PortPlan> = std::mem::take(&mut self.deleted.ports).into_iter().chain(gone).collect();
         if gone.is_empty() {
             return false;
         }
@@ -106,14 +122,14 @@ impl Running {
                 let text = "its socket was deleted; its peer stays connected, and the socket is created again when \
                     the peer \
                      disconnects";
-                self.missing.push(format!("port {}: {text}", plan.name));
+                self.deleted.faults.push(format!("port {}: {text}", plan.name));
                 continue;
             }
             // An error is among those of the status, and it is tried again.
             let _ = self.make_again(plan);
         }
         self.update_names();
-        !self.missing.is_empty()
+        !self.deleted.faults.is_empty()
     }
 
     /// Makes a port again whose socket was deleted.
@@ -128,8 +144,8 @@ impl Running {
                 }
             }
             Err(error) => {
-                self.missing.push(format!("port {} cannot be created again: {error}", plan.name));
-                self.unmade.push(plan);
+                self.deleted.faults.push(format!("port {} cannot be created again: {error}", plan.name));
+                self.deleted.ports.push(plan);
             }
         }
         made
@@ -144,8 +160,9 @@ impl Running {
     pub(super) fn restore_for(&mut self, machine: &str) -> Result<(), FabricError> {
         self.restore_files();
         let is_own = |plan: &PortPlan| plan.machine.as_deref() == Some(machine);
-        let (mut gone, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.unmade).into_iter().partition(is_own);
-        self.unmade = others;
+        let (mut gone, others): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.deleted.ports).into_iter().partition(is_own);
+        self.deleted.ports = others;
         let plans = self.ports.values().map(|p| &p.plan);
         gone.extend(plans.filter(|p| is_own(p) && own_socket(p).is_some_and(is_missing)).cloned());
         if gone.is_empty() {
@@ -233,13 +250,16 @@ pub(crate) async fn keep(
             continue;
         }
         is_pending = running.restore_files();
-        is_pending |= running.restore_store() | running.restore_links();
+        is_pending |= running.store.restore() | running.restore_links();
         if is_missing(&socket) {
             match Server::bind(&socket) {
                 // The connections of the one before come to their ends.
                 Ok(server) => stop = serve(server),
                 Err(error) => {
-                    running.missing.push(format!("the API's socket was deleted and cannot be created again: {error}"));
+                    running
+                        .deleted
+                        .faults
+                        .push(format!("the API's socket was deleted and cannot be created again: {error}"));
                     is_pending = true;
                 }
             }
@@ -249,7 +269,8 @@ pub(crate) async fn keep(
                 Ok(task) => asked.replace(task).into_iter().for_each(|old| old.abort()),
                 Err(error) => {
                     running
-                        .missing
+                        .deleted
+                        .faults
                         .push(format!("{} was deleted and cannot be created again: {error}", handover.display()));
                     is_pending = true;
                 }

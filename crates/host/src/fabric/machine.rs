@@ -247,7 +247,7 @@ impl Running {
         machine.backoff = backoff;
         machine.ended = ended;
         self.machines.insert(plan.name.clone(), machine);
-        self.note_member(pid);
+        self.store.note_member(pid);
         self.tell_who_is_away();
         self.watch_machine(&plan.name, pid);
         self.take_seats(&plan.seats, pid)?;
@@ -361,7 +361,7 @@ impl Running {
         // It was settled before.
         machine.was_up = true;
         self.machines.insert(plan.name.clone(), machine);
-        self.note_member(*pid);
+        self.store.note_member(*pid);
         self.tell_who_is_away();
         self.watch_machine(&plan.name, *pid);
         Ok(())
@@ -402,7 +402,7 @@ impl Running {
         machine.pid = Some(pid);
         (machine.adopted, machine.is_gone, machine.stopped) = (false, false, false);
         machine.since = Instant::now();
-        self.note_member(pid);
+        self.store.note_member(pid);
         self.tell_who_is_away();
         self.watch_machine(name, pid);
         self.settle(name, pid);
@@ -457,7 +457,7 @@ impl Running {
         // A script that runs QEMU as its child is not QEMU.
         let pid = monitor::listener(&monitor_path(&self.facts.runtime, name)).unwrap_or(pid);
         let Some(started_ticks) = process::start_ticks(pid) else { return };
-        self.note_member(pid);
+        self.store.note_member(pid);
         let settled = Settled { machine: name.to_string(), pid, started_ticks, argv };
         // If the record cannot be written, the next daemon restarts the machine.
         self.dir().record(|o| {

@@ -35,8 +35,6 @@ use crate::rundir::RunDirError;
 /// For how long members may use the router after an advertisement, in seconds: three intervals
 /// between those.
 const ROUTER_SECS: u16 = 5400;
-/// How often the host's routes are looked at.
-const ROUTES_LOOK: Duration = Duration::from_secs(2);
 /// How long the withdrawal of a prefix is waited for.
 const WITHDRAWAL: Duration = Duration::from_millis(200);
 
@@ -152,7 +150,7 @@ impl Running {
     /// Starts the gateway of a network that has none yet, if the file asks for one.
     fn start_gateway(&mut self, spec: &file::Network, id: NetworkId) -> Result<(), FabricError> {
         let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
-        let handed = self.take_state(format!("leases/{}", spec.name));
+        let handed = self.store.take_state(format!("leases/{}", spec.name));
         let handed = handed.and_then(|(text, _)| serde_json::from_slice(&text).ok());
         let files = LeaseFiles::new(self.state_file(&format!("{}.leases.json", spec.name))?);
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
@@ -269,7 +267,7 @@ impl Running {
 
     /// Has each gateway advertise the router as the way out for IPv6, where there is one now.
     pub(crate) fn settle_routers6(&mut self) {
-        self.watch_routers6();
+        self.uplinks.watch_routes6(&self.spec, &self.me);
         for spec in &self.spec.networks {
             let Some(net) = self.networks.get_mut(&spec.name) else { continue };
             let Some(gateway) = &net.gateway else { continue };
@@ -291,26 +289,6 @@ impl Running {
                 gateway.set_router6(router, if leads_out { ROUTER_SECS } else { 0 });
                 net.router6 = Some(router);
             }
-        }
-    }
-
-    /// Looks every now and then whether this machine has a default route for IPv6, and so members
-    /// have a way out. No daemon wakes for that in whose fabric no network depends on it.
-    fn watch_routers6(&mut self) {
-        if !self.spec.networks.iter().any(kernel::follows_routes6) {
-            if let Some(watch) = self.routers6_watch.take() {
-                watch.abort();
-            }
-        } else if self.routers6_watch.is_none() {
-            let me = self.me.clone();
-            let watch = tokio::spawn(async move {
-                loop {
-                    tokio::time::sleep(ROUTES_LOOK).await;
-                    let Some(running) = me.upgrade() else { return };
-                    running.lock().await.settle_routers6();
-                }
-            });
-            self.routers6_watch = Some(watch.abort_handle());
         }
     }
 
@@ -368,7 +346,7 @@ impl Running {
                 names.map(|(name, mac, all)| Name6 { name, mac: mac.map(|mac| mac.0), addresses: ours(all) }).collect(),
             );
         }
-        self.settle_fixed6();
+        self.uplinks.settle_fixed6(&self.spec, &self.say);
         self.settle_span();
     }
 }

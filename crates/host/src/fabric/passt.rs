@@ -363,7 +363,7 @@ impl Running {
     /// Writes a passt into the owner record, beside the marks that it carries.
     pub(super) fn record_passt(&mut self, port: &str, pid: u32) {
         let Some(started_ticks) = process::start_ticks(pid) else { return };
-        self.note_member(pid);
+        self.store.note_member(pid);
         let recorded = Recorded { name: port.into(), pid, started_ticks };
         self.dir().record(|o| {
             o.helpers.retain(|h| h.name != recorded.name);

@@ -137,13 +137,13 @@ impl Running {
     /// themselves.
     pub(super) fn take_handed(&mut self, plan: &PortPlan) -> Option<HandOver> {
         let own = matches!(plan.attachment, Attachment::VhostUser { .. });
-        if own { None } else { self.take_port(&plan.name) }
+        if own { None } else { self.store.take_port(&plan.name) }
     }
 
     /// As [`Running::add_checked_port`], with what was handed over.
     pub(super) fn add_handed_port(&mut self, plan: &PortPlan, handed: Option<HandOver>) -> Result<(), FabricError> {
         let fail = error(plan);
-        let passt = self.take_state(format!("passt/{}", plan.name));
+        let passt = self.store.take_state(format!("passt/{}", plan.name));
         let handed = handed.map(|port| Handed { port, passt });
         let (index, worker) = self.worker_of(&plan.network).ok_or_else(|| fail(&"its network has no worker"))?;
         let net = self.networks.get(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
@@ -218,7 +218,7 @@ impl Running {
                 self.open_user(plan, user, network, registration, handed)
             }
             _ => {
-                let shelf = self.shelf(&plan.name);
+                let shelf = self.store.shelf(&plan.name);
                 let handed = handed.map(|handed| handed.port);
                 let directory = matches!(plan.attachment, Attachment::Vxlan(_)).then(Directory::default);
                 let told = directory.clone().unwrap_or_default();

@@ -170,7 +170,7 @@ impl Running {
         warnings.extend(self.dir.as_ref().and_then(|dir| dir.unwritten()).map(|why| {
             format!("the owner record is not up to date, so that after a crash machines may be started again: {why}")
         }));
-        warnings.extend(self.missing.iter().cloned());
+        warnings.extend(self.deleted.faults.iter().cloned());
         warnings.extend(self.machine_warnings());
         warnings.extend(self.bridge_warnings());
         warnings.extend(self.span_warnings());
@@ -225,7 +225,7 @@ impl Running {
             descriptors: descriptors(),
             span: self.span_summary(),
             warnings,
-            takeover: self.takeover.clone(),
+            takeover: self.before.told.clone(),
         })
     }
 

@@ -122,7 +122,7 @@ impl Running {
             self.dir().record(|o| o.bridges.retain(|record| kept.contains(&record.pid)));
         }
         for pid in self.bridges.values().filter_map(RunningBridge::pid) {
-            self.note_member(pid);
+            self.store.note_member(pid);
         }
         for (name, spec) in wanted {
             if self.bridges.contains_key(&name) {
@@ -164,7 +164,7 @@ impl Running {
 
     /// Whether an earlier daemon may have left something.
     fn follows(&self) -> bool {
-        self.taking_over || self.dir.as_ref().is_some_and(|dir| dir.leftover.is_some())
+        self.before.hands_over || self.dir.as_ref().is_some_and(|dir| dir.leftover.is_some())
     }
 
     /// Sections of links, and the processes on them.
@@ -205,7 +205,7 @@ impl Running {
         command.arg0("tombolo").args(&words).stdin(Stdio::from(begins)).stdout(Stdio::null()).stderr(Stdio::from(log));
         let child = process::spawn(&mut command)?;
         let pid = child.id();
-        self.note_member(pid);
+        self.store.note_member(pid);
         // One that has ended already has no start any more, and is found ended.
         if let Some(started_ticks) = process::start_ticks(pid) {
             self.dir().record(|o| {

@@ -67,7 +67,7 @@ impl Running {
         if plan.all_links().next().is_none() {
             return Ok(());
         }
-        self.shared = Some(SharedMemory::start(&self.spec.name, &self.finder, &self.say)?);
+        self.shared = Some(SharedMemory::start(&self.spec.name, self.store.finder(), &self.say)?);
         Ok(())
     }
 
@@ -177,18 +177,16 @@ impl Running {
         let Some(links) = self.links() else { return false };
         let faults = links.restore_doors();
         let is_pending = !faults.is_empty();
-        self.missing.extend(faults.iter().map(|error| format!("a link's socket was deleted: {error}")));
+        self.deleted.faults.extend(faults.iter().map(|error| format!("a link's socket was deleted: {error}")));
         is_pending
     }
 
     /// Ends all links, and the fd store.
     pub(crate) fn end_links(&mut self) {
-        if let Some(store) = self.store.take() {
-            store.close();
-        }
+        self.store.close();
         match self.shared.take() {
             Some(shared) => shared.end(),
-            None => self.finder.end(),
+            None => self.store.finder().end(),
         }
     }
 
