@@ -11,7 +11,7 @@ use tombolo_remote::machine::{Pick, keys};
 use toml::de::{DeTable, DeValue};
 
 use super::hosts::{Here, Hosts};
-use super::parse::{listener, near_listener};
+use super::parse::words::{listener, near_listener};
 use super::read::Section;
 
 /// How a machine proves who it is.

@@ -19,7 +19,8 @@ use toml::de::{DeTable, DeValue};
 
 use super::model::{Dhcp, Mac};
 use super::names::MEMBERS;
-use super::parse::{clean_name, named};
+use super::parse::named;
+use super::parse::words::clean_name;
 use super::problem::{Complaints, dotted, near};
 use super::read::{Section, Spots, found, integer};
 

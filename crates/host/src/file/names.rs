@@ -4,7 +4,7 @@
 
 use toml::de::{DeTable, DeValue};
 
-use super::parse::clean_name;
+use super::parse::words::clean_name;
 use super::read::integer;
 
 /// Words of sections that are members of networks.

@@ -10,6 +10,7 @@ use toml::de::DeValue;
 
 use super::check::Check;
 use super::model::{Fabric, MirrorDecl, RuleDecl};
+use super::parse::words::clean_name;
 use super::problem::near;
 use super::read::{Section, found, integer};
 
@@ -28,7 +29,7 @@ pub(super) fn isolation(s: &mut Section<'_, '_, '_, '_>) -> Isolation {
     let read = |value: &DeValue<'_>| match value {
         DeValue::Boolean(true) => Some(Isolation::Alone),
         DeValue::Boolean(false) => Some(Isolation::Off),
-        DeValue::String(text) => super::parse::clean_name(text).map(|name| Isolation::Community(name.into())),
+        DeValue::String(text) => clean_name(text).map(|name| Isolation::Community(name.into())),
         _ => None,
     };
     s.take("isolated", read).unwrap_or_default()
@@ -36,7 +37,7 @@ pub(super) fn isolation(s: &mut Section<'_, '_, '_, '_>) -> Isolation {
 
 /// The key `groups`.
 pub(super) fn groups(s: &mut Section<'_, '_, '_, '_>) -> Vec<String> {
-    s.list("groups", true, |name| super::parse::clean_name(name).filter(|name| name != OUTSIDE)).unwrap_or_default()
+    s.list("groups", true, |name| clean_name(name).filter(|name| name != OUTSIDE)).unwrap_or_default()
 }
 
 /// A VLAN, or a range of them.
@@ -98,7 +99,7 @@ fn ranges(
 
 /// A member, a group, `outside`, an address or a prefix.
 fn who(text: &str) -> Option<Who> {
-    if let Some(name) = super::parse::clean_name(text) {
+    if let Some(name) = clean_name(text) {
         return Some(Who::Label(name.into()));
     }
     let (ip, bits) = match text.split_once('/') {
@@ -162,9 +163,9 @@ pub(super) fn rule(s: &mut Section<'_, '_, '_, '_>) -> RuleDecl {
 
 /// Reads one section `[[mirror]]`.
 pub(super) fn mirror(s: &mut Section<'_, '_, '_, '_>) -> MirrorDecl {
-    let name = |text: &str| super::parse::clean_name(text).map(Into::into);
+    let name = |text: &str| clean_name(text).map(Into::into);
     let of = s.list("of", true, name).unwrap_or_default();
-    let to = s.text("to", super::parse::clean_name);
+    let to = s.text("to", clean_name);
     if s.raw("to").is_none() {
         s.missing("to");
     }
