@@ -7,8 +7,8 @@ Nothing of an `Experiment` is unchecked, so the runner and the report test nothi
 
 Rules that are easy to miss:
 
-- `[quick.factors]` and `[quick.fixed]` replace key by key. `[quick.repeat]` replaces `[repeat]` as a
-  whole, so that a quick run does not inherit `until`.
+- `[quick.factors]` and `[quick.fixed]` replace key by key. `[quick.repeat]` replaces `[repeat]`
+  as a whole, so that a quick run does not inherit `until`.
 - A quick run shows that everything works, and needs no quiet machine: its disturbed points count.
 - `--set` comes after `[quick]`. One value for a parameter that is no factor makes it a fixed
   condition; several values make it a factor, the last one.

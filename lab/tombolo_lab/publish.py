@@ -115,8 +115,8 @@ _UNSEEN = re.compile(r"<!--.*?-->|<metadata>.*?</metadata>|<!DOCTYPE[^>]*>", re.
 
 
 def compact(svg: str) -> str:
-    """A drawing without what readers do not see: metadata, indentation, and decimals of positions beyond a
-    hundredth of a point."""
+    """A drawing without what readers do not see: metadata, indentation, and decimals of positions
+    beyond a hundredth of a point."""
 
     def short(found: re.Match) -> str:
         return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")

@@ -4,16 +4,14 @@ design, a panel for each of the strongest pairs.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tombolo_lab.model import Plot
-from tombolo_lab.report.style import MOST_PANELS, PANEL_HEIGHT_IN, WIDTH_IN, where_text, wrapped
+from tombolo_lab.report.style import MOST_PANELS, PANEL_HEIGHT_IN, panel_grid, where_text, wrapped
 from tombolo_lab.summary import level_text
 
 if TYPE_CHECKING:
@@ -63,27 +61,16 @@ def draw(painter: Painter, plot: Plot) -> Figure:
     every = [e for e in found["effects"] if len(e["factors"]) == 2] if found else []
     pairs = every[:MOST_PANELS]
     columns = 2 if len(pairs) > 1 else 1
-    rows = max(1, math.ceil(len(pairs) / columns))
-    figure, grid = pyplot.subplots(
-        rows,
-        columns,
-        figsize=(WIDTH_IN, PANEL_HEIGHT_IN * rows),
-        squeeze=False,
-        constrained_layout=True,
-        sharey=True,
-    )
-    flat = list(grid.flat)
-    for axes, effect in zip(flat, pairs, strict=False):
+    figure, every_axes = panel_grid(len(pairs), columns, PANEL_HEIGHT_IN, sharey=True)
+    for axes, effect in zip(every_axes, pairs, strict=True):
         pair(painter, axes, plot, effect)
-    for axes in flat[len(pairs) :]:
-        axes.set_visible(False)
     if not pairs:
         why = "the plan cannot tell them from single factors"
         if not found or not found["effects"]:
             why = (found or {}).get("why") or "the factors have not two levels each"
         figure.text(0.5, 0.5, f"no interactions: {why}", ha="center")
         return figure
-    painter.ground(flat[: len(pairs)], painter.least(plot))
+    painter.ground(every_axes, painter.least(plot))
     notes = [
         "Lines that are not parallel are an interaction.",
         "Bold: significant after Holm's correction over all effects on the measure.",

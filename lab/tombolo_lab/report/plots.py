@@ -46,6 +46,7 @@ from tombolo_lab.report.style import (
     WIDTH_IN,
     label_of,
     logarithmic,
+    panel_grid,
     range_name,
     spaced,
     where_text,
@@ -86,8 +87,8 @@ STYLE = {
 
 @contextlib.contextmanager
 def text_in_drawings() -> Iterator[None]:
-    """Drawings within the `with` keep text as text: half as long as with the outlines of all letters,
-    which look the same everywhere."""
+    """Drawings within the `with` keep text as text: half as long as with the outlines of all
+    letters, which look the same everywhere."""
     before = STYLE["svg.fonttype"]
     STYLE["svg.fonttype"] = "none"
     try:
@@ -613,32 +614,22 @@ class Painter:
         groups = list(panels_of(self.experiment, plot))
         for part, panels in enumerate(groups):
             columns = 1 if len(panels) == 1 or plot.kind in ("effects", "heat") else 2
-            rows = math.ceil(len(panels) / columns)
             height = PANEL_HEIGHT_IN
             if plot.kind == "effects":
                 height = 1.2 + 0.28 * MOST_EFFECTS
             elif plot.kind in ("bars", "box", "curve"):
                 # Rotated names need room.
                 height += 1.2 * (len(self.experiment.factors[plot.x]) > MOST_UPRIGHT)
-            figure, grid = pyplot.subplots(
-                rows,
-                columns,
-                figsize=(WIDTH_IN, height * rows),
-                squeeze=False,
-                constrained_layout=True,
-                sharey=plot.kind in ("curve", "bars", "box"),
-            )
-            flat = list(grid.flat)
-            for axes, panel in zip(flat, panels, strict=False):
+            is_shared = plot.kind in ("curve", "bars", "box")
+            figure, every_axes = panel_grid(len(panels), columns, height, sharey=is_shared)
+            for axes, panel in zip(every_axes, panels, strict=True):
                 getattr(self, plot.kind)(axes, plot, panel)
                 if panel.where:
                     axes.set_title(wrapped(where_text(panel.where), 44), fontsize=9)
-            for axes in flat[len(panels) :]:
-                axes.set_visible(False)
-            if plot.kind in ("curve", "bars", "box"):
-                self.ground(flat[: len(panels)], self.least(plot))
+            if is_shared:
+                self.ground(every_axes, self.least(plot))
             below = self.note(figure, plot, panels)
-            self.legend(figure, flat[: len(panels)], plot, below)
+            self.legend(figure, every_axes, plot, below)
             suffix = f"-{part + 1}" if len(groups) > 1 else ""
             yield self.stem(number, plot) + suffix, title, figure
 

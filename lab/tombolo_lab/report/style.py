@@ -6,8 +6,9 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from matplotlib import ticker
+from matplotlib import pyplot, ticker
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from tombolo_lab.design import Cell
 from tombolo_lab.model import Experiment, workload_class
@@ -49,6 +50,26 @@ def range_name(low: int, high: int | None) -> str:
     if high is None:
         return f"{low} or more"
     return str(low) if low == high else f"{low}–{high}"
+
+
+def panel_grid(
+    count: int, columns: int, height_in: float, *, sharey: bool
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels in rows of `columns`, each of that height in inches; what is
+    left of the last row is empty."""
+    rows = max(1, math.ceil(count / columns))
+    figure, grid = pyplot.subplots(
+        rows,
+        columns,
+        figsize=(WIDTH_IN, height_in * rows),
+        squeeze=False,
+        constrained_layout=True,
+        sharey=sharey,
+    )
+    flat = list(grid.flat)
+    for axes in flat[count:]:
+        axes.set_visible(False)
+    return figure, flat[:count]
 
 
 def where_text(cell: Cell) -> str:

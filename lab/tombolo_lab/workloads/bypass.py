@@ -78,9 +78,10 @@ class Bypass(Workload):
         "path": Parameter(
             "ip and nat are the kernel's forwarding, without and with masquerade; bypass and "
             "bypass_nat the same with the bypass attached; kata: the tap's frames are redirected "
-            "by tc to a veth and back, behind which the kernel forwards; macvtap: the guest is on a "
-            "macvtap of such a veth instead; ip_again and nat_again: set up once more, which shows the noise; bounds: drop, a tap's write alone, and "
-            "straight, an XDP program that only redirects",
+            "by tc to a veth and back, behind which the kernel forwards; macvtap: the guest is on "
+            "a macvtap of such a veth instead; ip_again and nat_again: set up once more, which "
+            "shows the noise; bounds: drop, a tap's write alone, and straight, an XDP program that "
+            "only redirects",
             str,
             PATHS,
             default="ip",

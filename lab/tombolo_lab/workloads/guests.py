@@ -208,8 +208,8 @@ def check_content(tool: str, http: tools.Http, size: int, unfinished: int = 0) -
 
 
 def first_reply(end: endpoints.End, seconds: float = 60) -> float:
-    """Seconds from the start of the guest's QEMU to the first reply to GET /. The guest answers pings
-    by now, so this finds a reply soon or none."""
+    """Seconds from the start of the guest's QEMU to the first reply to GET /. The guest answers
+    pings by now, so this finds a reply soon or none."""
     deadline = time.monotonic() + seconds
     while True:
         try:

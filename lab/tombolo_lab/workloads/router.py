@@ -121,7 +121,7 @@ class Setting:
         self.mac = mac_bytes(self.link_address(self.gateway("a")))
 
     def gateway(self, side: str) -> str:
-        """The interface at which the kernel forwards: with Kata's models the far one of the pair."""
+        """The interface at which the kernel forwards: of a pair (Kata's models) the far one."""
         has_pair = self.path in KATA and self.ends[side] == "tap"
         return f"n{side}" if has_pair else f"r{side}"
 
@@ -316,7 +316,8 @@ class Setting:
 
     def tap(self, side: str) -> str | Path:
         """What the monitor opens: a tap's name, or a macvtap's character device."""
-        return self.folder / f"macvtap-{self.router}-{side}" if self.path == "macvtap" else f"r{side}"
+        is_macvtap = self.path == "macvtap"
+        return self.folder / f"macvtap-{self.router}-{side}" if is_macvtap else f"r{side}"
 
     def mirror(self, side: str) -> None:
         """Kata's `tcfilter` model: tc redirects what comes from the tap into the pair, and back."""
