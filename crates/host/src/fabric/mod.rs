@@ -67,6 +67,7 @@ pub mod shared;
 mod span;
 pub mod standing;
 mod start;
+mod steps;
 mod tables;
 mod uplinks;
 
