@@ -3,10 +3,11 @@ changes between the same frames, and what leaves them is compared; flows hold fo
 
 import os
 import struct
+import subprocess
 import time
 
 from bypass_hostile import is_packet, said, twins
-from bypass_paths import A, A6, B, B6, MAC_B, has_tcx, host
+from bypass_paths import A, A6, B, B6, MAC_B, has_tcx, host, translates_ipv6
 from lib import Namespace, Skip, timeout, until
 from lib.tap import ETH_IP4, ETH_IP6, TCP, UDP, Tap, ethernet, ipv4, ipv6, packed, transport
 
@@ -78,16 +79,18 @@ def outcomes(h, size):
     return [outcome(h, frame) for frame in flows(h, size)]
 
 
-def warm(plain, bypassed, size, mode="tcx"):
-    """Attaches, and has all flows taken."""
+def warm(plain, bypassed, size, mode="tcx", is_translated=False):
+    """Attaches, and has all flows taken that can be: four, and without those of IPv6 two."""
     bypassed.attach(words=(*LONG, "--mode", mode))
     for _ in range(2):
         outcomes(bypassed, size)
     before = bypassed.taken()
     assert outcomes(plain, size) == outcomes(bypassed, size)
-    assert bypassed.taken() == before + 4, bypassed.status("ta")
+    flows_taken = 2 if is_translated and mode == "tcx" and not translates_ipv6(bypassed) else 4
+    assert bypassed.taken() == before + flows_taken, bypassed.status("ta")
 
 
+EGRESS = "a chain at an interface's egress"
 # What is obeyed from the next frame on: (what is said, the change, the frames' size, what is
 # prepared, rules).
 AT_ONCE = [
@@ -118,13 +121,23 @@ AT_ONCE = [
     ("another address to hide behind", links("address add 10.2.0.7/24 dev tb", "address del 10.2.0.1/24 dev tb", "address add 10.2.0.1/24 dev tb",
                                              f"neighbour replace {B} lladdr {MAC_B} dev tb nud permanent"), 20, NAT),
     ("a chain at an interface's ingress", rules("table netdev n { chain c { type filter hook ingress device ta priority 0; udp dport 2000 drop; }; }")),
-    ("a chain at an interface's egress", rules("table netdev n { chain c { type filter hook egress device tb priority 0; udp dport 2000 drop; }; }")),
+    (EGRESS, rules("table netdev n { chain c { type filter hook egress device tb priority 0; udp dport 2000 drop; }; }")),
 ]
+
+
+def has_egress_hook(h):
+    """Whether nftables has the hook at an interface's egress: since Linux 5.16, and in older kernels that took it over."""
+    text = "table netdev probe { chain c { type filter hook egress device tb priority 0; }; }"
+    done = subprocess.run(["ip", "netns", "exec", str(h.space), "nft", "--check", "-f", "-"], input=text, text=True, capture_output=True)
+    assert done.returncode == 0 or "not supported" in done.stderr, done.stderr
+    return done.returncode == 0
 
 
 def obeyed(name, change, size=20, prepared="", mode="tcx"):
     with twins(rules=prepared, routes=ROUTES) as (plain, bypassed):
-        warm(plain, bypassed, size, mode)
+        if name == EGRESS and not has_egress_hook(plain):
+            return print("left out, since Linux before 5.16 has no such hook")
+        warm(plain, bypassed, size, mode, prepared.startswith(NAT))
         before = outcomes(plain, size)
         for h in (plain, bypassed):
             change(h)
@@ -285,12 +298,15 @@ def test_a_neighbour_that_flaps_has_only_its_own_flows_learned_again():
         assert h.across(calm) and h.across(calm)
         move(0)
         until("the neighbour's new place", lambda: h.across(flapping)[1][:6] == bytes.fromhex(macs[0].replace(":", "")))
-        before = h.status("ta")["by_reason"]["up_no_flow"], h.taken()
+        before, begun = (h.status("ta")["by_reason"], h.taken()), time.monotonic()
         for n in range(1, 101):
             move(n)
             assert h.across(calm)[1][:6] == h.b.mac
-        after = h.status("ta")["by_reason"]["up_no_flow"], h.taken()
-        assert after == (before[0], before[1] + 100), (before, after)
+        after, leases = (h.status("ta")["by_reason"], h.taken()), (time.monotonic() - begun) / 10
+        assert after[0]["up_no_flow"] == before[0]["up_no_flow"], (before, after)
+        # A guest may take longer for it than the flow's lease.
+        asked = after[0].get("up_lease", 0) - before[0].get("up_lease", 0)
+        assert after[1] + asked == before[1] + 100 and asked <= leases, (before, after, leases)
         # Its last move is followed too, at latest a second later.
         begun = time.monotonic()
         until("the neighbour's last place", lambda: h.across(flapping)[1][:6] == bytes.fromhex(macs[0].replace(":", "")))

@@ -3,7 +3,7 @@
 import re
 import struct
 
-from bypass_paths import A, A6, B, B6, host, is_ip, same
+from bypass_paths import A, A6, B, B6, host, is_ip, same, translates_ipv6
 from lib import need_program, timeout, until
 from lib.tap import (ACK, ETH_IP4, ETH_IP6, FIN, GSO_TCPV4, ICMP, ICMP6, NEEDS_CSUM, RST, SYN, TCP, UDP, echo, ethernet, ipv4, ipv6, transport,
                      vnet_header)
@@ -302,7 +302,17 @@ def translated6(mode):
         assert all(kernel.values()), kernel
         h.attach(words=("--lease", "10000", "--mode", mode))
 
-        bypass = until_all_taken(h, lambda: exchange6(h, tcp_port, udp_port))
-        assert ("taken_xdp" in h.status("ta")["by_reason"]) == (mode == "xdp")
+        if not translates_ipv6(h):
+            # XDP leaves frames with unfinished checksums to the programs of mode tcx.
+            left = {name for name in kernel if mode == "tcx" or "partial" in name}
+            for _ in range(3):
+                bypass = dict(exchange6(h, tcp_port, udp_port))
+            both = [h.status(name)["by_reason"] for name in ("ta", "tb")]
+            assert not any("taken_tcx" in counts for counts in both), both
+            assert sum(counts.get("up_failed", 0) for counts in both) >= len(left), both
+            assert all(("taken_xdp" in counts) == (mode == "xdp") for counts in both), both
+        else:
+            bypass = until_all_taken(h, lambda: exchange6(h, tcp_port, udp_port))
+            assert ("taken_xdp" in h.status("ta")["by_reason"]) == (mode == "xdp")
         for name, expected in kernel.items():
             assert same(bypass[name], expected, mode), f"{name}:\nkernel {expected}\nbypass {bypass[name]}"

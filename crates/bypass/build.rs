@@ -1,6 +1,6 @@
 //! Compiles the eBPF programs with clang, twice: for kernels that give programs typed pointers
 //! (Linux 6.2), and for older ones. Each object is the same for every such kernel: places of kernel
-//! fields are found when it is loaded.
+//! fields are found when it is loaded. A third object asks a kernel what it can.
 
 use std::env;
 use std::path::PathBuf;
@@ -18,12 +18,12 @@ fn main() {
     println!("cargo::rerun-if-changed=ebpf");
     println!("cargo::rerun-if-env-changed=CLANG");
     let clang = env::var("CLANG").unwrap_or_else(|_| "clang".into());
-    for (object, flags) in [("bypass.bpf.o", &[][..]), ("bypass-old.bpf.o", &["-DOLD_KERNEL"][..])] {
-        compile(&clang, object, flags);
-    }
+    compile(&clang, "bypass.bpf.c", "bypass.bpf.o", &[]);
+    compile(&clang, "bypass.bpf.c", "bypass-old.bpf.o", &["-DOLD_KERNEL"]);
+    compile(&clang, "ask.bpf.c", "ask.bpf.o", &["-DOLD_KERNEL"]);
 }
 
-fn compile(clang: &str, object: &str, flags: &[&str]) {
+fn compile(clang: &str, source: &str, object: &str, flags: &[&str]) {
     let target = env::var("CARGO_CFG_TARGET_ARCH").expect("cargo says for which architecture it builds");
     let object = PathBuf::from(env::var_os("OUT_DIR").expect("cargo gives a folder")).join(object);
     let output = Command::new(clang)
@@ -33,7 +33,7 @@ fn compile(clang: &str, object: &str, flags: &[&str]) {
         .arg(format!("-I/usr/include/{target}-linux-gnu"))
         // Debug paths of the build machine must not be in the object.
         .arg("-ffile-prefix-map=".to_owned() + &env::var("CARGO_MANIFEST_DIR").unwrap_or_default() + "=.")
-        .args(["-c", "ebpf/bypass.bpf.c", "-o"])
+        .args(["-c", &format!("ebpf/{source}"), "-o"])
         .arg(&object)
         .output();
     match output {

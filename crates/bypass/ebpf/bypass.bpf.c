@@ -25,8 +25,6 @@
 #define OURS_1 0x6f6c6f21
 /* A note older than this is of another frame at the same address. Coarse clock: a few milliseconds at least. */
 #define PENDING_NS 100000000ULL
-/* bpf_l4_csum_replace: a change of IPv6 addresses, for which no header's checksum makes up (Linux 6.16; before, it is refused). */
-#define F_IPV6 (1ULL << 7)
 /* Kind and length of the TCP option that the frames of `detach` have first: one for experiments (RFC 4727 section 7.2), with the nonce. */
 #define RETRACK_OPTION 0xfd0a
 /* How often one connection is wished for. */

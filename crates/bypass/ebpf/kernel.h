@@ -21,6 +21,8 @@
 /* tcx (Linux 6.6): hand on to the next program, at last to the kernel. */
 #define TCX_NEXT (-1)
 #define TCX_DROP 2
+/* bpf_l4_csum_replace: a change of IPv6 addresses, for which no header's checksum makes up (Linux 6.16; before, it is refused). */
+#define F_IPV6 (1ULL << 7)
 
 #define ETH_HLEN 14
 #define ETH_P_IP 0x0800

@@ -8,8 +8,10 @@
 //! Kernels before 6.2 lack those functions. They get another object, of the same source, without
 //! place-holders.
 
+use std::sync::OnceLock;
+
 use crate::types::{Types, TypesError};
-use aya::programs::{SchedClassifier, Xdp};
+use aya::programs::{SchedClassifier, TestRun, TestRunOptions, Xdp};
 use aya::{Ebpf, EbpfLoader};
 use aya_obj::btf::BtfKind;
 
@@ -20,6 +22,9 @@ pub(crate) const AS_OLD: &str = "TOMBOLO_BYPASS_AS_OLD";
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/bypass.bpf.o"));
 /// The same for kernels that give programs no typed pointers.
 static OLD_OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/bypass-old.bpf.o"));
+
+/// Asks the kernel what it can.
+static ASK_OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ask.bpf.o"));
 
 /// CALL with src_reg BPF_PSEUDO_KFUNC_CALL, no offset: a function of vmlinux.
 const CALL_KFUNC: [u8; 4] = [0x85, 0x20, 0, 0];
@@ -45,6 +50,7 @@ pub(crate) const TCX_IN: &str = "tcx_in";
 pub(crate) const TCX_OUT: &str = "tcx_out";
 pub(crate) const XDP_IN: &str = "xdp_in";
 pub(crate) const INJECT: &str = "inject";
+const ASK_IPV6: &str = "ask_ipv6";
 
 /// Why the programs could not be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +67,7 @@ pub enum LoadError {
     NoUse(&'static str),
     /// The kernel refused a program or a map.
     #[error(
-        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 6.1 or later (older ones are not tested), CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
+        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 5.14 or later (older ones are not tested), CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
     )]
     Refused {
         /// Which program, or the maps.
@@ -107,6 +113,21 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
 /// Whether to use what older kernels have, even if this kernel has more.
 pub(crate) fn is_as_old() -> bool {
     std::env::var_os(AS_OLD).is_some_and(|value| value == "1")
+}
+
+/// Whether the programs of mode tcx can translate IPv6 here: from Linux 6.16 on, and on older
+/// kernels that have taken over the fix. `None` where the kernel cannot be asked, as without root.
+pub(crate) fn translates_ipv6() -> Option<bool> {
+    static ANSWER: OnceLock<Option<bool>> = OnceLock::new();
+    *ANSWER.get_or_init(|| {
+        let mut object = EbpfLoader::new().load(ASK_OBJECT).ok()?;
+        let program: &mut SchedClassifier = object.program_mut(ASK_IPV6)?.try_into().ok()?;
+        program.load().ok()?;
+        // An Ethernet header, IPv6's and the beginning of a transport's.
+        let frame = [0; 14 + 40 + 20];
+        let result = program.test_run(TestRunOptions { data_in: Some(&frame), ..TestRunOptions::new() }).ok()?;
+        Some(result.return_value == 1)
+    })
 }
 
 /// The object for this kernel, with its ids.
@@ -181,8 +202,8 @@ mod tests {
         }
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
-        if (numbers.next(), numbers.next()) < (Some(5), Some(15)) {
-            return tombolo_testing::skip(format!("the bypass cannot work before Linux 5.15, this is {release}"));
+        if (numbers.next(), numbers.next()) < (Some(5), Some(14)) {
+            return tombolo_testing::skip(format!("the bypass cannot work before Linux 5.14, this is {release}"));
         }
         let types = Types::read().unwrap();
         for object in [fitting(&types).unwrap(), OLD_OBJECT.to_vec()] {

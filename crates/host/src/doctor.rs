@@ -319,7 +319,7 @@ fn bypass_finding(probed: Result<tombolo_bypass::probe::Found, ProbeError>) -> F
             "run `tombolo doctor` as root, as `tombolo bypass` must be (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON)",
         )),
         Err(e) => {
-            let advice = "traffic takes the kernel's path without it; it needs Linux 6.1 or later (older ones are not tested), with BTF and connection tracking";
+            let advice = "traffic takes the kernel's path without it; it needs Linux 5.14 or later (older ones are not tested), with BTF and connection tracking";
             Err((Outcome::Missing, e.to_string(), advice))
         }
     };
@@ -584,7 +584,7 @@ mod tests {
         let refused = bypass_finding(Err(ProbeError::NotRoot));
         assert!(refused.outcome == Outcome::Degraded && refused.advice.contains("root"), "{refused:?}");
         let old = bypass_finding(Err(ProbeError::Load(tombolo_bypass::object::LoadError::Missing("net"))));
-        assert!(old.outcome == Outcome::Missing && old.advice.contains("6.1 "), "{old:?}");
+        assert!(old.outcome == Outcome::Missing && old.advice.contains("5.14 "), "{old:?}");
     }
 
     #[test]
