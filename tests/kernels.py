@@ -7,7 +7,8 @@ KERNEL is `debian-12` (the stock kernel of this Debian 12), `backports` (the new
 of any other unpacked kernel package with boot/vmlinuz-* and lib/modules/. Without one, both of Debian's are run.
 Tests of the bench are left out, since speed under emulation means nothing, and so is bypass_old, which other kernels skip.
 
-The guest's root is this machine's, read-only over 9p, so it has the same programs; it writes to its memory only.
+The guest's root is this machine's, read-only over 9p, so it has the same programs; it writes to its memory only. For a kernel
+without 9p, as RHEL's, the parts of the root that the tests use are packed into an image first, which takes 7 GB in build/.
 The last table has a row per test and a column per kernel. Each guest's results are in build/kernels/NAME/results, its
 console in build/kernels/NAME/console. The exit code is 1 if a test failed or a guest did not finish.
 
@@ -36,7 +37,14 @@ from lib.machine import BUILD  # noqa: E402
 FOLDER = BUILD / "kernels"
 META_PACKAGE = "linux-image-amd64"
 # What a guest needs to reach its root; all other modules are loaded from there.
-WANTED = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
+WANTED = ("virtio_pci", "overlay")
+BY_9P = ("9pnet_virtio", "9p")
+# virtiofs would need no image, but its daemon writes to the guest's memory, and emulation runs on
+# with code that it translated before.
+BY_IMAGE = ("virtio_blk", "squashfs")
+# What an image has, if it exists, besides Python, the repository, the program and the kernel.
+PACKED = ("bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr", "var/lib/dpkg")
+NOT_PACKED = ("usr/share/doc", "usr/share/locale", "usr/src", "usr/lib/debug")
 MEMORY_MIB = 2048
 # Of a guest from start to end. Emulated on two cores without other work, all tests take more than
 # half an hour.
@@ -68,6 +76,10 @@ class Kernel:
             raise Missing("no depmod: apt-get install kmod")
         run(program, "-b", str(self.tree.resolve()), self.release)
 
+    def has_9p(self):
+        modules = Modules(self.tree)
+        return "9p" in modules.paths or "9p" in modules.builtin
+
     def initramfs(self, settings):
         """What brings the guest to its root."""
         archive = Archive()
@@ -78,7 +90,7 @@ class Kernel:
         archive.file("bin/busybox", Path(shutil.which("busybox")).read_bytes())
         archive.file("init", (HERE / "kernels-init").read_bytes())
         archive.file("settings", "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings.items()).encode())
-        modules = Modules(self.tree).order(WANTED)
+        modules = Modules(self.tree).order((*WANTED, *(BY_9P if self.has_9p() else BY_IMAGE)))
         for name, data in modules.items():
             archive.file(f"lib/modules/{name}.ko", data, 0o644)
         archive.file("lib/modules/order", "".join(f"{name}.ko\n" for name in modules).encode(), 0o644)
@@ -131,6 +143,21 @@ def all_tests():
     return [f"{path.stem}." for path in sorted(HERE.glob("bypass_*.py")) if path.stem not in LEFT_OUT]
 
 
+def packed_root(kernel, program):
+    """An image of what the tests use of this machine's root, made anew for each run: programs and tests change."""
+    image = kernel.folder / "root.squashfs"
+    image.unlink(missing_ok=True)
+    print(f"kernels: packing {image} for a kernel without 9p", flush=True)
+    own = [Path(sys.base_prefix), kernel.tree.resolve(), program]
+    own += [path for path in ROOT.iterdir() if path.name not in ("target", "build", ".git")]
+    own += [path for path in (ROOT / "target/release").iterdir() if path.is_file() or path.name == "examples"]
+    inside = [str(path.relative_to("/")) for path in own if not path.is_relative_to("/usr")]
+    sources = [name for name in PACKED if Path("/", name).exists()] + inside
+    plain = ("-no-strip", "-no-xattrs", "-noI", "-noD", "-noF", "-quiet", "-no-progress")
+    subprocess.run(["mksquashfs", *sources, str(image.resolve()), *plain, "-e", *NOT_PACKED], cwd="/", stdout=subprocess.DEVNULL, check=True)
+    return image
+
+
 def boot(kernel, parts, seconds):
     """Runs the tests in a guest; gives how it ended, in words."""
     accel = os.environ.get("TOMBOLO_ACCEL", "tcg")
@@ -148,6 +175,7 @@ def boot(kernel, parts, seconds):
         "paths": os.environ["PATH"],
         "environment": f"TOMBOLO_PROGRAM={program} TOMBOLO_SLOW={slow}",
         "end": END,
+        "files": "9p" if kernel.has_9p() else "image",
     }
     initramfs, results, console = (kernel.folder / name for name in ("initramfs", "results", "console"))
     initramfs.write_bytes(kernel.initramfs(settings))
@@ -160,9 +188,12 @@ def boot(kernel, parts, seconds):
         "-kernel", kernel.image, "-initrd", initramfs,
         "-append", "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on net.ifnames=0",
         "-serial", f"file:{console}", "-serial", f"file:{results}",
-        "-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap",
-        "-device", "virtio-9p-pci,fsdev=host,mount_tag=host",
     ]
+    if kernel.has_9p():
+        command += ["-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap",
+                    "-device", "virtio-9p-pci,fsdev=host,mount_tag=host"]
+    else:
+        command += ["-drive", f"file={packed_root(kernel, program)},format=raw,if=virtio,readonly=on"]
     start = time.monotonic()
     guest = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL)
     told = 0
