@@ -13,7 +13,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::carrier::Peer;
-use crate::options::{self, CALLERS, Callers, EXPORT, IMPORT, LEASE_S, NAME, PEER, ROUTER, Shared};
+use crate::options::{self, CALLERS, Callers, EXPORT, IMPORT, LEASE_S, NAME, PEER, ROUTER, SharedService};
 
 /// The keys, which are all at the head of the file, and what each expects.
 const KEYS: [(&str, &str); 12] = [
@@ -69,8 +69,8 @@ pub struct File {
     pub site: Option<Said<String>>,
     pub lease: Option<Said<u64>>,
     pub router: Option<Vec<Said<Peer>>>,
-    pub export: Option<Vec<Said<Shared>>>,
-    pub import: Option<Vec<Said<Shared>>>,
+    pub export: Option<Vec<Said<SharedService>>>,
+    pub import: Option<Vec<Said<SharedService>>>,
     pub callers: Option<Said<Callers>>,
 }
 
@@ -254,12 +254,13 @@ mod tests {
             site = \"lab\"\nlease = 20\nrouter = \"hub=192.0.2.9:7447\"\nexport = [\"calc\", \"time=node-2,node-3\"]\n\
             import = \"log=node-2\"\ncallers = \"everybody\"\n";
         let file = parse(text, Path::new(PLACE)).unwrap();
-        let shared = |service: &str, machines: &[&str]| Shared {
+        let shared = |service: &str, machines: &[&str]| SharedService {
             service: service.into(),
             machines: machines.iter().map(|name| name.to_string()).collect(),
         };
-        let values =
-            |list: Option<Vec<Said<Shared>>>| list.unwrap().into_iter().map(|said| said.value).collect::<Vec<_>>();
+        let values = |list: Option<Vec<Said<SharedService>>>| {
+            list.unwrap().into_iter().map(|said| said.value).collect::<Vec<_>>()
+        };
         assert_eq!(values(file.export), [shared("calc", &[]), shared("time", &["node-2", "node-3"])]);
         assert_eq!(values(file.import), [shared("log", &["node-2"])]);
         assert_eq!(file.router.unwrap()[0].value.to_string(), "hub=192.0.2.9:7447");

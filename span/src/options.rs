@@ -45,14 +45,14 @@ It ends with 0 when it was asked to, 1 when it failed, 2 when it was called wron
 
 /// A service, and the machines that may use it or have it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shared {
+pub struct SharedService {
     /// The service's name on all machines.
     pub service: String,
     /// Machines; of an export none means all.
     pub machines: Vec<String>,
 }
 
-impl std::fmt::Display for Shared {
+impl std::fmt::Display for SharedService {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let equals = if self.machines.is_empty() { "" } else { "=" };
         write!(f, "{}{equals}{}", self.service, self.machines.join(","))
@@ -103,11 +103,11 @@ pub struct Args {
     /// Service of this machine that all other machines may call, or those that are named; once for
     /// each
     #[arg(long = "export", value_name = "SERVICE[=MACHINE,…]", value_parser = export)]
-    exports: Vec<Shared>,
+    exports: Vec<SharedService>,
     /// Service of other machines that can be called here, and the machines that have it; once for
     /// each
     #[arg(long = "import", value_name = "SERVICE=MACHINE,…", value_parser = import)]
-    imports: Vec<Shared>,
+    imports: Vec<SharedService>,
     /// Who may call what is imported [default: owner]
     #[arg(long, value_name = "WHO", value_enum)]
     callers: Option<Callers>,
@@ -142,9 +142,9 @@ pub struct Options {
     /// Routers that connect them.
     pub routers: Vec<Peer>,
     /// Services of this machine that others may call.
-    pub exports: Vec<Shared>,
+    pub exports: Vec<SharedService>,
     /// Services of others that can be called here.
-    pub imports: Vec<Shared>,
+    pub imports: Vec<SharedService>,
     /// By whom.
     pub callers: Callers,
     /// The folder of keys; `None`: nothing is encrypted.
@@ -201,20 +201,20 @@ pub fn router(text: &str) -> Result<Peer, String> {
     found.ok_or_else(|| format!("expected {ROUTER}, found \"{text}\""))
 }
 
-fn shared(text: &str) -> Option<Shared> {
+fn shared(text: &str) -> Option<SharedService> {
     let (service, machines) = match text.split_once('=') {
         Some((service, machines)) => (service, machines.split(',').map(|machine| name(machine).ok()).collect()),
         None => (text, Some(Vec::new())),
     };
     folder::socket_path(Path::new(""), service).ok()?;
-    Some(Shared { service: service.into(), machines: machines? })
+    Some(SharedService { service: service.into(), machines: machines? })
 }
 
 /// Reads what is exported.
 ///
 /// # Errors
 /// The text is none of that.
-pub fn export(text: &str) -> Result<Shared, String> {
+pub fn export(text: &str) -> Result<SharedService, String> {
     shared(text).ok_or_else(|| format!("expected {EXPORT}, found \"{text}\""))
 }
 
@@ -222,7 +222,7 @@ pub fn export(text: &str) -> Result<Shared, String> {
 ///
 /// # Errors
 /// The text is none of that.
-pub fn import(text: &str) -> Result<Shared, String> {
+pub fn import(text: &str) -> Result<SharedService, String> {
     let found = shared(text).filter(|import| !import.machines.is_empty());
     found.ok_or_else(|| format!("expected {IMPORT}, found \"{text}\""))
 }

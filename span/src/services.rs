@@ -12,7 +12,7 @@ use tombolo_remote::machine::{Export, Exporter, Import, Importer, Offer, Pick, R
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::Access;
 
-use crate::options::{Callers, Options, Shared};
+use crate::options::{Callers, Options, SharedService};
 use crate::say;
 use crate::streams::{Streams, Zenoh};
 
@@ -36,7 +36,7 @@ pub struct Crossing {
 /// The machines that may call an exported service. All are the other machines, and not everything
 /// that has a certificate of the same authority: a router has one too. Without keys nothing tells
 /// machines apart.
-fn allowed(export: &Shared, options: &Options, has_keys: bool) -> Vec<String> {
+fn allowed(export: &SharedService, options: &Options, has_keys: bool) -> Vec<String> {
     match export.machines.is_empty() && has_keys {
         true => options.peers.iter().map(|peer| peer.name.clone()).collect(),
         false => export.machines.clone(),

@@ -25,7 +25,7 @@ tombolo_cell::app!(mesh);
 const TIMEOUT_NS: u64 = 1_000_000_000;
 const REPORT_NS: u64 = 3_000_000_000;
 
-struct State {
+struct MeshState {
     /// Those that have not answered, and are not being asked.
     waiting: RefCell<VecDeque<Ipv4Address>>,
     answered: Cell<usize>,
@@ -47,7 +47,7 @@ async fn mesh(net: Net) {
     let waiting: VecDeque<_> = peers.filter(|peer| !is_own(peer)).collect();
     let total = waiting.len();
     let state =
-        Rc::new(State { waiting: RefCell::new(waiting), answered: Cell::new(0), total, start_ns: net.now_ns() });
+        Rc::new(MeshState { waiting: RefCell::new(waiting), answered: Cell::new(0), total, start_ns: net.now_ns() });
     for _ in 0..at_once.min(total) {
         net.spawn(ask(net.clone(), state.clone()));
     }
@@ -64,7 +64,7 @@ async fn mesh(net: Net) {
 }
 
 /// Asks one after the other until no address waits for a ping.
-async fn ask(net: Net, state: Rc<State>) {
+async fn ask(net: Net, state: Rc<MeshState>) {
     let mut pinger = net.pinger();
     loop {
         // Not in the loop's condition: that would hold the queue during the ping.
@@ -84,7 +84,7 @@ async fn ask(net: Net, state: Rc<State>) {
     }
 }
 
-fn done(net: &Net, state: &State) {
+fn done(net: &Net, state: &MeshState) {
     let (total, ms) = (state.total, (net.now_ns() - state.start_ns) / 1_000_000);
     println!("@mesh all {total} of {total} in {ms} ms");
 }

@@ -11,9 +11,9 @@ use crate::controller::{self, KEPT};
 use crate::hook::{self, has_tcx};
 use crate::layout::{Flow, Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Tuple};
 use crate::maps::{self, FlowKey, Maps, MapsError};
-use crate::netlink::{Link, NetlinkError, Routes};
+use crate::netlink::{InterfaceInfo, NetlinkError, Routes};
 use crate::object::{self, INJECT, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
-use crate::place::{self, Awaited, COMMAND, Interface, Place, PlaceError, Record, Wanted};
+use crate::place::{self, Awaited, COMMAND, Interface, Place, PlaceError, PlaceRecord, Wanted};
 use crate::retrack;
 use crate::rules;
 use crate::settle;
@@ -198,7 +198,12 @@ pub(crate) struct Others {
 }
 
 impl Others {
-    pub(crate) fn at(routes: &Routes, link: &Link, past_filters: bool, ours: Ours) -> Result<Others, NetlinkError> {
+    pub(crate) fn at(
+        routes: &Routes,
+        link: &InterfaceInfo,
+        past_filters: bool,
+        ours: Ours,
+    ) -> Result<Others, NetlinkError> {
         let at = |hook, id| hook::others_at(routes, &link.name, link.index, hook, id);
         let (ingress, egress) = (at(TcAttachType::Ingress, ours.ingress)?, at(TcAttachType::Egress, ours.egress)?);
         Ok(Others {
@@ -225,7 +230,7 @@ impl Others {
 /// pinned link is to be of our program, and the interface's hook is to have that program; the hook
 /// is asked, since aya does not give a link's interface, which would be 0 of a dead one. A filter
 /// is at the hook or nowhere.
-pub(crate) fn is_alive(place: &Place, link: &Link, ours: Ours) -> bool {
+pub(crate) fn is_alive(place: &Place, link: &InterfaceInfo, ours: Ours) -> bool {
     let hooks = [(TCX_IN, TcAttachType::Ingress, ours.ingress), (TCX_OUT, TcAttachType::Egress, ours.egress)];
     hooks.into_iter().all(|(name, hook, id)| {
         if !has_tcx() {
@@ -251,7 +256,7 @@ fn is_leftover(place: &Place) -> Result<bool, AttachError> {
 }
 
 /// What may be done with frames that come in at an interface, and which ways out of it there are.
-pub(crate) fn capabilities(link: &Link, others: Others) -> u32 {
+pub(crate) fn capabilities(link: &InterfaceInfo, others: Others) -> u32 {
     let ingress = if others.queued { PORT_QUEUED } else { 0 } | if others.preceding { PORT_PRECEDED } else { 0 };
     let take = if others.overlooked { 0 } else { PORT_TAKE } | ingress;
     if others.at_egress {
@@ -272,7 +277,7 @@ const PLAIN_QUEUES: [&str; 6] = ["noqueue", "pfifo_fast", "fq_codel", "fq", "pfi
 
 /// Whether XDP at this interface costs nothing. A veth's peer would lose segmentation; nothing is
 /// known of cards yet.
-pub(crate) fn is_suited(link: &Link) -> bool {
+pub(crate) fn is_suited(link: &InterfaceInfo) -> bool {
     link.kind == "tun"
 }
 
@@ -325,7 +330,7 @@ fn unpin(place: &Place, index: u32, names: &[&str]) -> Vec<u32> {
 /// period after the pin is removed (before Linux 6.18), or when a kernel thread gets to it, if
 /// nothing else holds the link.
 fn wait_until_off(gone: &[(u32, Vec<u32>)]) {
-    let is_on = |link: &Link, programs: &[u32]| {
+    let is_on = |link: &InterfaceInfo, programs: &[u32]| {
         let at_tc = [TcAttachType::Ingress, TcAttachType::Egress].map(|hook| hook::query_tcx(&link.name, hook));
         let mut found = at_tc.into_iter().flatten().flatten().chain(link.xdp.map(|(_, program)| program));
         found.any(|program| programs.contains(&program))
@@ -406,7 +411,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
 
 /// Has interfaces that were attached before taken from as the record says: an `attach` that failed
 /// has changed their modes.
-fn restore_modes(place: &Place, maps: &mut Maps, record: &Record, changed: &[u32]) -> Result<(), AttachError> {
+fn restore_modes(place: &Place, maps: &mut Maps, record: &PlaceRecord, changed: &[u32]) -> Result<(), AttachError> {
     let (routes, ours) = (Routes::open()?, Ours::of(place)?);
     for link in routes.links()?.iter().filter(|link| changed.contains(&link.index)) {
         let Some(interface) = record.interfaces.iter().find(|i| i.index == link.index) else { continue };
@@ -428,7 +433,7 @@ fn attach_locked(
     let routes = Routes::open()?;
     let mut once = HashSet::new();
     let names = names.iter().filter(|name| once.insert(*name));
-    let links: Vec<Link> = names.map(|n| routes.link(n)).collect::<Result<_, _>>()?;
+    let links: Vec<InterfaceInfo> = names.map(|n| routes.link(n)).collect::<Result<_, _>>()?;
     for link in &links {
         if link.mac.is_none() {
             return Err(AttachError::NotEthernet(link.name.clone()));
@@ -505,7 +510,7 @@ fn attach_locked(
 }
 
 /// Puts both programs of tc onto an interface; gives the names of those that run before ours.
-fn attach_programs(place: &Place, link: &Link, done: &mut Vec<u32>) -> Result<Vec<String>, AttachError> {
+fn attach_programs(place: &Place, link: &InterfaceInfo, done: &mut Vec<u32>) -> Result<Vec<String>, AttachError> {
     done.push(link.index);
     // What an attach left that was killed before it wrote its record.
     detach_all(place, [link.index]);
@@ -527,7 +532,7 @@ fn open_port(
     place: &Place,
     routes: &Routes,
     maps: &mut Maps,
-    link: &Link,
+    link: &InterfaceInfo,
     others: Others,
     wanted: Wanted,
     why: Why,
@@ -566,7 +571,7 @@ fn xdp_taken(interface: &str, mode: u8, program: u32) -> AttachError {
 }
 
 /// Interfaces that were renamed are known by their new names.
-fn follow(record: &mut Record, links: &[Link]) {
+fn follow(record: &mut PlaceRecord, links: &[InterfaceInfo]) {
     for interface in &mut record.interfaces {
         if let Some(link) = links.iter().find(|l| l.index == interface.index) {
             interface.name.clone_from(&link.name);
@@ -577,16 +582,17 @@ fn follow(record: &mut Record, links: &[Link]) {
 /// Releases what is gone, perhaps into another namespace. Attaches again what was re-created under
 /// the name that it was attached by, or came back. Returns what is attached, and awaited, then. The
 /// caller holds the lock.
-pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
+pub(crate) fn attach_again(place: &Place) -> Result<PlaceRecord, AttachError> {
     restore_checks(place)?;
     if !place.exists() {
-        return Ok(Record::default());
+        return Ok(PlaceRecord::default());
     }
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
     let (links, ours, before) = (routes.links()?, Ours::of(place)?, record.clone());
     prune(place, &mut record, &mut maps, &links, ours)?;
     let known: Vec<u32> = record.interfaces.iter().map(|i| i.index).collect();
-    let is_awaited = |l: &Link| record.awaited.iter().any(|a| a.interface.name == l.name) && !known.contains(&l.index);
+    let is_awaited =
+        |l: &InterfaceInfo| record.awaited.iter().any(|a| a.interface.name == l.name) && !known.contains(&l.index);
     let comes = links.iter().any(is_awaited);
     if comes {
         rules::suspend(&mut maps)?;
@@ -594,7 +600,7 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
     let mut failed = None;
     for awaited in std::mem::take(&mut record.awaited) {
         let interface = &awaited.interface;
-        let is_it = |l: &&Link| l.name == interface.name && !known.contains(&l.index) && l.mac.is_some();
+        let is_it = |l: &&InterfaceInfo| l.name == interface.name && !known.contains(&l.index) && l.mac.is_some();
         let Some(link) = links.iter().find(is_it) else {
             record.awaited.push(awaited);
             continue;
@@ -634,7 +640,13 @@ pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
 
 /// Takes interfaces that are gone out of the record and the maps, with what is pinned for them: for
 /// a while they are awaited under their names.
-fn prune(place: &Place, record: &mut Record, maps: &mut Maps, links: &[Link], ours: Ours) -> Result<(), AttachError> {
+fn prune(
+    place: &Place,
+    record: &mut PlaceRecord,
+    maps: &mut Maps,
+    links: &[InterfaceInfo],
+    ours: Ours,
+) -> Result<(), AttachError> {
     let is_here = |i: &Interface| links.iter().any(|l| l.index == i.index && is_alive(place, l, ours));
     let (here, gone): (_, Vec<_>) = std::mem::take(&mut record.interfaces).into_iter().partition(is_here);
     record.interfaces = here;
@@ -724,7 +736,7 @@ pub fn release(place: &Place, owner: &str) -> Result<Detached, AttachError> {
 
 fn take_off(
     place: &Place,
-    mut record: Record,
+    mut record: PlaceRecord,
     going: Vec<Interface>,
     staying: Vec<Interface>,
 ) -> Result<Detached, AttachError> {
@@ -836,15 +848,19 @@ mod tests {
 
     #[test]
     fn only_a_veth_into_another_namespace_without_a_queue_is_redirected_into() {
-        let veth =
-            Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: Some((0, 2)), ..Link::default() };
+        let veth = InterfaceInfo {
+            kind: "veth".into(),
+            qdisc: "noqueue".into(),
+            peer_elsewhere: Some((0, 2)),
+            ..InterfaceInfo::default()
+        };
         let none = Others::default();
         assert_ne!(capabilities(&veth, none) & PORT_PEER, 0);
         for other in [
-            Link { kind: "tun".into(), ..veth.clone() },
-            Link { qdisc: "tbf".into(), ..veth.clone() },
-            Link { peer_elsewhere: None, ..veth.clone() },
-            Link { master: Some(4), ..veth.clone() },
+            InterfaceInfo { kind: "tun".into(), ..veth.clone() },
+            InterfaceInfo { qdisc: "tbf".into(), ..veth.clone() },
+            InterfaceInfo { peer_elsewhere: None, ..veth.clone() },
+            InterfaceInfo { master: Some(4), ..veth.clone() },
         ] {
             assert_eq!(capabilities(&other, none) & PORT_PEER, 0, "{other:?}");
         }
@@ -853,8 +869,13 @@ mod tests {
     #[test]
     fn what_others_filters_shall_see_goes_their_way() {
         let (veth, tap) = (
-            Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: Some((0, 2)), ..Link::default() },
-            Link { kind: "tun".into(), qdisc: "fq_codel".into(), ..Link::default() },
+            InterfaceInfo {
+                kind: "veth".into(),
+                qdisc: "noqueue".into(),
+                peer_elsewhere: Some((0, 2)),
+                ..InterfaceInfo::default()
+            },
+            InterfaceInfo { kind: "tun".into(), qdisc: "fq_codel".into(), ..InterfaceInfo::default() },
         );
         let (ingress, egress) =
             (Others { overlooked: true, ..Others::default() }, Others { at_egress: true, ..Others::default() });

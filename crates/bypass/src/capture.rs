@@ -187,15 +187,15 @@ fn counted(maps: &Maps) -> Result<Vec<(u32, u64, u64)>, AttachError> {
 }
 
 /// The place of the one capture that may run in a network namespace.
-pub struct Slot(File);
+pub struct CaptureLock(File);
 
-impl Slot {
+impl CaptureLock {
     /// Takes it.
     ///
     /// # Errors
     /// If another capture runs here.
-    pub fn take(place: &Place) -> Result<Slot, AttachError> {
-        place.capture_lock()?.map(Slot).map_err(AttachError::Capturing)
+    pub fn take(place: &Place) -> Result<CaptureLock, AttachError> {
+        place.capture_lock()?.map(CaptureLock).map_err(AttachError::Capturing)
     }
 }
 
@@ -231,7 +231,7 @@ impl Drop for Renewer {
 /// If nothing is attached, or the kernel gives no buffers.
 pub fn capture<E: From<AttachError>>(
     place: &Place,
-    slot: &Slot,
+    slot: &CaptureLock,
     wanted: Wanted,
     mut each: impl FnMut(Option<&Frame>) -> Result<ControlFlow<()>, E>,
 ) -> Result<Totals, E> {

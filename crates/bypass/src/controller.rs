@@ -34,7 +34,7 @@ use crate::layout::{
 };
 use crate::maps::{self, Beats, Maps};
 use crate::neighbours::Neighbours;
-use crate::netlink::{Change, Link, Monitor, Routes};
+use crate::netlink::{Change, InterfaceInfo, Monitor, Routes};
 use crate::place::{Interface, Place};
 use crate::rules::{self, RulesMonitor};
 use crate::settle;
@@ -289,7 +289,7 @@ struct Controller {
     /// An interface came, went or changed since this was looked at last.
     links_changed: bool,
     /// The interfaces as they were then.
-    links: HashMap<u32, Link>,
+    links: HashMap<u32, InterfaceInfo>,
     /// Reads the firewall's rules.
     rules: RulesReader,
 }
@@ -429,7 +429,7 @@ impl Controller {
     /// group, which rules go by, its bridge.
     fn are_links_others(&mut self) -> Result<bool, AttachError> {
         // Of an XDP program flows do not depend.
-        let links = Routes::open()?.links()?.into_iter().map(|l| (l.index, Link { xdp: None, ..l })).collect();
+        let links = Routes::open()?.links()?.into_iter().map(|l| (l.index, InterfaceInfo { xdp: None, ..l })).collect();
         let before = std::mem::replace(&mut self.links, links);
         Ok(self.links.iter().any(|(index, link)| before.get(index).is_some_and(|old| old != link)))
     }
@@ -557,7 +557,7 @@ impl Controller {
     fn choose(
         &mut self,
         interface: &Interface,
-        link: &Link,
+        link: &InterfaceInfo,
         port: &Port,
         length: Duration,
         captured: bool,

@@ -189,7 +189,7 @@ fn outcome(body: &[u8]) -> Result<(), Errno> {
 
 /// What an interface is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Link {
+pub struct InterfaceInfo {
     /// Its number in this namespace.
     pub index: u32,
     /// As `ip link` shows it, without `@peer`.
@@ -213,10 +213,10 @@ pub struct Link {
     pub xdp: Option<(u8, u32)>,
 }
 
-impl Link {
-    fn parse(body: &[u8]) -> Option<Link> {
+impl InterfaceInfo {
+    fn parse(body: &[u8]) -> Option<InterfaceInfo> {
         let text = |v: &[u8]| String::from_utf8_lossy(v.strip_suffix(&[0]).unwrap_or(v)).into_owned();
-        let mut link = Link { index: u32_at(body, LINK_INDEX)?, ..Link::default() };
+        let mut link = InterfaceInfo { index: u32_at(body, LINK_INDEX)?, ..InterfaceInfo::default() };
         let (mut peer, mut space) = (None, None);
         for (kind, value) in attributes(body.get(LINK_BYTES..)?) {
             match kind {
@@ -337,7 +337,7 @@ pub enum Change {
         mac: Option<[u8; 6]>,
     },
     /// Something about an interface changed, or it went.
-    Link(Link),
+    Link(InterfaceInfo),
     /// How an interface (-1: all of them) forwards was set: forwarding itself, or which sources it
     /// believes.
     Forwarding(i32),
@@ -357,7 +357,7 @@ fn parse_change(kind: u16, body: &[u8]) -> Option<Change> {
             let mac = get(NDA_LLADDR).filter(|_| serves).and_then(|v| v.try_into().ok());
             Some(Change::Neighbour { index, address: get(NDA_DST)?.to_vec(), mac })
         }
-        RTM_NEWLINK | RTM_DELLINK => Some(Change::Link(Link::parse(body)?)),
+        RTM_NEWLINK | RTM_DELLINK => Some(Change::Link(InterfaceInfo::parse(body)?)),
         RTM_NEWNETCONF => {
             let index = attributes(body.get(NETCONF_BYTES..)?).find(|a| a.0 == NETCONFA_IFINDEX)?.1;
             Some(Change::Forwarding(u32_at(index, 0)? as i32))
@@ -418,25 +418,26 @@ impl Routes {
     }
 
     /// Dumps all interfaces of the namespace.
-    pub fn links(&self) -> Result<Vec<Link>, NetlinkError> {
+    pub fn links(&self) -> Result<Vec<InterfaceInfo>, NetlinkError> {
         let mut links = vec![];
-        let each = |kind, body: &[u8]| links.extend((kind == RTM_NEWLINK).then(|| Link::parse(body)).flatten());
+        let each =
+            |kind, body: &[u8]| links.extend((kind == RTM_NEWLINK).then(|| InterfaceInfo::parse(body)).flatten());
         self.0.ask(&links_request().finish(), each).map_err(failed("list of interfaces"))?;
         Ok(links)
     }
 
     /// The interface of that name.
-    pub fn link(&self, name: &str) -> Result<Link, NetlinkError> {
+    pub fn link(&self, name: &str) -> Result<InterfaceInfo, NetlinkError> {
         let found = self.links()?.into_iter().find(|link| link.name == name);
         found.ok_or_else(|| NetlinkError::NoInterface(name.into()))
     }
 
     /// Whether an XDP program is on the interface's other end, in another namespace.
-    pub fn has_peer_xdp(&self, link: &Link) -> Result<bool, NetlinkError> {
+    pub fn has_peer_xdp(&self, link: &InterfaceInfo) -> Result<bool, NetlinkError> {
         let Some((space, index)) = link.peer_elsewhere else { return Ok(false) };
         let mut found = false;
         let each = |kind, body: &[u8]| {
-            found |= kind == RTM_NEWLINK && Link::parse(body).is_some_and(|peer| peer.xdp.is_some())
+            found |= kind == RTM_NEWLINK && InterfaceInfo::parse(body).is_some_and(|peer| peer.xdp.is_some())
         };
         match self.0.ask(&link_elsewhere_request(space, index).finish(), each) {
             Ok(()) => Ok(found),

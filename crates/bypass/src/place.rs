@@ -152,7 +152,7 @@ pub struct Awaited {
 
 /// Who attached what.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct PlaceRecord {
     version: u32,
     /// The namespace as the user named it; empty: the one that the command ran in.
     pub netns: String,
@@ -415,16 +415,16 @@ impl Place {
     }
 
     /// Reads the owner record.
-    pub fn record(&self) -> Result<Record, PlaceError> {
+    pub fn record(&self) -> Result<PlaceRecord, PlaceError> {
         let path = self.beside("json");
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Record { version: VERSION, ..Record::default() });
+                return Ok(PlaceRecord { version: VERSION, ..PlaceRecord::default() });
             }
             Err(cause) => return Err(file(&path)(cause)),
         };
-        let record: Record = serde_json::from_str(&text).map_err(|cause| PlaceError::Record {
+        let record: PlaceRecord = serde_json::from_str(&text).map_err(|cause| PlaceError::Record {
             path: path.clone(),
             cause,
             pins: self.pins(),
@@ -436,7 +436,7 @@ impl Place {
     }
 
     /// Writes the owner record, whole or not at all.
-    pub(crate) fn write(&self, record: &Record) -> Result<(), PlaceError> {
+    pub(crate) fn write(&self, record: &PlaceRecord) -> Result<(), PlaceError> {
         let (path, new) = (self.beside("json"), self.beside("new"));
         let text = serde_json::to_string_pretty(record).expect("a record is plain data");
         fs::write(&new, text).map_err(file(&new))?;

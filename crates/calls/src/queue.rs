@@ -38,7 +38,7 @@ type Key = (u64, u64);
 
 /// A request in a leaf, or all that is below a child.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Slot {
+struct NodeSlot {
     /// The first one's.
     key: Key,
     work: i64,
@@ -51,13 +51,13 @@ struct Slot {
 #[derive(Clone, Debug)]
 struct Node {
     len: usize,
-    slots: [Slot; FANOUT],
+    slots: [NodeSlot; FANOUT],
 }
 
 impl Node {
-    const EMPTY: Node = Node { len: 0, slots: [Slot { key: (0, 0), work: 0, slack: 0, below: 0 }; FANOUT] };
+    const EMPTY: Node = Node { len: 0, slots: [NodeSlot { key: (0, 0), work: 0, slack: 0, below: 0 }; FANOUT] };
 
-    fn slots(&self) -> &[Slot] {
+    fn slots(&self) -> &[NodeSlot] {
         &self.slots[..self.len]
     }
 
@@ -66,7 +66,7 @@ impl Node {
         self.slots().partition_point(|slot| slot.key <= key).saturating_sub(1)
     }
 
-    fn insert(&mut self, at: usize, slot: Slot) {
+    fn insert(&mut self, at: usize, slot: NodeSlot) {
         self.slots.copy_within(at..self.len, at + 1);
         self.slots[at] = slot;
         self.len += 1;
@@ -77,13 +77,13 @@ impl Node {
         self.len -= 1;
     }
 
-    fn append(&mut self, slots: &[Slot]) {
+    fn append(&mut self, slots: &[NodeSlot]) {
         self.slots[self.len..self.len + slots.len()].copy_from_slice(slots);
         self.len += slots.len();
     }
 
     /// All of the node as one slot of its parent's. The node has slots.
-    fn summary(&self, below: u32, judges: bool) -> Slot {
+    fn summary(&self, below: u32, judges: bool) -> NodeSlot {
         let (mut work, mut slack) = (0i64, FREE);
         if judges {
             for slot in self.slots() {
@@ -91,7 +91,7 @@ impl Node {
                 work = work.saturating_add(slot.work);
             }
         }
-        Slot { key: self.slots[0].key, work, slack, below }
+        NodeSlot { key: self.slots[0].key, work, slack, below }
     }
 }
 
@@ -112,9 +112,9 @@ struct Request<T> {
 }
 
 impl<T> Request<T> {
-    fn slot(&self, handle: Handle) -> Slot {
+    fn slot(&self, handle: Handle) -> NodeSlot {
         let slack = bound(self.deadline).saturating_sub(self.work);
-        Slot { key: self.key, work: self.work, slack, below: handle }
+        NodeSlot { key: self.key, work: self.work, slack, below: handle }
     }
 }
 
@@ -168,7 +168,7 @@ impl<T> Queue<T> {
         &mut self.nodes[at as usize]
     }
 
-    fn summary(&self, at: u32) -> Slot {
+    fn summary(&self, at: u32) -> NodeSlot {
         self.node(at).summary(at, self.judges)
     }
 
@@ -193,7 +193,7 @@ impl<T> Queue<T> {
 
     /// Puts a slot into a node. Where that is full it is split: the slot of the new node, which
     /// comes after it, is returned.
-    fn put(&mut self, at: u32, index: usize, slot: Slot) -> Option<Slot> {
+    fn put(&mut self, at: u32, index: usize, slot: NodeSlot) -> Option<NodeSlot> {
         if self.node(at).len < FANOUT {
             self.node_mut(at).insert(index, slot);
             return None;
@@ -215,7 +215,7 @@ impl<T> Queue<T> {
 
     /// Inserts below a node of that height; returns the slot of the node that it was split into,
     /// where it was.
-    fn insert_below(&mut self, at: u32, height: u32, slot: Slot) -> Option<Slot> {
+    fn insert_below(&mut self, at: u32, height: u32, slot: NodeSlot) -> Option<NodeSlot> {
         if height == 0 {
             let index = self.node(at).slots().partition_point(|s| s.key < slot.key);
             return self.put(at, index, slot);
@@ -264,7 +264,7 @@ impl<T> Queue<T> {
         }
     }
 
-    fn attach(&mut self, slot: Slot) {
+    fn attach(&mut self, slot: NodeSlot) {
         if let Some(sibling) = self.insert_below(self.root, self.height, slot) {
             let old = self.summary(self.root);
             let new = self.new_node();

@@ -346,7 +346,7 @@ mod tests {
     /// A source of requests: which client of which user, how many it keeps under way, or how often
     /// it asks, and their deadlines.
     #[derive(Clone, Copy)]
-    struct Source {
+    struct Requester {
         user: u32,
         under_way: u32,
         every_ns: u64,
@@ -354,8 +354,8 @@ mod tests {
         work_ns: u64,
     }
 
-    const HONEST: Source = Source { user: 1, under_way: 0, every_ns: 10 * MS, within_ns: 8 * MS, work_ns: WORK };
-    const GREEDY: Source = Source { user: 2, under_way: 16, every_ns: 0, within_ns: 4 * MS, work_ns: WORK };
+    const HONEST: Requester = Requester { user: 1, under_way: 0, every_ns: 10 * MS, within_ns: 8 * MS, work_ns: WORK };
+    const GREEDY: Requester = Requester { user: 2, under_way: 16, every_ns: 0, within_ns: 4 * MS, work_ns: WORK };
 
     /// What came of a source's requests: how many there were, how many were in time, how many were
     /// served.
@@ -367,7 +367,7 @@ mod tests {
     }
 
     /// Runs them for a virtual second and a half.
-    fn run(rules: Rules, sources: &[Source]) -> Vec<Came> {
+    fn run(rules: Rules, sources: &[Requester]) -> Vec<Came> {
         let mut schedule = Schedule::new(rules);
         for (client, source) in sources.iter().enumerate() {
             schedule.join(client as u32, source.user);
@@ -426,12 +426,12 @@ mod tests {
 
     #[test]
     fn many_clients_of_one_user_have_that_users_share() {
-        let mut sources = vec![Source { within_ns: 6 * MS, ..HONEST }];
+        let mut sources = vec![Requester { within_ns: 6 * MS, ..HONEST }];
         sources.extend([GREEDY; 32]);
         let counts = run(rules(true, false), &sources);
         assert_eq!((counts[0].asked, counts[0].in_time), (150, 150), "{counts:?}");
         // Clients of the same user are apart from each other as well.
-        let mut sources = vec![Source { user: 2, every_ns: 40 * MS, within_ns: 30 * MS, ..HONEST }];
+        let mut sources = vec![Requester { user: 2, every_ns: 40 * MS, within_ns: 30 * MS, ..HONEST }];
         sources.extend([GREEDY; 16]);
         let counts = run(rules(true, false), &sources);
         assert_eq!(counts[0].asked, counts[0].in_time, "{counts:?}");
@@ -439,8 +439,8 @@ mod tests {
 
     #[test]
     fn clients_that_ask_for_all_there_is_get_equal_parts_whatever_their_deadlines_and_lengths() {
-        let long = Source { user: 3, work_ns: 4 * WORK, within_ns: 120 * MS, ..GREEDY };
-        let counts = run(rules(true, false), &[GREEDY, long, Source { user: 4, within_ns: 40 * MS, ..GREEDY }]);
+        let long = Requester { user: 3, work_ns: 4 * WORK, within_ns: 120 * MS, ..GREEDY };
+        let counts = run(rules(true, false), &[GREEDY, long, Requester { user: 4, within_ns: 40 * MS, ..GREEDY }]);
         let time: Vec<u64> = [WORK, 4 * WORK, WORK].iter().zip(&counts).map(|(w, c)| w * u64::from(c.served)).collect();
         assert!(time.iter().all(|t| (350 * MS..650 * MS).contains(t)), "{time:?}");
     }
@@ -480,9 +480,9 @@ mod tests {
     fn where_there_is_time_for_all_the_order_is_that_of_deadlines() {
         // The first has more than half of the time, with short deadlines; both together have less
         // than all.
-        let short = Source { user: 1, under_way: 0, every_ns: MS, within_ns: 900 * US, work_ns: WORK };
-        let long = Source { user: 2, under_way: 0, every_ns: 5 * MS, within_ns: 100 * MS, work_ns: WORK };
-        let counts = run(rules(true, false), &[Source { every_ns: 800 * US, within_ns: 1600 * US, ..short }, long]);
+        let short = Requester { user: 1, under_way: 0, every_ns: MS, within_ns: 900 * US, work_ns: WORK };
+        let long = Requester { user: 2, under_way: 0, every_ns: 5 * MS, within_ns: 100 * MS, work_ns: WORK };
+        let counts = run(rules(true, false), &[Requester { every_ns: 800 * US, within_ns: 1600 * US, ..short }, long]);
         assert!(counts.iter().all(|c| c.asked - c.in_time <= 1), "{counts:?}");
     }
 

@@ -69,7 +69,7 @@ impl<K> Waiting<K> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum SlotState {
     Free,
     Waiting,
     Abandoned,
@@ -82,7 +82,7 @@ enum State {
 #[derive(Debug)]
 struct Slot<K, D> {
     turn: u32,
-    state: State,
+    state: SlotState,
     call: Waiting<K>,
     done: Option<D>,
 }
@@ -90,12 +90,12 @@ struct Slot<K, D> {
 impl<K, D> Slot<K, D> {
     const fn new() -> Slot<K, D> {
         let call = Waiting { kept: None, waker: None, cancelled: false, deadline_ns: 0, until_ns: 0 };
-        Slot { turn: 0, state: State::Free, call, done: None }
+        Slot { turn: 0, state: SlotState::Free, call, done: None }
     }
 
     #[inline]
     fn is_waiting(&self) -> bool {
-        matches!(self.state, State::Waiting | State::Abandoned)
+        matches!(self.state, SlotState::Waiting | SlotState::Abandoned)
     }
 
     /// The answer has come, or never will. `None` where it was not waited for.
@@ -105,12 +105,12 @@ impl<K, D> Slot<K, D> {
             return None;
         }
         let kept = self.call.kept.take()?;
-        let abandoned = self.state == State::Abandoned;
+        let abandoned = self.state == SlotState::Abandoned;
         if abandoned {
-            self.state = State::Free;
+            self.state = SlotState::Free;
         } else {
             self.done = Some(done(&self.call));
-            self.state = State::Done;
+            self.state = SlotState::Done;
         }
         Some(Ended { kept, waker: self.call.waker.take(), abandoned })
     }
@@ -176,7 +176,7 @@ impl<K, D> Slots<K, D> {
         let vacant = self.free.pop();
         debug_assert_eq!(vacant, Some(token.slot()), "not the vacant slot's token");
         let slot = &mut self.slots[token.slot() as usize];
-        (slot.turn, slot.state) = (token.turn(), State::Waiting);
+        (slot.turn, slot.state) = (token.turn(), SlotState::Waiting);
         slot.call.kept = Some(kept);
         (slot.call.cancelled, slot.call.deadline_ns, slot.call.until_ns) = (false, deadline_ns, until_ns);
     }
@@ -211,7 +211,7 @@ impl<K, D> Slots<K, D> {
     /// Whether its caller has nothing to wait for: the call has ended, or the token names none.
     #[inline]
     pub fn is_settled(&self, token: Token) -> bool {
-        self.slot(token).is_none_or(|slot| slot.state != State::Waiting)
+        self.slot(token).is_none_or(|slot| slot.state != SlotState::Waiting)
     }
 
     /// When a call under way ends by itself; `u64::MAX` where it does not.
@@ -233,10 +233,10 @@ impl<K, D> Slots<K, D> {
     pub fn fetch(&mut self, token: Token) -> Found<D> {
         let Some(slot) = self.slot_mut(token) else { return Found::Unknown };
         match slot.state {
-            State::Waiting => Found::Waiting(()),
-            State::Free | State::Abandoned => Found::Unknown,
-            State::Done => {
-                slot.state = State::Free;
+            SlotState::Waiting => Found::Waiting(()),
+            SlotState::Free | SlotState::Abandoned => Found::Unknown,
+            SlotState::Done => {
+                slot.state = SlotState::Free;
                 let done = slot.done.take();
                 self.free.push(token.slot());
                 done.map_or(Found::Unknown, Found::Done)
@@ -247,8 +247,8 @@ impl<K, D> Slots<K, D> {
     /// No caller waits for this call any more. If its answer has not come, the slot becomes free with
     /// that, and the waker is handed out.
     pub fn abandon(&mut self, token: Token) -> Found<D, Option<Waker>> {
-        if let Some(slot) = self.slot_mut(token).filter(|slot| slot.state == State::Waiting) {
-            slot.state = State::Abandoned;
+        if let Some(slot) = self.slot_mut(token).filter(|slot| slot.state == SlotState::Waiting) {
+            slot.state = SlotState::Abandoned;
             return Found::Waiting(slot.call.waker.take());
         }
         match self.fetch(token) {

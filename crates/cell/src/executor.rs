@@ -38,7 +38,7 @@ impl Wake for TaskWaker {
     }
 }
 
-struct Slot {
+struct TaskSlot {
     /// None while the task runs, or after it has ended.
     task: Option<Task>,
     state: Arc<TaskWaker>,
@@ -48,7 +48,7 @@ struct Slot {
 /// All tasks of the cell.
 #[derive(Default)]
 pub(crate) struct Executor {
-    slots: RefCell<Vec<Slot>>,
+    slots: RefCell<Vec<TaskSlot>>,
     free: RefCell<Vec<usize>>,
     ready: Arc<Ready>,
 }
@@ -66,7 +66,7 @@ impl Executor {
             None => {
                 let index = slots.len();
                 let state = Arc::new(TaskWaker { index, queued: AtomicBool::new(false), ready: self.ready.clone() });
-                slots.push(Slot { task: Some(task), waker: state.clone().into(), state });
+                slots.push(TaskSlot { task: Some(task), waker: state.clone().into(), state });
                 index
             }
         };

@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::icmp::Pinger;
 use crate::ivshmem::channel::{Channel, ChannelError, ChannelOptions};
 use crate::ivshmem::link::{Link, LinkError};
-use crate::stack::{NetStats, Shared, Stack};
+use crate::stack::{NetInner, NetStats, Stack};
 use crate::tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
 use crate::udp::{DEFAULT_BYTES, UdpError, UdpSocket};
 use alloc::rc::Rc;
@@ -20,7 +20,7 @@ use tombolo_calls::session::ServeOptions;
 
 /// The cell as its app sees it. A clone refers to the same one.
 #[derive(Clone)]
-pub struct Net(Rc<Shared>);
+pub struct Net(Rc<NetInner>);
 
 /// A name has no address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,7 @@ impl Net {
         f(&mut self.0.stack.borrow_mut())
     }
 
-    pub(crate) fn shared(&self) -> &Shared {
+    pub(crate) fn shared(&self) -> &NetInner {
         &self.0
     }
 
@@ -497,7 +497,7 @@ mod start {
         let seed = macs.fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(byte));
         let stack = RefCell::new(Stack::new(devices, &config, platform.clock.now_ns(), seed));
         let shared =
-            Rc::new(Shared { stack, executor: Executor::default(), links: Links::new(links), platform, config });
+            Rc::new(NetInner { stack, executor: Executor::default(), links: Links::new(links), platform, config });
         app::start(Net(shared.clone()));
         stack::drive(&shared)
     }

@@ -118,7 +118,7 @@ pub(crate) struct Stack {
 }
 
 /// What a [`Net`](crate::Net) refers to.
-pub(crate) struct Shared {
+pub(crate) struct NetInner {
     pub(crate) stack: RefCell<Stack>,
     pub(crate) executor: Executor,
     pub(crate) links: Links,
@@ -126,7 +126,7 @@ pub(crate) struct Shared {
     pub(crate) config: Config,
 }
 
-impl Shared {
+impl NetInner {
     /// Nanoseconds since the start.
     pub(crate) fn now_ns(&self) -> u64 {
         self.platform.clock.now_ns()
@@ -580,7 +580,7 @@ impl Stack {
 
 /// Takes up to `budget` frames of each device; returns how many there were, and whether a budget
 /// was used up.
-fn ingress(shared: &Shared, budget: usize) -> (usize, bool) {
+fn ingress(shared: &NetInner, budget: usize) -> (usize, bool) {
     let stack = &mut *shared.stack.borrow_mut();
     let now = shared.now();
     let count = stack.nics.len();
@@ -607,7 +607,7 @@ fn ingress(shared: &Shared, budget: usize) -> (usize, bool) {
 }
 
 /// Sends; returns whether there may be more to send.
-fn egress(shared: &Shared) -> bool {
+fn egress(shared: &NetInner) -> bool {
     let stack = &mut *shared.stack.borrow_mut();
     let now = shared.now();
     let mut any = false;
@@ -625,7 +625,7 @@ fn egress(shared: &Shared) -> bool {
     any
 }
 
-pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
+pub(crate) fn drive(shared: &Rc<NetInner>) -> ! {
     let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
     let mut busy_until_ns = 0;
     // The app's listeners are there before the first frame is looked at, which would be refused
@@ -700,7 +700,7 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
 
 /// Sleeps until an interrupt comes, or until `until_ns`. A little later it looks at the device once
 /// more, since a machine's memory fences may do nothing ([`tombolo_ring::virtio::notify`]).
-fn sleep(shared: &Shared, until_ns: Option<u64>) {
+fn sleep(shared: &NetInner, until_ns: Option<u64>) {
     let recheck_ns = shared.now_ns() + RECHECK_NS;
     if !shared.stack.borrow().nics.iter().any(|nic| nic.device.wants_recheck())
         || until_ns.is_some_and(|until| until <= recheck_ns)
@@ -717,7 +717,7 @@ fn sleep(shared: &Shared, until_ns: Option<u64>) {
 }
 
 /// The second look at all devices: whether one has something to do.
-fn recheck(shared: &Shared) -> bool {
+fn recheck(shared: &NetInner) -> bool {
     let nics = &mut shared.stack.borrow_mut().nics;
     nics.iter_mut().fold(false, |has_work, nic| has_work | (nic.device.wants_recheck() && nic.device.recheck()))
 }

@@ -12,7 +12,7 @@ use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tombolo_bypass::attachment::{self, AttachError, Detached, Options, monotonic_ns};
 use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
-use tombolo_bypass::netlink::{Link, NetlinkError, Routes};
+use tombolo_bypass::netlink::{InterfaceInfo, NetlinkError, Routes};
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
 use tombolo_bypass::trace::Traced;
@@ -476,7 +476,7 @@ fn ends(t: &Tuple) -> (String, String, String) {
 }
 
 /// The links of a namespace where something is attached; `wanted` has to be one that is attached.
-pub(crate) fn links_of_attached(place: &Place, wanted: Option<&str>) -> Result<Vec<Link>, Failure> {
+pub(crate) fn links_of_attached(place: &Place, wanted: Option<&str>) -> Result<Vec<InterfaceInfo>, Failure> {
     if !place.exists() {
         return Err(Failure::misused(NOTHING));
     }

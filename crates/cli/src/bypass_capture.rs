@@ -9,7 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use tombolo_bypass::attachment::monotonic_ns;
-use tombolo_bypass::capture::{self, End, Frame, MOST_KEPT, Slot, Wanted};
+use tombolo_bypass::capture::{self, CaptureLock, End, Frame, MOST_KEPT, Wanted};
 use tombolo_bypass::layout::Point;
 use tombolo_bypass::netlink::Routes;
 use tombolo_host::pcapng::{self, Direction, Packet};
@@ -223,7 +223,7 @@ impl Capture {
             out::tell!("tombolo: --end {text} is an address without a port; with one it is [{address}]:{port}");
         }
         // Before the file, which may be that of the capture that runs.
-        let slot = Slot::take(&place)?;
+        let slot = CaptureLock::take(&place)?;
         let file: Box<dyn Write> = Box::new(io::BufWriter::new(Destination::create(path)?));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
         let snap = self.snaplen.unwrap_or(MOST_KEPT);

@@ -86,7 +86,7 @@ enum Kind {
 
 /// A file that is read on.
 #[derive(Debug)]
-struct Source {
+struct LogFile {
     path: PathBuf,
     member: String,
     kind: Kind,
@@ -103,10 +103,10 @@ struct Source {
     last_ms: u64,
 }
 
-impl Source {
-    fn new(path: PathBuf, member: &str, kind: Kind) -> Source {
+impl LogFile {
+    fn new(path: PathBuf, member: &str, kind: Kind) -> LogFile {
         let member = member.to_string();
-        Source { path, member, kind, offset: 0, inode: 0, born: None, pending: vec![], silent: 0, last_ms: 0 }
+        LogFile { path, member, kind, offset: 0, inode: 0, born: None, pending: vec![], silent: 0, last_ms: 0 }
     }
 
     /// The lines that came since the last call. With `all`, also a last one without an end.
@@ -240,7 +240,7 @@ fn files(folder: &Path) -> BTreeMap<(String, Kind, String), PathBuf> {
 struct Followed {
     folder: PathBuf,
     members: Vec<String>,
-    sources: BTreeMap<(String, Kind, String), Source>,
+    sources: BTreeMap<(String, Kind, String), LogFile>,
 }
 
 impl Followed {
@@ -250,7 +250,7 @@ impl Followed {
             if !self.members.is_empty() && !self.members.contains(&key.0) {
                 continue;
             }
-            let source = || Source::new(path, &key.0, key.1);
+            let source = || LogFile::new(path, &key.0, key.1);
             self.sources.entry(key.clone()).or_insert_with(source);
         }
     }

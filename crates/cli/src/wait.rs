@@ -54,7 +54,7 @@ enum What {
 
 /// How it stands.
 #[derive(Debug, PartialEq, Eq)]
-enum State {
+enum WaitState {
     Met(Exit),
     /// Not yet; how it is.
     NotYet(String),
@@ -62,9 +62,9 @@ enum State {
     Never(String),
 }
 
-fn machine<'s>(status: &'s Status, name: &str) -> Result<&'s MachineReport, State> {
+fn machine<'s>(status: &'s Status, name: &str) -> Result<&'s MachineReport, WaitState> {
     let there = || status.machines.iter().map(|m| m.name.as_str()).collect::<Vec<_>>().join(", ");
-    let none = || State::Never(format!("there is no machine \"{name}\"; there are: {}", there()));
+    let none = || WaitState::Never(format!("there is no machine \"{name}\"; there are: {}", there()));
     status.machines.iter().find(|m| m.name == name).ok_or_else(none)
 }
 
@@ -85,30 +85,30 @@ fn how(m: &MachineReport) -> String {
     format!("{} is {}{end}", m.name, m.state)
 }
 
-fn up(status: &Status, name: Option<&str>) -> State {
+fn up(status: &Status, name: Option<&str>) -> WaitState {
     if let Some(name) = name
         && let Err(never) = machine(status, name)
     {
         return never;
     }
     let late: Vec<_> = missing(status).into_iter().filter(|(n, _)| name.is_none_or(|name| name == n)).collect();
-    let Some((first, state)) = late.first() else { return State::Met(Exit::Done) };
+    let Some((first, state)) = late.first() else { return WaitState::Met(Exit::Done) };
     let text = format!("{first} is not on the network: {state}");
     match is_hopeless(status, &late) {
-        true => State::Never(text),
-        false => State::NotYet(text),
+        true => WaitState::Never(text),
+        false => WaitState::NotYet(text),
     }
 }
 
-fn lease(status: &Status, name: &str) -> State {
+fn lease(status: &Status, name: &str) -> WaitState {
     let m = match machine(status, name) {
         Ok(m) => m,
         Err(never) => return never,
     };
     let mut leases = status.networks.iter().flat_map(|n| &n.leases).filter(|l| l.name.as_deref() == Some(name));
     match leases.any(|l| l.expires_s.is_some() && is_of_this_run(m, l)) {
-        true => State::Met(Exit::Done),
-        false if is_over(m) => State::Never(how(m)),
+        true => WaitState::Met(Exit::Done),
+        false if is_over(m) => WaitState::Never(how(m)),
         false => {
             // The networks that it has a device on: a machine's ports have its name, or begin with
             // it and a dot.
@@ -118,7 +118,7 @@ fn lease(status: &Status, name: &str) -> State {
                 let refused = network.counters.get("dhcp_exhausted").filter(|count| **count != 0)?;
                 Some((&network.name, refused))
             });
-            State::NotYet(match full {
+            WaitState::NotYet(match full {
                 Some((network, refused)) => format!(
                     "{name} has no address yet: network {network} had none left {refused} times when one was asked for; it is {}",
                     m.state
@@ -139,41 +139,41 @@ fn is_of_this_run(machine: &MachineReport, lease: &LeaseReport) -> bool {
     }
 }
 
-fn port(status: &Status, name: &str) -> State {
+fn port(status: &Status, name: &str) -> WaitState {
     match status.ports.iter().find(|p| p.name == name) {
-        Some(port) if port.up => State::Met(Exit::Done),
-        Some(_) => State::NotYet(format!("port {name} is down")),
-        None => State::NotYet(format!("there is no port \"{name}\"")),
+        Some(port) if port.up => WaitState::Met(Exit::Done),
+        Some(_) => WaitState::NotYet(format!("port {name} is down")),
+        None => WaitState::NotYet(format!("there is no port \"{name}\"")),
     }
 }
 
-fn exit(status: &Status, name: &str) -> State {
+fn exit(status: &Status, name: &str) -> WaitState {
     match machine(status, name) {
-        Ok(m) if is_over(m) && m.state == "stopped" => State::Met(Exit::Done),
-        Ok(m) if is_over(m) => State::Met(Exit::Failed),
-        Ok(m) => State::NotYet(how(m)),
+        Ok(m) if is_over(m) && m.state == "stopped" => WaitState::Met(Exit::Done),
+        Ok(m) if is_over(m) => WaitState::Met(Exit::Failed),
+        Ok(m) => WaitState::NotYet(how(m)),
         // One that was added and stopped is gone.
         Err(never) => never,
     }
 }
 
-fn service(name: &str) -> State {
+fn service(name: &str) -> WaitState {
     let there = folder::services().map(|folder| folder::list(&folder)).unwrap_or_default();
     match there.iter().any(|service| service == name) {
-        true => State::Met(Exit::Done),
-        false => State::NotYet(format!("the service \"{name}\" does not run")),
+        true => WaitState::Met(Exit::Done),
+        false => WaitState::NotYet(format!("the service \"{name}\" does not run")),
     }
 }
 
 /// How it stands with all of them: what will never be, before what is not yet, and the worst end.
-fn of_all(states: impl Iterator<Item = State>) -> State {
-    let mut all = State::Met(Exit::Done);
+fn of_all(states: impl Iterator<Item = WaitState>) -> WaitState {
+    let mut all = WaitState::Met(Exit::Done);
     for state in states {
         all = match (all, state) {
-            (never @ State::Never(_), _) | (_, never @ State::Never(_)) => never,
-            (late @ State::NotYet(_), _) | (_, late @ State::NotYet(_)) => late,
-            (State::Met(Exit::Done), met) => met,
-            (met, State::Met(_)) => met,
+            (never @ WaitState::Never(_), _) | (_, never @ WaitState::Never(_)) => never,
+            (late @ WaitState::NotYet(_), _) | (_, late @ WaitState::NotYet(_)) => late,
+            (WaitState::Met(Exit::Done), met) => met,
+            (met, WaitState::Met(_)) => met,
         };
     }
     all
@@ -181,7 +181,7 @@ fn of_all(states: impl Iterator<Item = State>) -> State {
 
 impl Wait {
     /// How it stands with one of the names; without one, with all machines.
-    fn state(&self, status: &Status, name: Option<&str>) -> State {
+    fn state(&self, status: &Status, name: Option<&str>) -> WaitState {
         match (self.what, name) {
             (What::Lease, Some(name)) => lease(status, name),
             (What::Port, Some(name)) => port(status, name),
@@ -197,7 +197,7 @@ impl Wait {
             let state = match client.as_ref().map(|client| client.status()) {
                 None => of_all(self.names.iter().map(|name| service(name))),
                 // It may be about to start.
-                Some(Err(error)) if error.is_absent() || error.is_unanswered() => State::NotYet(error.to_string()),
+                Some(Err(error)) if error.is_absent() || error.is_unanswered() => WaitState::NotYet(error.to_string()),
                 Some(status) => {
                     let status = status?;
                     match self.names.is_empty() {
@@ -207,13 +207,13 @@ impl Wait {
                 }
             };
             match state {
-                State::Met(exit) => return Ok(exit),
-                State::Never(text) => return Err(Failure::failed(text)),
-                State::NotYet(text) if Instant::now() >= end => {
+                WaitState::Met(exit) => return Ok(exit),
+                WaitState::Never(text) => return Err(Failure::failed(text)),
+                WaitState::NotYet(text) if Instant::now() >= end => {
                     let waited = out::span(self.timeout.as_secs_f64());
                     return Err(Failure::failed(format!("{text} (waited {waited})")));
                 }
-                State::NotYet(_) => {}
+                WaitState::NotYet(_) => {}
             }
             match &mut client {
                 Some(client) => {
@@ -269,37 +269,39 @@ mod tests {
     #[test]
     fn what_can_still_come_is_waited_for_and_what_cannot_is_not() {
         let runs = status("running", None, true);
-        assert_eq!(up(&runs, None), State::Met(Exit::Done));
-        assert!(matches!(up(&status("running", None, false), Some("web")), State::NotYet(_)));
-        assert!(matches!(up(&status("failed", None, false), None), State::Never(text) if text.contains("signal 9")));
-        assert!(matches!(up(&status("failed", Some(2.0), false), None), State::NotYet(_)));
-        assert!(matches!(up(&runs, Some("wbe")), State::Never(text) if text.contains("there are: web")));
-        assert_eq!(port(&runs, "web"), State::Met(Exit::Done));
-        assert!(matches!(port(&runs, "other"), State::NotYet(_)));
-        assert!(matches!(exit(&runs, "web"), State::NotYet(_)));
-        assert_eq!(exit(&status("stopped", None, false), "web"), State::Met(Exit::Done));
-        assert_eq!(exit(&status("failed", None, false), "web"), State::Met(Exit::Failed));
-        assert!(matches!(exit(&status("failed", Some(1.0), false), "web"), State::NotYet(_)));
-        assert!(matches!(lease(&runs, "web"), State::NotYet(text) if text.contains("has not asked")));
+        assert_eq!(up(&runs, None), WaitState::Met(Exit::Done));
+        assert!(matches!(up(&status("running", None, false), Some("web")), WaitState::NotYet(_)));
+        assert!(
+            matches!(up(&status("failed", None, false), None), WaitState::Never(text) if text.contains("signal 9"))
+        );
+        assert!(matches!(up(&status("failed", Some(2.0), false), None), WaitState::NotYet(_)));
+        assert!(matches!(up(&runs, Some("wbe")), WaitState::Never(text) if text.contains("there are: web")));
+        assert_eq!(port(&runs, "web"), WaitState::Met(Exit::Done));
+        assert!(matches!(port(&runs, "other"), WaitState::NotYet(_)));
+        assert!(matches!(exit(&runs, "web"), WaitState::NotYet(_)));
+        assert_eq!(exit(&status("stopped", None, false), "web"), WaitState::Met(Exit::Done));
+        assert_eq!(exit(&status("failed", None, false), "web"), WaitState::Met(Exit::Failed));
+        assert!(matches!(exit(&status("failed", Some(1.0), false), "web"), WaitState::NotYet(_)));
+        assert!(matches!(lease(&runs, "web"), WaitState::NotYet(text) if text.contains("has not asked")));
     }
 
     #[test]
     fn of_several_names_the_worst_is_told() {
-        let (met, late) = (|| State::Met(Exit::Done), || State::NotYet("late".into()));
-        let never = || State::Never("never".into());
-        let all = |states: Vec<State>| of_all(states.into_iter());
+        let (met, late) = (|| WaitState::Met(Exit::Done), || WaitState::NotYet("late".into()));
+        let never = || WaitState::Never("never".into());
+        let all = |states: Vec<WaitState>| of_all(states.into_iter());
         assert_eq!(all(vec![met(), met()]), met());
         assert_eq!(all(vec![met(), late(), met()]), late());
         assert_eq!(all(vec![late(), never(), met()]), never());
-        assert_eq!(all(vec![met(), State::Met(Exit::Failed), met()]), State::Met(Exit::Failed));
+        assert_eq!(all(vec![met(), WaitState::Met(Exit::Failed), met()]), WaitState::Met(Exit::Failed));
         assert_eq!(parse("--for lease web db").unwrap().names, ["web", "db"]);
     }
 
     #[test]
     fn what_is_said_of_a_machine_is_of_its_present_run() {
-        assert_eq!(exit(&status("running", None, true), "web"), State::NotYet("web is running".into()));
+        assert_eq!(exit(&status("running", None, true), "web"), WaitState::NotYet("web is running".into()));
         let again = exit(&status("failed", Some(1.0), false), "web");
-        assert_eq!(again, State::NotYet("web is failed: signal 9".into()));
+        assert_eq!(again, WaitState::NotYet("web is failed: signal 9".into()));
     }
 
     #[test]
@@ -314,7 +316,7 @@ mod tests {
             .unwrap(),
         ];
         assert!(
-            matches!(lease(&full, "web"), State::NotYet(text) if text.contains("network lan had none left 3 times"))
+            matches!(lease(&full, "web"), WaitState::NotYet(text) if text.contains("network lan had none left 3 times"))
         );
     }
 

@@ -48,7 +48,7 @@ pub enum Part {
     /// `[port.NAME]`, likewise.
     Port(Box<(file::PortDecl, Option<PortPlan>)>),
     /// `[link.NAME]`
-    Link(Box<(file::Link, Option<Config>)>),
+    Link(Box<(file::LinkDecl, Option<Config>)>),
     /// `[export.NAME]`
     Export(Box<file::Export>),
     /// `[import.NAME]`

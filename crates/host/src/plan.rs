@@ -561,7 +561,7 @@ fn network_link(
 }
 
 /// A direct link: each machine has its seat and a way in of its own.
-pub(crate) fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
+pub(crate) fn direct_link(link: &file::LinkDecl, facts: &Facts) -> Result<Config, PlanError> {
     let max_peers = link.max_peers();
     let vectors = if link.plain { 0 } else { link.vectors };
     let what = format!("link.{}", link.name);

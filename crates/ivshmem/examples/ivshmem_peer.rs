@@ -20,7 +20,7 @@ use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 use tombolo_ivshmem::channel::{ChannelPeer, Error as ChannelError};
-use tombolo_ivshmem::client::{Joined, Link};
+use tombolo_ivshmem::client::{Joined, JoinedLink};
 use tombolo_ivshmem::links::{Config, Door, Links};
 use tombolo_ivshmem::peer::NetPeer;
 use tombolo_ivshmem::server::{Dialect, Seat, Shape as LinkShape};
@@ -79,18 +79,18 @@ fn join(socket: &str) -> Result<Joined, Box<dyn Error>> {
     Ok(joined)
 }
 
-fn channel(socket: &str) -> Result<Link<ChannelPeer>, Box<dyn Error>> {
+fn channel(socket: &str) -> Result<JoinedLink<ChannelPeer>, Box<dyn Error>> {
     let joined = join(socket)?;
     let shape = Shape::largest(joined.header().layout.output_bytes, RECORD_BYTES, 0).ok_or("no room for records")?;
     let other = u32::from(joined.id() == 0);
     Ok(joined.channel(other, shape)?)
 }
 
-fn network(socket: &str) -> Result<Link<NetPeer>, Box<dyn Error>> {
+fn network(socket: &str) -> Result<JoinedLink<NetPeer>, Box<dyn Error>> {
     Ok(join(socket)?.network()?)
 }
 
-fn echo(mut link: Link<ChannelPeer>) -> Result<(), Box<dyn Error>> {
+fn echo(mut link: JoinedLink<ChannelPeer>) -> Result<(), Box<dyn Error>> {
     let mut to = [0; RECORD_BYTES as usize];
     let mut was_up = false;
     loop {
@@ -109,7 +109,7 @@ fn echo(mut link: Link<ChannelPeer>) -> Result<(), Box<dyn Error>> {
     }
 }
 
-fn ping(mut link: Link<ChannelPeer>, count: usize) -> Result<(), Box<dyn Error>> {
+fn ping(mut link: JoinedLink<ChannelPeer>, count: usize) -> Result<(), Box<dyn Error>> {
     let end = Instant::now() + TIMEOUT;
     while !link.step()? {
         link.wait(Duration::from_millis(100))?;
@@ -137,7 +137,7 @@ fn ping(mut link: Link<ChannelPeer>, count: usize) -> Result<(), Box<dyn Error>>
     Ok(())
 }
 
-fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr, count: usize) -> Result<(), Box<dyn Error>> {
+fn arp(mut link: JoinedLink<NetPeer>, own: Ipv4Addr, target: Ipv4Addr, count: usize) -> Result<(), Box<dyn Error>> {
     let mac = match link.header().mac {
         [0, 0, 0, 0, 0, 0] => [0x02, 0, 0, 0, 0, 0x77],
         given => given,

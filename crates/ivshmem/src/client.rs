@@ -17,7 +17,7 @@
 //! The messages are those of ivshmem version 1 ([`crate::v1`]). The region begins
 //! with our header page, which is checked like that of an untrusted peer. When the server ends, the
 //! link stays as it is: region and doorbells outlive it. Only joins and leaves are no longer
-//! reported ([`Link::server_is_gone`]).
+//! reported ([`JoinedLink::server_is_gone`]).
 //!
 //! No thread; nothing blocks except `connect` and `wait`, both up to the time given.
 
@@ -220,7 +220,11 @@ impl Joined {
         self.id
     }
 
-    fn start<P>(self, peer_id: u32, make: impl FnOnce(LinkEnd) -> Result<P, EndError>) -> Result<Link<P>, JoinError> {
+    fn start<P>(
+        self,
+        peer_id: u32,
+        make: impl FnOnce(LinkEnd) -> Result<P, EndError>,
+    ) -> Result<JoinedLink<P>, JoinError> {
         let Joined { server, header, memory, id } = self;
         let vectors = header.vectors;
         let doorbells = server.doorbells(peer_id, vectors).filter(|_| vectors != 0);
@@ -237,7 +241,7 @@ impl Joined {
             mtu: header.mtu().into(),
             offloads: Offloads::None,
         };
-        Ok(Link { server, header, peer: make(parts)?, peer_id })
+        Ok(JoinedLink { server, header, peer: make(parts)?, peer_id })
     }
 
     fn expect(&self, is: bool, expected: &'static str) -> Result<(), JoinError> {
@@ -251,7 +255,7 @@ impl Joined {
     /// # Errors
     /// [`JoinError::Protocols`] where it is no network link, [`JoinError::End`] where it is not one
     /// of two peers.
-    pub fn network(self) -> Result<Link<NetPeer>, JoinError> {
+    pub fn network(self) -> Result<JoinedLink<NetPeer>, JoinError> {
         self.expect(self.header.protocol == protocol::NETWORK, "1, a network link")?;
         let peer = 1u32.wrapping_sub(self.id);
         self.start(peer, NetPeer::new)
@@ -263,7 +267,7 @@ impl Joined {
     /// # Errors
     /// [`JoinError::Protocols`] where the link is of no user's protocol, [`JoinError::End`] where
     /// ids or shape do not fit.
-    pub fn channel(self, peer: u32, shape: Shape) -> Result<Link<ChannelPeer>, JoinError> {
+    pub fn channel(self, peer: u32, shape: Shape) -> Result<JoinedLink<ChannelPeer>, JoinError> {
         let users = protocol::USER_FIRST..=protocol::USER_LAST;
         self.expect(users.contains(&self.header.protocol), "0x4000 to 0x7fff, a link for users' own protocols")?;
         self.start(peer, |parts| ChannelPeer::new(parts, shape))
@@ -275,7 +279,13 @@ impl Joined {
     /// # Errors
     /// [`JoinError::Protocols`] where the link is not of `protocol`, which is `named` so in the
     /// error; [`JoinError::End`] where the ids do not fit.
-    pub fn raw(self, peer: u32, protocol: u32, named: &'static str, clear: Clear) -> Result<Link<RawPeer>, JoinError> {
+    pub fn raw(
+        self,
+        peer: u32,
+        protocol: u32,
+        named: &'static str,
+        clear: Clear,
+    ) -> Result<JoinedLink<RawPeer>, JoinError> {
         self.expect(self.header.protocol == protocol, named)?;
         self.start(peer, |parts| RawPeer::new(parts, clear))
     }
@@ -329,14 +339,14 @@ meets!(ChannelPeer);
 meets!(RawPeer);
 
 /// A link that was joined: its end, and the conversation with its server.
-pub struct Link<P> {
+pub struct JoinedLink<P> {
     server: Server,
     header: Header,
     peer: P,
     peer_id: u32,
 }
 
-impl<P: Meets> Link<P> {
+impl<P: Meets> JoinedLink<P> {
     /// Hears what the server has said and follows the other peer's state. Returns whether the link
     /// is up.
     ///
@@ -387,10 +397,10 @@ impl<P: Meets> Link<P> {
     }
 
     /// Waits until the other peer or the server says something, or `timeout` has passed; then does
-    /// as [`Link::step`].
+    /// as [`JoinedLink::step`].
     ///
     /// # Errors
-    /// As for [`Link::step`].
+    /// As for [`JoinedLink::step`].
     pub fn wait(&mut self, timeout: Duration) -> Result<bool, JoinError> {
         let server = (!self.server.gone).then_some(&self.server.socket);
         self.peer.wait_for(timeout, server);

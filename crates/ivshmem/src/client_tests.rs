@@ -87,7 +87,7 @@ impl Host {
     }
 }
 
-fn both_up<A: Meets, B: Meets>(a: &mut Link<A>, b: &mut Link<B>) {
+fn both_up<A: Meets, B: Meets>(a: &mut JoinedLink<A>, b: &mut JoinedLink<B>) {
     let end = Instant::now() + SOON;
     while !(a.step().unwrap() & b.step().unwrap()) {
         assert!(Instant::now() < end, "the link does not come up");

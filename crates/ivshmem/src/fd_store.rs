@@ -92,7 +92,7 @@ const ACCEPTED: usize = 64;
 
 /// A record that the fd store holds, with its descriptors.
 #[derive(Debug)]
-pub struct Record {
+pub struct StoredRecord {
     /// Unique in the store: putting a record replaces the one of that name.
     pub name: String,
     /// Contents, which only the owner of the record interprets.
@@ -231,7 +231,7 @@ impl FdStore {
     ///
     /// # Errors
     /// The fd store is lost; `EPROTO` if it is none.
-    pub fn list(&self) -> Result<Vec<Record>, Errno> {
+    pub fn list(&self) -> Result<Vec<StoredRecord>, Errno> {
         self.list_of("")
     }
 
@@ -239,7 +239,7 @@ impl FdStore {
     ///
     /// # Errors
     /// As for [`FdStore::list`].
-    pub fn list_of(&self, prefix: &str) -> Result<Vec<Record>, Errno> {
+    pub fn list_of(&self, prefix: &str) -> Result<Vec<StoredRecord>, Errno> {
         self.say(LIST, 0, prefix, &[], &[])?;
         let mut out = Vec::new();
         let mut buffer = [0; MAX_BYTES];
@@ -252,7 +252,7 @@ impl FdStore {
                 Some((END, ..)) => return Ok(out),
                 Some((kind @ (ENTRY | ENTRY_IN_DOUBT), life, name, bytes)) => {
                     let in_doubt = kind == ENTRY_IN_DOUBT;
-                    out.push(Record {
+                    out.push(StoredRecord {
                         name: name.into(),
                         bytes: bytes.into(),
                         fds: got.fds.into_iter().map(ForeignFd::keep).collect(),

@@ -31,7 +31,7 @@
 mod shell;
 
 use super::fd_store::{self, FdStore};
-use super::server::{Dialect, Record, Refused, Seat, Server, Shape};
+use super::server::{Dialect, PeerRecord, Refused, Seat, Server, Shape};
 use rustix::event::{PollFd, PollFlags, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
@@ -234,7 +234,7 @@ impl Member {
     }
 }
 
-struct Link {
+struct ServedLink {
     config: Config,
     region: OwnedFd,
     /// Header page and state table.
@@ -468,7 +468,7 @@ fn duplicate(link: &str, fd: impl AsFd) -> Result<OwnedFd, LinkError> {
 /// A seat as the fd store had it: its doorbells, and who sat on it.
 struct KeptSeat {
     doorbells: Vec<Doorbell>,
-    member: Option<(Record, Member)>,
+    member: Option<(PeerRecord, Member)>,
 }
 
 /// The words of a seat's record behind that of its peer: what sits on it, and its process.
@@ -483,7 +483,7 @@ fn seat_words(member: Option<&Member>) -> [u8; 5] {
     [kind, a, b, c, d]
 }
 
-fn seat(config: &Config, kept: &fd_store::Record) -> Option<KeptSeat> {
+fn seat(config: &Config, kept: &fd_store::StoredRecord) -> Option<KeptSeat> {
     let (record, rest) = kept.bytes.split_at_checked(super::server::RECORD_BYTES)?;
     let [kind, pid @ ..] = rest else { return None };
     let pid = u32::from_le_bytes(pid.try_into().ok()?);
@@ -501,13 +501,13 @@ fn seat(config: &Config, kept: &fd_store::Record) -> Option<KeptSeat> {
     };
     let doorbells: Vec<Doorbell> = fds.map(|fd| Doorbell::adopt(fd.ok()?).ok()).collect::<Option<_>>()?;
     let member = match kind {
-        Some(kind) => Some((Record::decode(record)?, Member { kind, pid, life, token: OWN })),
+        Some(kind) => Some((PeerRecord::decode(record)?, Member { kind, pid, life, token: OWN })),
         None => None,
     };
     (doorbells.len() == config.shape.vectors as usize).then_some(KeptSeat { doorbells, member })
 }
 
-impl Link {
+impl ServedLink {
     /// Writes the header page of a v1 region. Peers can write to it too, so it is written again for
     /// each peer that joins.
     fn write_header(&self) {

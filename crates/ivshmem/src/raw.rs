@@ -5,7 +5,7 @@
 //! after both peers have cleared theirs, until one of them stops. Each such time is a *epoch* of
 //! the link, with a number of its own. A user that remembers anything of the sections must forget
 //! it when the number changes. The module has no thread; each call looks at the peer's state first.
-//! Nothing blocks except the wait of [`super::client::Link`].
+//! Nothing blocks except the wait of [`super::client::JoinedLink`].
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;

@@ -154,7 +154,7 @@ pub enum Refused {
 
 /// What is remembered of a peer across a restart of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Record {
+pub struct PeerRecord {
     /// Peer ID.
     pub id: u32,
     /// What it is told.
@@ -165,10 +165,10 @@ pub struct Record {
     pub told: u64,
 }
 
-/// Bytes of an encoded [`Record`].
+/// Bytes of an encoded [`PeerRecord`].
 pub const RECORD_BYTES: usize = 16;
 
-impl Record {
+impl PeerRecord {
     /// Its bytes: `id` u32, settled u16, hears u16, `told` u64, little-endian.
     pub fn encode(&self) -> [u8; RECORD_BYTES] {
         let mut out = [0; RECORD_BYTES];
@@ -184,14 +184,14 @@ impl Record {
         out
     }
 
-    /// Reads what [`Record::encode`] wrote; `None` for anything else.
-    pub fn decode(bytes: &[u8]) -> Option<Record> {
+    /// Reads what [`PeerRecord::encode`] wrote; `None` for anything else.
+    pub fn decode(bytes: &[u8]) -> Option<PeerRecord> {
         let bytes: &[u8; RECORD_BYTES] = bytes.try_into().ok()?;
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let told = u64::from(word(8)) | u64::from(word(12)) << 32;
         let hears = [Hears::Nothing, Hears::Seats, Hears::Comings].into_iter().nth((word(4) >> 16) as usize)?;
         let settled = word(4) & 0xffff;
-        (word(0) < MAX_PEERS && settled < 2).then_some(Record { id: word(0), hears, settled: settled == 1, told })
+        (word(0) < MAX_PEERS && settled < 2).then_some(PeerRecord { id: word(0), hears, settled: settled == 1, told })
     }
 }
 
@@ -226,7 +226,7 @@ impl Server {
     /// nothing is said of them. A client that was told of one before finds by the state word that
     /// it is gone. A client that was not told of it must not be told that it is gone. Returns their
     /// ids.
-    pub fn restore(shape: Shape, records: &[Record], now_ns: u64) -> (Server, Vec<u32>) {
+    pub fn restore(shape: Shape, records: &[PeerRecord], now_ns: u64) -> (Server, Vec<u32>) {
         let mut server = Server::new(shape);
         let mut out = Vec::new();
         for record in records {
@@ -234,7 +234,7 @@ impl Server {
                 out.push(record.id);
                 continue;
             }
-            let Record { id, hears, told, .. } = *record;
+            let PeerRecord { id, hears, told, .. } = *record;
             server.peers.insert(id, Peer { hears, settled: true, told, queue: VecDeque::new(), moved_ns: now_ns });
         }
         let unsettled = out.iter().fold(0u64, |mask, id| mask | 1u64.checked_shl(*id).unwrap_or(0));
@@ -425,8 +425,8 @@ impl Server {
     }
 
     /// What is to be remembered of a peer.
-    pub fn record(&self, id: u32) -> Option<Record> {
-        self.peers.get(&id).map(|p| Record { id, hears: p.hears, settled: p.settled, told: p.told })
+    pub fn record(&self, id: u32) -> Option<PeerRecord> {
+        self.peers.get(&id).map(|p| PeerRecord { id, hears: p.hears, settled: p.settled, told: p.told })
     }
 
     /// Another timeout than [`TIMEOUT_NS`].

@@ -16,7 +16,7 @@
 //! A store that is lost is replaced once per change. If that fails, ports continue, and connect
 //! again after a restart.
 
-use crate::fd_store::{self, FdStore, Record};
+use crate::fd_store::{self, FdStore, StoredRecord};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,11 +37,11 @@ pub type Find = Box<dyn FnMut() -> Result<FdStore, String> + Send>;
 /// Told what the user should know, in a sentence.
 pub type Tell = Box<dyn Fn(&str) + Send + Sync>;
 
-struct State {
+struct StoreState {
     fd_store: Option<FdStore>,
     find: Find,
     /// Records of an earlier daemon that no port has taken.
-    left: BTreeMap<String, Record>,
+    left: BTreeMap<String, StoredRecord>,
     frozen: bool,
     busy: usize,
     closed: bool,
@@ -49,7 +49,7 @@ struct State {
 
 /// The connection to the fd store, shared by all ports of a fabric.
 pub struct Store {
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
     changed: Condvar,
     tell: Tell,
 }
@@ -92,7 +92,7 @@ impl Store {
         let records = fd_store.list_of(PREFIX).map_err(|e| format!("the fd store does not answer: {e}"))?;
         let left = records.into_iter().filter_map(|r| Some((r.name.strip_prefix(PREFIX)?.to_string(), r)));
         let state =
-            State { fd_store: Some(fd_store), find, left: left.collect(), frozen: false, busy: 0, closed: false };
+            StoreState { fd_store: Some(fd_store), find, left: left.collect(), frozen: false, busy: 0, closed: false };
         Ok(Store { state: Mutex::new(state), changed: Condvar::new(), tell })
     }
 
@@ -101,7 +101,7 @@ impl Store {
         (self.tell)(text);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, StoreState> {
         // Nothing is left half-changed by a panic: fields are set one by one, each with a meaning
         // of its own.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -125,7 +125,7 @@ impl Store {
         (state.fd_store, state.closed) = (None, true);
     }
 
-    fn say_to(&self, state: &mut State, what: impl Fn(&FdStore) -> Result<(), Errno>) -> Result<(), Errno> {
+    fn say_to(&self, state: &mut StoreState, what: impl Fn(&FdStore) -> Result<(), Errno>) -> Result<(), Errno> {
         let error = match state.fd_store.as_ref().map(&what) {
             Some(Ok(())) => return Ok(()),
             // The record's own fault, not the store's.
@@ -232,7 +232,7 @@ impl Store {
 
     /// Takes what an earlier daemon left under a name. The store keeps its copy until it is
     /// replaced or forgotten.
-    pub fn take(&self, name: &str) -> Option<Record> {
+    pub fn take(&self, name: &str) -> Option<StoredRecord> {
         self.lock().left.remove(name)
     }
 

@@ -29,7 +29,7 @@ use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, Offload, SegmentKind, Segmentation};
-use tombolo_switch::port::{Fault, FaultKind, Link, Port};
+use tombolo_switch::port::{Carrier, Fault, FaultKind, Port};
 use tombolo_switch::wait::{Token, Waiter};
 use tombolo_switch::worker::SERVICE_INTERVAL;
 use tombolo_testing::Random;
@@ -231,7 +231,7 @@ pub struct Rig<F> {
     /// Faults that the port had; it was reset after each.
     pub faults: Vec<Fault>,
     /// The link as a worker knows it: as it was after the last service.
-    pub seen: Option<Link>,
+    pub seen: Option<Carrier>,
     /// Times that the reactor woke this port.
     pub wakeups: usize,
     reactor: Rc<RefCell<Reactor>>,
@@ -269,7 +269,7 @@ impl<F: Fixture> Rig<F> {
             serviced_at: Nanos(0),
             cuts: Random(u64::from(token.0)),
         };
-        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+        rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
         rig
     }
 

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::Mac;
-use tombolo_switch::port::Link;
+use tombolo_switch::port::Carrier;
 use tombolo_worker::reactor::{Registration, Watch};
 
 const IFF_UP: u16 = 1;
@@ -216,8 +216,8 @@ impl Condition {
         if state.up && state.running { Condition::Up } else { Condition::Down }
     }
 
-    pub(crate) fn link(self) -> Link {
-        if self == Condition::Up { Link::Up } else { Link::Down }
+    pub(crate) fn link(self) -> Carrier {
+        if self == Condition::Up { Carrier::Up } else { Carrier::Down }
     }
 }
 

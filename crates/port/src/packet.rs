@@ -31,7 +31,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 use tombolo_worker::reactor::{Registration, Watch};
 
@@ -317,7 +317,7 @@ impl Port for PacketPort {
         "packet"
     }
 
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.condition.link()
     }
 
@@ -524,10 +524,10 @@ mod tests {
         crate::conformance::run::<PacketFixture>("the_link_follows_the_interface", |_| {
             let mut rig = Rig::<PacketFixture>::up();
             for (line, link) in [
-                ("ip link set va down", Link::Down),
-                ("ip link set va up", Link::Up),
-                ("ip link set vb down", Link::Down),
-                ("ip link set vb up", Link::Up),
+                ("ip link set va down", Carrier::Down),
+                ("ip link set va up", Carrier::Up),
+                ("ip link set vb down", Carrier::Down),
+                ("ip link set vb up", Carrier::Up),
             ] {
                 kernel_side::run(&rig.peer.netns, line);
                 rig.until_woken(line, |rig| rig.seen == Some(link));

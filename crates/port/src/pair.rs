@@ -29,7 +29,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, Port, Sent};
 use tombolo_worker::reactor::Registration;
 
 /// What a pair is made of.
@@ -71,7 +71,7 @@ pub enum SendError {
 }
 
 #[derive(Default)]
-struct State {
+struct PairState {
     /// Counts peers; a handle of an earlier one finds itself closed.
     generation: u64,
     connected: bool,
@@ -88,22 +88,22 @@ struct State {
     spare: Vec<Vec<u8>>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct PairInner {
+    state: Mutex<PairState>,
     registration: Registration,
     doorbell: Doorbell,
     capacity: usize,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl PairInner {
+    fn lock(&self) -> MutexGuard<'_, PairState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The end that the switch uses.
 pub struct PairPort {
-    shared: Arc<Shared>,
+    shared: Arc<PairInner>,
     caps: Caps,
     /// Frames handed out by `receive`, until `release`.
     taken: Vec<OwnedFrame>,
@@ -115,11 +115,11 @@ pub struct PairPort {
 
 /// Makes peers for a [`PairPort`], one at a time.
 #[derive(Clone)]
-pub struct PairConnector(Arc<Shared>);
+pub struct PairConnector(Arc<PairInner>);
 
 /// The end that a test or an in-process member uses.
 pub struct PairPeer {
-    shared: Arc<Shared>,
+    shared: Arc<PairInner>,
     generation: u64,
 }
 
@@ -139,7 +139,7 @@ impl PairPort {
     /// The kernel's, where no descriptor is left.
     pub fn new(config: PairConfig, registration: Registration) -> Result<(PairPort, PairConnector), Errno> {
         let (doorbell, capacity) = (Doorbell::new()?, config.capacity.max(1));
-        let shared = Arc::new(Shared { state: Mutex::default(), registration, doorbell, capacity });
+        let shared = Arc::new(PairInner { state: Mutex::default(), registration, doorbell, capacity });
         let connector = PairConnector(shared.clone());
         let (taken, staged, spare) = (Vec::new(), Vec::new(), Vec::new());
         Ok((PairPort { shared, caps: config.caps, taken, staged, spare }, connector))
@@ -259,8 +259,8 @@ impl Port for PairPort {
         "pair"
     }
 
-    fn link(&self) -> Link {
-        if self.shared.lock().connected { Link::Up } else { Link::Down }
+    fn link(&self) -> Carrier {
+        if self.shared.lock().connected { Carrier::Up } else { Carrier::Down }
     }
 
     fn caps(&self) -> Caps {
@@ -492,7 +492,7 @@ mod tests {
         let second = rig.peer.connector.connect();
         assert_eq!(rig.peer.peer.as_ref().unwrap().send(&frame(0, 60), Offload::NONE), Err(SendError::Closed));
         rig.peer.peer = None;
-        assert!(second.is_connected() && rig.port.link() == Link::Up);
+        assert!(second.is_connected() && rig.port.link() == Carrier::Up);
         drop(rig);
         assert_eq!(second.send(&frame(0, 60), Offload::NONE), Err(SendError::Closed));
     }

@@ -34,7 +34,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, HandOver, Port, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 use tombolo_worker::reactor::{Registration, Watch};
 
@@ -459,7 +459,7 @@ impl Port for TapPort {
         "tap"
     }
 
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.condition.link()
     }
 
@@ -717,7 +717,7 @@ mod tests {
         let registration = rig.port_registration();
         rig.port = Box::new(TapPort::adopt(fd, registration).unwrap());
         rig.peer.side = KernelSide::open(&netns, "other");
-        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+        rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
         rig
     }
 
@@ -751,7 +751,7 @@ mod tests {
     fn the_link_follows_the_interface_and_the_mtu_and_the_name_are_taken_over() {
         crate::conformance::run::<TapFixture>("the_link_follows_the_interface", |_| {
             let mut rig = Rig::<TapFixture>::up();
-            for (line, link) in [("ip link set tap0 down", Link::Down), ("ip link set tap0 up", Link::Up)] {
+            for (line, link) in [("ip link set tap0 down", Carrier::Down), ("ip link set tap0 up", Carrier::Up)] {
                 kernel_side::run(&rig.peer.netns, line);
                 // A frame that goes out before the port has heard of it is counted all the same.
                 rig.send(&plain(0, [60]));

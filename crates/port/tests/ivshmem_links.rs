@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use tombolo_ivshmem::client::{Joined, Link};
+use tombolo_ivshmem::client::{Joined, JoinedLink};
 use tombolo_ivshmem::end::{EventDoorbells, LinkEnd, PeerDoorbells};
 use tombolo_ivshmem::links::{Config, Door, Event, Links};
 use tombolo_ivshmem::peer::NetPeer;
@@ -18,7 +18,7 @@ use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::memory::Mapping;
 use tombolo_switch::control::{NetworkId, PortSettings};
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::port::Link as PortLink;
+use tombolo_switch::port::Carrier;
 use tombolo_testing::until;
 use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
@@ -119,7 +119,7 @@ impl Fabric {
         told
     }
 
-    fn join(&self, name: &str) -> Link<NetPeer> {
+    fn join(&self, name: &str) -> JoinedLink<NetPeer> {
         let joined = Joined::connect(self.place.socket(name), TIMEOUT).unwrap();
         assert_eq!((joined.id(), joined.header().name.as_str()), (1, name));
         joined.network().unwrap()
@@ -129,7 +129,7 @@ impl Fabric {
     /// the other.
     fn all_up(&self) {
         let end = Instant::now() + TIMEOUT;
-        while self.worker.handle().status().unwrap().ports.iter().any(|port| port.link != PortLink::Up) {
+        while self.worker.handle().status().unwrap().ports.iter().any(|port| port.link != Carrier::Up) {
             assert!(Instant::now() < end, "not all ports come up");
             std::thread::yield_now();
         }
@@ -141,7 +141,7 @@ impl Fabric {
     }
 }
 
-fn up(link: &mut Link<NetPeer>) {
+fn up(link: &mut JoinedLink<NetPeer>) {
     let end = Instant::now() + TIMEOUT;
     while !link.step().unwrap() {
         link.wait(Duration::from_millis(20)).unwrap();
@@ -160,7 +160,7 @@ fn frame(from: usize, to: [u8; 6], number: u32, len: usize) -> Vec<u8> {
 }
 
 /// Everybody sends to each other one, and all of it arrives, once and as it was.
-fn all_pairs(links: &mut [Link<NetPeer>], round: u32) {
+fn all_pairs(links: &mut [JoinedLink<NetPeer>], round: u32) {
     let count = links.len();
     // One frame to everybody, so that the switch knows all.
     for (i, link) in links.iter_mut().enumerate() {
@@ -196,7 +196,7 @@ fn all_pairs(links: &mut [Link<NetPeer>], round: u32) {
 }
 
 /// Has everybody receive until `done` says so.
-fn collect(links: &mut [Link<NetPeer>], mut done: impl FnMut(usize, &[u8]) -> bool) {
+fn collect(links: &mut [JoinedLink<NetPeer>], mut done: impl FnMut(usize, &[u8]) -> bool) {
     let (mut buffer, end) = (Vec::new(), Instant::now() + TIMEOUT);
     loop {
         for (i, link) in links.iter_mut().enumerate() {

@@ -15,7 +15,7 @@ use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Offload};
-use tombolo_switch::port::{Link, Port};
+use tombolo_switch::port::{Carrier, Port};
 use tombolo_switch::wait::{Token, Waiter};
 use tombolo_worker::reactor::{Reactor, Registration};
 
@@ -78,7 +78,7 @@ impl Worker {
         }
     }
 
-    fn link(&mut self, link: Link) {
+    fn link(&mut self, link: Carrier) {
         self.until("the link", |w| w.port.link() == link);
     }
 
@@ -246,10 +246,10 @@ fn qemu_stream_connects_to_us_and_again_after_it_was_killed() {
         let netdev = format!("stream,id=s,server=off,addr.type=unix,addr.path={}", path.display());
         for _ in 0..2 {
             let peer = qemu(&netdev, None);
-            worker.link(Link::Up);
+            worker.link(Carrier::Up);
             worker.converse_with_slirp();
             peer.kill();
-            worker.link(Link::Down);
+            worker.link(Carrier::Down);
         }
         assert!(worker.port.details().contains(&("peers_so_far", 2u64.into())));
     });
@@ -264,10 +264,10 @@ fn we_connect_to_qemu_stream_and_again_after_it_was_killed() {
         let netdev = format!("stream,id=s,server=on,addr.type=unix,addr.path={}", path.display());
         for _ in 0..2 {
             let peer = qemu(&netdev, None);
-            worker.link(Link::Up);
+            worker.link(Carrier::Up);
             worker.converse_with_slirp();
             peer.kill();
-            worker.link(Link::Down);
+            worker.link(Carrier::Down);
         }
     });
 }
@@ -281,10 +281,10 @@ fn qemu_socket_is_given_one_end_of_a_pair() {
             // Descriptor 0 is the one that any program inherits.
             let peer = qemu("socket,id=s,fd=0", Some(theirs.into()));
             feed.give(ours.into()).unwrap();
-            worker.link(Link::Up);
+            worker.link(Carrier::Up);
             worker.converse_with_slirp();
             peer.kill();
-            worker.link(Link::Down);
+            worker.link(Carrier::Down);
         }
     });
 }
@@ -296,7 +296,7 @@ fn qemu_socket_connects_to_us_over_tcp() {
         let mut worker = Worker::new(|r| StreamPort::listen(&any, 0, 1500, r).unwrap());
         let Some(Address::Tcp(at)) = worker.port.listens_at().cloned() else { panic!("a TCP port") };
         let _peer = qemu(&format!("socket,id=s,connect={at}"), None);
-        worker.link(Link::Up);
+        worker.link(Carrier::Up);
         worker.converse_with_slirp();
     });
 }
@@ -308,7 +308,7 @@ fn we_connect_to_qemu_socket_over_tcp() {
         let at = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let mut worker = Worker::new(|r| StreamPort::connect(&Address::Tcp(at), 1500, r));
         let _peer = qemu(&format!("socket,id=s,listen={at}"), None);
-        worker.link(Link::Up);
+        worker.link(Carrier::Up);
         worker.converse_with_slirp();
     });
 }
@@ -339,11 +339,11 @@ fn passt_is_given_one_end_of_a_pair_and_another_passt_after_it() {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let peer = passt(&["--fd", "0"], Some(theirs.into()));
             feed.give(ours.into()).unwrap();
-            worker.link(Link::Up);
+            worker.link(Carrier::Up);
             assert_ne!(worker.arp(), [0; 6]);
             assert_eq!(worker.dhcp(), OUR_IP);
             peer.kill();
-            worker.link(Link::Down);
+            worker.link(Carrier::Down);
         }
     });
 }
@@ -355,7 +355,7 @@ fn we_connect_to_passt() {
         let path = folder.0.join("s");
         let mut worker = Worker::new(|r| StreamPort::connect(&unix(&path), 1500, r));
         let _peer = passt(&["-s", path.to_str().unwrap()], None);
-        worker.link(Link::Up);
+        worker.link(Carrier::Up);
         assert_ne!(worker.arp(), [0; 6]);
         assert_eq!(worker.dhcp(), OUR_IP);
     });

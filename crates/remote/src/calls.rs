@@ -103,7 +103,7 @@ impl CallsState {
     }
 }
 
-struct Shared {
+struct CallsInner {
     state: Mutex<CallsState>,
     wakers: Wakers,
     workers: u32,
@@ -111,7 +111,7 @@ struct Shared {
 
 /// One side of calls with a peer: it calls and is called. A clone refers to the same one.
 #[derive(Clone)]
-pub struct Calls(Arc<Shared>);
+pub struct Calls(Arc<CallsInner>);
 
 impl fmt::Debug for Calls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -132,7 +132,7 @@ impl Calls {
             waited: 0,
             taken_back: Vec::new(),
         });
-        Calls(Arc::new(Shared { state, wakers, workers: options.workers.max(1) }))
+        Calls(Arc::new(CallsInner { state, wakers, workers: options.workers.max(1) }))
     }
 
     /// Takes a seat on the link whose server listens at `path`. The peer need not be there yet, and

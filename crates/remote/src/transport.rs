@@ -15,7 +15,7 @@ use tombolo_calls::frames::Frames;
 use tombolo_calls::sections::Plan;
 use tombolo_calls::session::ServeOptions;
 use tombolo_calls::transport::{Sections, Stream as _, Transport};
-use tombolo_ivshmem::client::{JoinError, Joined, Link};
+use tombolo_ivshmem::client::{JoinError, Joined, JoinedLink};
 use tombolo_ivshmem::raw::RawPeer;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::State;
@@ -177,7 +177,7 @@ impl Wakers {
 
 /// Our end of a link, and the conversation with its server.
 pub(crate) struct LinkEnd {
-    link: Link<RawPeer>,
+    link: JoinedLink<RawPeer>,
     /// The server has said something, or may have.
     heard: bool,
     /// The conversation with the server failed or ended: it is not listened to any more.

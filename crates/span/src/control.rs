@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::claims::{Claims, Homes, Machine};
 use crate::member::{Address, MAX_ADDRESSES, MAX_MEMBERS, MAX_NETWORKS, Mac, Member, mac_text};
-use crate::message::{Change, Claim, Known, MAX_CHANGE_BYTES, MAX_CHANGES, MessageError, Network, Number, State};
+use crate::message::{Change, Claim, Known, KnownAnswer, MAX_CHANGE_BYTES, MAX_CHANGES, MessageError, Network, Number};
 
 /// Machines of one site: this one, and as many as a tunnel has remotes.
 pub const MAX_MACHINES: usize = 129;
@@ -585,14 +585,14 @@ impl Control {
     /// [`MessageError`]: what came is no question.
     pub fn answer(&self, question: &[u8]) -> Result<Vec<u8>, MessageError> {
         if Known::decode(question)?.number == Some(self.number) {
-            return Ok(State::Same.encode());
+            return Ok(KnownAnswer::Same.encode());
         }
         let networks = self.own.iter().map(|(name, joined)| {
             let of = |mac: &Mac| self.claims.get(name).and_then(|claims| claims.of(self.me, *mac)).cloned();
             let came = joined.macs.iter().filter_map(of).collect();
             Network { name: name.clone(), end: joined.end, came, went: Vec::new() }
         });
-        Ok(State::All(Change { number: self.number, networks: networks.collect() }).encode())
+        Ok(KnownAnswer::All(Change { number: self.number, networks: networks.collect() }).encode())
     }
 
     /// A machine may be there: it is asked from now on.
@@ -706,10 +706,10 @@ impl Control {
     pub fn answered(&mut self, machine: &str, answer: &[u8], now: Duration) -> Result<(), MessageError> {
         let Some(from) = self.machine(machine).filter(|machine| *machine != self.me) else { return Ok(()) };
         self.alive(from, now);
-        let state = self.sound(from, State::decode(answer), now)?;
+        let state = self.sound(from, KnownAnswer::decode(answer), now)?;
         let Some(other) = self.others.get_mut(&from) else { return Ok(()) };
         other.behind = false;
-        let State::All(all) = state else { return Ok(()) };
+        let KnownAnswer::All(all) = state else { return Ok(()) };
         if other.number.is_some_and(|n| n.epoch == all.number.epoch && n.count > all.number.count) {
             // A change that was told after the answer came before it.
             return Ok(());

@@ -14,9 +14,9 @@
 //! - A [`Change`](message::Change) goes to all: what came and what went, with a number. A receiver
 //!   that missed a number asks for the whole.
 //! - A [`Known`](message::Known) asks one machine: "I know you up to this number". The answer, a
-//!   [`State`](message::State), is "that is all" or everything. Each machine is asked every
-//!   [`Settings::beat`], so a lost change is repaired then at the latest, and the answer shows that
-//!   the machine lives.
+//!   [`KnownAnswer`](message::KnownAnswer), is "that is all" or everything. Each machine is asked
+//!   every [`Settings::beat`], so a lost change is repaired then at the latest, and the answer shows
+//!   that the machine lives.
 //!
 //! So a change costs one small message to each machine, and the steady state one question and one
 //! answer between each two machines per beat. Nothing grows with the square of the members.

@@ -17,7 +17,7 @@ pub const VERSION: u8 = 1;
 pub const MAX_QUESTION_BYTES: usize = 64;
 /// Bytes of the longest [`Change`]. [`Control`](crate::Control) divides longer ones.
 pub const MAX_CHANGE_BYTES: usize = 64 << 10;
-/// Bytes of the longest [`State`].
+/// Bytes of the longest [`KnownAnswer`].
 pub const MAX_STATE_BYTES: usize = 2 << 20;
 /// Claims that came and went in one [`Change`], together.
 pub const MAX_CHANGES: usize = 128;
@@ -50,7 +50,7 @@ pub struct Network {
     pub name: String,
     /// Where the machine receives the network's tunnel; `None` where it has none.
     pub end: Option<IpAddr>,
-    /// Members that came or changed; in a [`State`], all.
+    /// Members that came or changed; in a [`KnownAnswer`], all.
     pub came: Vec<Claim>,
     /// Members that went.
     pub went: Vec<Mac>,
@@ -74,7 +74,7 @@ pub struct Known {
 
 /// The answer to [`Known`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum State {
+pub enum KnownAnswer {
     /// Nothing.
     Same,
     /// All that the machine has.
@@ -207,7 +207,7 @@ impl Known {
     }
 }
 
-impl State {
+impl KnownAnswer {
     /// Its bytes.
     pub fn encode(&self) -> Vec<u8> {
         encode(self)
@@ -217,9 +217,9 @@ impl State {
     ///
     /// # Errors
     /// [`MessageError`].
-    pub fn decode(bytes: &[u8]) -> Result<State, MessageError> {
-        let state: State = decode(bytes, MAX_STATE_BYTES)?;
-        if let State::All(all) = &state {
+    pub fn decode(bytes: &[u8]) -> Result<KnownAnswer, MessageError> {
+        let state: KnownAnswer = decode(bytes, MAX_STATE_BYTES)?;
+        if let KnownAnswer::All(all) = &state {
             all.check(MAX_MEMBERS)?;
         }
         Ok(state)
@@ -297,17 +297,17 @@ mod tests {
             assert_eq!(Change::decode(&bytes).unwrap(), message);
             // All that the machine has: the choice 1.
             let bytes = [vec![VERSION, 1], hex(text)].concat();
-            let state = State::All(message);
+            let state = KnownAnswer::All(message);
             assert_eq!(state.encode(), bytes);
-            assert_eq!(State::decode(&bytes).unwrap(), state);
+            assert_eq!(KnownAnswer::decode(&bytes).unwrap(), state);
         }
         let number = Some(Number { epoch: 7, count: 1 });
         for (known, bytes) in [(Known { number }, &[VERSION, 1, 7, 1][..]), (Known { number: None }, &[VERSION, 0])] {
             assert_eq!(known.encode(), bytes);
             assert_eq!(Known::decode(bytes), Ok(known));
         }
-        assert_eq!(State::Same.encode(), [VERSION, 0]);
-        assert_eq!(State::decode(&[VERSION, 0]), Ok(State::Same));
+        assert_eq!(KnownAnswer::Same.encode(), [VERSION, 0]);
+        assert_eq!(KnownAnswer::decode(&[VERSION, 0]), Ok(KnownAnswer::Same));
     }
 
     #[test]
@@ -317,12 +317,12 @@ mod tests {
             _ => MessageError::Encoding(postcard::Error::DeserializeUnexpectedEnd),
         };
         for message in [change(), sparse()] {
-            let (change, state) = (message.encode(), State::All(message).encode());
+            let (change, state) = (message.encode(), KnownAnswer::All(message).encode());
             for len in 0..change.len() {
                 assert_eq!(Change::decode(&change[..len]), Err(short(len)), "{len} bytes");
             }
             for len in 0..state.len() {
-                assert_eq!(State::decode(&state[..len]), Err(short(len)), "{len} bytes");
+                assert_eq!(KnownAnswer::decode(&state[..len]), Err(short(len)), "{len} bytes");
             }
         }
         let known = Known { number: Some(Number { epoch: 7, count: 300 }) }.encode();

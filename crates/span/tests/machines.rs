@@ -152,7 +152,7 @@ impl Attack {
             let control = self.world.machines[at].control.as_mut().unwrap();
             if self.count == 1 {
                 let nothing = Change { number: Number { epoch: self.epoch, count: 0 }, networks: vec![] };
-                control.answered("node-003", &tombolo_span::message::State::All(nothing).encode(), now).unwrap();
+                control.answered("node-003", &tombolo_span::message::KnownAnswer::All(nothing).encode(), now).unwrap();
             }
             control.heard("node-003", &bytes, now).unwrap();
             self.world.look(at);
@@ -357,14 +357,14 @@ fn of_a_network_that_leaves_the_file_nothing_is_kept() {
     let claim = Claim { member: member(5), version: 1, placed: true };
     let of_b = Joined { name: name.into(), end: Some(ip(202)), came: vec![claim], went: vec![] };
     let mut change = Change { number: Number { epoch: 1, count: 1 }, networks: vec![of_b] };
-    control.answered("b", &tombolo_span::message::State::All(change.clone()).encode(), S).unwrap();
+    control.answered("b", &tombolo_span::message::KnownAnswer::All(change.clone()).encode(), S).unwrap();
     let lost = Action::Lost { network: name.into(), addresses: vec![ip(5)] };
     assert!(control.actions().contains(&lost), "b has the address");
     // The file changes here, then at b.
     control.homes(BTreeMap::from([(NETWORK.into(), vec![at_b(6)])]));
     control.local(name, None, vec![], 2 * S);
     change = Change { number: Number { epoch: 1, count: 2 }, networks: vec![] };
-    control.answered("b", &tombolo_span::message::State::All(change).encode(), 2 * S).unwrap();
+    control.answered("b", &tombolo_span::message::KnownAnswer::All(change).encode(), 2 * S).unwrap();
     drop(control.actions());
     let left = format!("{control:?}");
     assert!(!left.contains(name) && left.contains(NETWORK), "{left}");
@@ -576,7 +576,7 @@ fn a_machine_claims_no_more_than_it_may_and_jumps_no_versions() {
         let here = vec![Local { member: member(1), placed: true, silent_for: Some(Duration::ZERO) }];
         a.local(NETWORK, None, here, S);
         let nothing = Change { number: Number { epoch: 1, count: 0 }, networks: vec![] };
-        a.answered("b", &tombolo_span::message::State::All(nothing).encode(), S).unwrap();
+        a.answered("b", &tombolo_span::message::KnownAnswer::All(nothing).encode(), S).unwrap();
         a
     };
     // A jump beyond the highest that is known, also where none is.

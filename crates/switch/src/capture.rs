@@ -101,7 +101,7 @@ impl Default for CaptureSettings {
 /// Relaxed throughout: numbers, and a flag that may take effect some frames later. The channel
 /// orders what is read.
 #[derive(Debug, Default)]
-struct Shared {
+struct CaptureCounts {
     /// Frames that were to be captured; written by the worker only.
     frames: AtomicU64,
     /// Those of them that were left out by the worker, or discarded by the reader.
@@ -158,7 +158,7 @@ pub(crate) struct Tap {
     /// Number of the port in the capture.
     interface: u32,
     parcels: Sender<Parcel>,
-    shared: Arc<Shared>,
+    shared: Arc<CaptureCounts>,
     account: Arc<Account>,
 }
 
@@ -168,7 +168,7 @@ struct Parcel {
     interface: u32,
     time_ns: u64,
     direction: Direction,
-    records: Vec<Record>,
+    records: Vec<FrameRecord>,
     bytes: Vec<u8>,
     /// Frames that the port did not take, of how many; not known which.
     refused: (u64, u64),
@@ -179,10 +179,10 @@ struct Parcel {
 const PARCEL_BYTES: usize = 32 << 10;
 
 /// What a frame that waits to be read takes beside the bytes that are kept of it.
-pub const FRAME_OVERHEAD_BYTES: usize = size_of::<Record>();
+pub const FRAME_OVERHEAD_BYTES: usize = size_of::<FrameRecord>();
 
 #[derive(Debug)]
-struct Record {
+struct FrameRecord {
     captured: u32,
     original: u32,
     offload: Offload,
@@ -211,7 +211,7 @@ pub enum CaptureRead {
 #[derive(Debug)]
 pub struct Capture {
     /// The ports by their numbers in the capture.
-    ports: Vec<(Arc<str>, Arc<Shared>)>,
+    ports: Vec<(Arc<str>, Arc<CaptureCounts>)>,
     settings: CaptureSettings,
     parcels: Receiver<Parcel>,
     last_time_ns: u64,
@@ -223,8 +223,8 @@ pub(crate) fn start(names: impl IntoIterator<Item = Arc<str>>, settings: Capture
     let (sender, parcels) = mpsc::channel();
     let account = Arc::new(Account { waiting_bytes: AtomicUsize::new(0), memory: settings.memory.clone() });
     let last_time_ns = settings.clock_start.0;
-    let ports: Vec<_> = names.into_iter().map(|name| (name, Arc::new(Shared::default()))).collect();
-    let tap = |(interface, (_, shared)): (u32, &(_, Arc<Shared>))| Tap {
+    let ports: Vec<_> = names.into_iter().map(|name| (name, Arc::new(CaptureCounts::default()))).collect();
+    let tap = |(interface, (_, shared)): (u32, &(_, Arc<CaptureCounts>))| Tap {
         settings: settings.clone(),
         interface,
         parcels: sender.clone(),
@@ -313,7 +313,7 @@ impl Tap {
             parcel.bytes.resize(start + captured, 0);
             batch.copy(frame, ForeignMut::from(&mut parcel.bytes[start..]));
             let (captured, original) = (captured as u32, frame.len() as u32);
-            parcel.records.push(Record { captured, original, offload: frame.offload, dropped });
+            parcel.records.push(FrameRecord { captured, original, offload: frame.offload, dropped });
         }
         taken += parcel.records.len() as u64;
         counters.captured.add(taken);
@@ -429,7 +429,7 @@ impl Capture {
 }
 
 /// What the bytes alone do not say.
-fn describe(comment: &mut String, record: &Record, (refused, of): (u64, u64)) {
+fn describe(comment: &mut String, record: &FrameRecord, (refused, of): (u64, u64)) {
     let mut part = |text: std::fmt::Arguments<'_>| {
         let separator = if comment.is_empty() { "" } else { "; " };
         // Writing to a string does not fail.

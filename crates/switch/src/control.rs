@@ -17,10 +17,10 @@ use crate::limit::{Rates, Storm};
 use crate::mac::{Address, MacEntry, MacSettings, MacStats, Tick};
 use crate::network::Network;
 use crate::policy::{self, Labels};
-use crate::port::{Caps, HandOver, Link, Port, RingFill};
+use crate::port::{Caps, Carrier, HandOver, Port, RingFill};
 use crate::vlan::Membership;
 use crate::wait::Token;
-use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Restart, Slot};
+use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, PortSlot, Restart};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -121,7 +121,7 @@ pub struct PortStatus {
     /// Kind of attachment, such as "vhost-user" or "tap".
     pub kind: &'static str,
     /// Whether frames flow between port and peer.
-    pub link: Link,
+    pub link: Carrier,
     /// What it takes; `None` where its code panicked.
     pub caps: Option<Caps>,
     /// Facts of its kind.
@@ -222,14 +222,14 @@ impl Drop for Reserved {
     }
 }
 
-struct Shared {
+struct HandleInner {
     commands: Sender<Command>,
     wake: Box<dyn Fn() + Send + Sync>,
     tokens: Arc<Mutex<Tokens>>,
     counters: Arc<LoopCounters>,
 }
 
-impl Drop for Shared {
+impl Drop for HandleInner {
     /// No handle can send requests to the worker any more, so it ends.
     fn drop(&mut self) {
         let _ = self.commands.send(Box::new(|core| core.stopped = true));
@@ -250,7 +250,7 @@ pub struct Paused {
 
 /// The control side of a worker; clones share it. When the last one is dropped, the worker ends.
 #[derive(Clone)]
-pub struct WorkerHandle(Arc<Shared>);
+pub struct WorkerHandle(Arc<HandleInner>);
 
 impl WorkerHandle {
     pub(crate) fn new(
@@ -259,7 +259,7 @@ impl WorkerHandle {
     ) -> (WorkerHandle, Receiver<Command>) {
         let (commands, receiver) = mpsc::channel();
         let tokens = Arc::new(Mutex::new(Tokens::default()));
-        (WorkerHandle(Arc::new(Shared { commands, wake: Box::new(wake), tokens, counters })), receiver)
+        (WorkerHandle(Arc::new(HandleInner { commands, wake: Box::new(wake), tokens, counters })), receiver)
     }
 
     /// Has the worker do `command` and waits for what it returns.
@@ -442,7 +442,7 @@ impl WorkerHandle {
         if !Arc::ptr_eq(&reserved.tokens, &self.0.tokens) {
             return Err(ControlError::ForeignToken(name.into()));
         }
-        let mut slot = Slot::new(reserved, network, name, port, restart, settings.guard);
+        let mut slot = PortSlot::new(reserved, network, name, port, restart, settings.guard);
         slot.limit(settings.storm, settings.rates);
         slot.marking = settings.marking;
         // What could not be added comes back, to be dropped by the caller's thread.
@@ -544,7 +544,7 @@ impl WorkerHandle {
         let settings = CaptureSettings { received: true, transmitted: false, ..settings };
         self.call(move |core| {
             core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
-            let own = |slot: &&mut Box<crate::worker::Slot>| slot.network == id;
+            let own = |slot: &&mut Box<crate::worker::PortSlot>| slot.network == id;
             let names: Vec<_> = core.slots.iter_mut().flatten().filter(own).map(|slot| slot.name.clone()).collect();
             let (taps, capture) = capture::start(names, settings);
             for (slot, tap) in core.slots.iter_mut().flatten().filter(own).zip(taps) {
@@ -705,7 +705,7 @@ impl Core {
             let told = slot.port.as_ref().and_then(|port| catch_unwind(AssertUnwindSafe(|| tells(&**port))).ok());
             let (link, caps, details, fill) = match told {
                 Some((link, caps, details, fill)) => (link, Some(caps), details, fill),
-                None => (Link::Down, None, Vec::new(), None),
+                None => (Carrier::Down, None, Vec::new(), None),
             };
             PortStatus {
                 token: slot.token.token(),

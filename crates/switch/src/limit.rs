@@ -23,8 +23,9 @@
 use crate::Nanos;
 use crate::class::{CLASSES, Class};
 use crate::drop::{Drops, Reason};
-use crate::frame::{Batch, Frame};
+use crate::frame::{Batch, Frame, Mac};
 use crate::mac::PortNumber;
+use crate::wait::Token;
 
 /// Copies of flooded frames that the ports of one network share per second, and once more as a
 /// common pool. A copy into a tap is a system call of 1 to 2 µs, so all of it together is less than
@@ -47,6 +48,14 @@ const RATE_BURST: Nanos = Nanos(20_000_000);
 const RATE_BURST_BITS: u64 = 65_536 * 8;
 /// And at least so many frames.
 const RATE_BURST_FRAMES: u64 = 64;
+
+/// What the limits of gateways and translations are kept per: a port of the switch, or a MAC
+/// address where the port is not known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum ChargedTo {
+    Port(Token),
+    Mac(Mac),
+}
 
 /// A rate and how much may pass at once after a pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -127,7 +127,7 @@ impl FaultKind {
 
 /// Whether a port can carry frames now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Link {
+pub enum Carrier {
     /// Connected; frames flow.
     Up,
     /// Waiting for its peer; frames to it are dropped as `link_down`.
@@ -143,7 +143,7 @@ pub trait Port: Send {
     fn kind(&self) -> &'static str;
 
     /// Whether frames flow.
-    fn link(&self) -> Link;
+    fn link(&self) -> Carrier;
 
     /// What it takes as a destination now; may change when a guest renegotiates, never within a
     /// turn.

@@ -69,7 +69,7 @@ use crate::merge::Merger;
 use crate::network::{Network, Plan};
 use crate::offload::Transformer;
 use crate::overflow::Overflow;
-use crate::port::{Fault, FaultKind, Link, Port, Rechecked};
+use crate::port::{Carrier, Fault, FaultKind, Port, Rechecked};
 use crate::recheck::Rechecks;
 use crate::wait::{CONTROL, Token, Waiter};
 use std::collections::VecDeque;
@@ -114,7 +114,7 @@ pub struct Worker {
 pub(crate) struct Core {
     pub(crate) settings: WorkerSettings,
     pub(crate) seed: u64,
-    pub(crate) slots: Vec<Option<Box<Slot>>>,
+    pub(crate) slots: Vec<Option<Box<PortSlot>>>,
     pub(crate) networks: Vec<Option<NetworkSlot>>,
     pub(crate) counters: Arc<LoopCounters>,
     pub(crate) now: Nanos,
@@ -182,7 +182,7 @@ pub(crate) type WhenUp = Box<dyn FnOnce() + Send>;
 pub(crate) type OnChange = Arc<dyn Fn() + Send + Sync>;
 
 /// One port and what the worker keeps about it.
-pub(crate) struct Slot {
+pub(crate) struct PortSlot {
     pub(crate) token: Reserved,
     pub(crate) name: Arc<str>,
     pub(crate) network: NetworkId,
@@ -223,7 +223,7 @@ pub(crate) struct Slot {
 
 /// What the decision needs of the port that a batch came from.
 #[derive(Clone, Copy)]
-struct Source<'a> {
+struct BatchSource<'a> {
     index: u16,
     network: NetworkId,
     guard: &'a Guard,
@@ -392,7 +392,7 @@ impl Core {
     }
 
     /// Puts a port into its reserved slot and gives it its first turn soon.
-    pub(crate) fn insert(&mut self, mut slot: Box<Slot>) {
+    pub(crate) fn insert(&mut self, mut slot: Box<PortSlot>) {
         let index = slot.token.token().0 as usize;
         if self.slots.len() <= index {
             self.slots.resize_with(index + 1, || None);
@@ -409,7 +409,7 @@ impl Core {
     }
 
     /// Takes a port out, with everything that was known about it.
-    pub(crate) fn remove(&mut self, token: Token) -> Option<Box<Slot>> {
+    pub(crate) fn remove(&mut self, token: Token) -> Option<Box<PortSlot>> {
         let slot = self.slots.get_mut(token.0 as usize)?.take()?;
         self.active.retain(|index| *index != token.0 as u16);
         self.urgent.retain(|index| *index != token.0 as u16);
@@ -551,7 +551,7 @@ impl Core {
         self.slots[index as usize] = Some(slot);
     }
 
-    fn turn_of(&mut self, index: u16, slot: &mut Slot) -> Result<bool, PortFailure> {
+    fn turn_of(&mut self, index: u16, slot: &mut PortSlot) -> Result<bool, PortFailure> {
         let (now, budget) = (self.now, self.settings.budget);
         if slot.wants_service || now.since(slot.serviced_at) >= SERVICE_INTERVAL {
             slot.wants_service = false;
@@ -590,7 +590,7 @@ impl Core {
         let taken = batch.len();
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
-            let from = Source { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
+            let from = BatchSource { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
             let (cost, bytes) = self.pass_on(from, &mut slot.send, &mut slot.taps, &mut batch, &mut drops);
             slot.debt = cost.saturating_sub(self.settings.budget as u64);
             slot.send.whole.charge(now, taken as u64, bytes);
@@ -624,7 +624,7 @@ impl Core {
     #[inline]
     fn pass_on(
         &mut self,
-        from: Source<'_>,
+        from: BatchSource<'_>,
         send: &mut Meters,
         taps: &mut Vec<Tap>,
         batch: &mut Batch<'_>,
@@ -678,9 +678,9 @@ impl Core {
     }
 
     /// Tells the network whether floods should reach the port.
-    fn refresh_link(&mut self, index: u16, slot: &mut Slot) {
+    fn refresh_link(&mut self, index: u16, slot: &mut PortSlot) {
         let up = match &mut slot.port {
-            Some(port) => catch_panic(|| Ok(port.link() == Link::Up)).unwrap_or(false),
+            Some(port) => catch_panic(|| Ok(port.link() == Carrier::Up)).unwrap_or(false),
             None => false,
         };
         if up != slot.up {
@@ -749,7 +749,7 @@ fn receive<'m>(
     catch_panic(move || port.receive(budget, batch, drops))
 }
 
-impl Slot {
+impl PortSlot {
     pub(crate) fn new(
         token: Reserved,
         network: NetworkId,
@@ -757,8 +757,8 @@ impl Slot {
         port: Box<dyn Port>,
         restart: Option<Restart>,
         guard: Guard,
-    ) -> Box<Slot> {
-        Box::new(Slot {
+    ) -> Box<PortSlot> {
+        Box::new(PortSlot {
             token,
             name: name.into(),
             network,

@@ -14,7 +14,7 @@ use tombolo_switch::frame::Offload;
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::policy::{Action, Isolation, Labels, Mirror, Rule, Settings, Who};
-use tombolo_switch::port::{Caps, Link};
+use tombolo_switch::port::{Caps, Carrier};
 use tombolo_testing::Random;
 
 /// Some ports isolated, some in communities; one of them listens to others.
@@ -73,7 +73,7 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
             match random.below(60) {
                 0 => peer.lock().room = random.below(400) as usize,
                 1 => {
-                    let link = if random.chance(3) { Link::Down } else { Link::Up };
+                    let link = if random.chance(3) { Carrier::Down } else { Carrier::Up };
                     peer.lock().link = link;
                     peer.wake();
                 }

@@ -18,7 +18,7 @@ use tombolo_switch::gateway::{
 };
 use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, Port, Sent};
 use tombolo_switch::worker::Restart;
 
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
@@ -34,7 +34,7 @@ impl Port for Trap {
     fn kind(&self) -> &'static str {
         self.port.kind()
     }
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.port.link()
     }
     fn caps(&self) -> Caps {
@@ -241,7 +241,7 @@ fn a_gateway_that_panicked_comes_back_with_its_leases_members_and_counters() {
     run(&mut bench, || (handle.counters().dns_upstream_strays.get() == 1).then_some(()));
     assert_eq!(handle.counters().dhcp_acks.get(), 2, "counters go on");
     let status = bench.ask(|h| h.status()).unwrap().ports[0].clone();
-    assert_eq!((status.panic, status.link), (None, Link::Up));
+    assert_eq!((status.panic, status.link), (None, Carrier::Up));
     assert!(status.last_fault.is_some_and(|f| f.fault.detail.contains("the trap was sprung")));
 }
 

@@ -12,7 +12,7 @@ use tombolo_switch::guard::Guard;
 use tombolo_switch::limit::{Rate, Rates, Storm};
 use tombolo_switch::mac::{Address, MacSettings};
 use tombolo_switch::policy::{Labels, Mirror, Settings};
-use tombolo_switch::port::{Caps, Link};
+use tombolo_switch::port::{Caps, Carrier};
 use tombolo_switch::recheck::RECHECK_DELAY;
 use tombolo_switch::wait::CONTROL;
 use tombolo_switch::worker::{FAULT_PAUSE, RESTART_PAUSE_MAX};
@@ -412,7 +412,7 @@ fn a_panic_in_a_port_takes_only_that_port_out() {
         let port = &status.ports[bad.token.0 as usize];
         if at != At::Details {
             assert!(port.panic.as_ref().is_some_and(|text| text.contains("injected")), "{at:?}: {port:?}");
-            assert_eq!(port.link, Link::Down);
+            assert_eq!(port.link, Carrier::Down);
         }
         bench.ask(|h| h.remove_port(bad.token)).unwrap();
         b.send(frame(BROADCAST, mac(2), 64, 2));
@@ -446,7 +446,7 @@ fn a_lasting_port_is_made_anew_after_a_panic_anywhere_in_it() {
         assert!(bench.waiter.lock().now >= start.after(FAULT_PAUSE), "{at:?}");
         let status = bench.ask(|h| h.status()).unwrap();
         let port = &status.ports[bad.token.0 as usize];
-        assert_eq!((port.panic.as_ref(), port.link, port.counters.restarts.get()), (None, Link::Up, 1), "{at:?}");
+        assert_eq!((port.panic.as_ref(), port.link, port.counters.restarts.get()), (None, Carrier::Up, 1), "{at:?}");
         let fault = port.last_fault.as_ref().unwrap();
         assert!(fault.fault.detail.contains("restarts: injected"), "{at:?}: {fault:?}");
         // As before, with its pins and its place in floods.
@@ -555,7 +555,7 @@ fn a_link_that_is_down_gets_no_floods_and_counts_what_is_sent_to_it() {
     let [a, b] = bench.ports(net);
     b.send(frame(BROADCAST, mac(2), 64, 0));
     bench.settle();
-    b.lock().link = Link::Down;
+    b.lock().link = Carrier::Down;
     b.wake();
     bench.settle();
     a.send(frame(BROADCAST, mac(1), 64, 0));
@@ -578,12 +578,12 @@ fn who_waits_for_a_link_is_told_once_when_it_is_up() {
     wait(&mut bench, &a, "up already").unwrap();
     assert_eq!(told.try_recv(), Ok("up already"));
     // The worker has not been told of it yet; what counts is what the port says.
-    b.lock().link = Link::Down;
+    b.lock().link = Carrier::Down;
     wait(&mut bench, &b, "replaced").unwrap();
     wait(&mut bench, &b, "waited").unwrap();
     bench.settle();
     assert!(told.try_recv().is_err(), "the link is down");
-    for link in [Link::Up, Link::Down, Link::Up] {
+    for link in [Carrier::Up, Carrier::Down, Carrier::Up] {
         b.lock().link = link;
         b.wake();
         bench.settle();
@@ -591,7 +591,7 @@ fn who_waits_for_a_link_is_told_once_when_it_is_up() {
     assert_eq!(told.try_iter().collect::<Vec<_>>(), ["waited"]);
     // A port that goes takes with it who waits for it, who sees that.
     let (held, dropped) = std::sync::mpsc::channel::<()>();
-    b.lock().link = Link::Down;
+    b.lock().link = Carrier::Down;
     let token = b.token;
     bench.ask(move |h| h.when_up(token, move || drop(held))).unwrap();
     assert_eq!(dropped.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
@@ -1132,7 +1132,7 @@ fn a_change_of_a_link_is_told_also_of_ports_that_come_later() {
     bench.ask(move |h| h.on_change(move || tell.send(()).unwrap())).unwrap();
     let [b] = bench.ports(net);
     assert_eq!(told.try_iter().count(), 1, "one that is added with its link up");
-    for (port, link) in [(&a, Link::Down), (&b, Link::Down), (&a, Link::Up)] {
+    for (port, link) in [(&a, Carrier::Down), (&b, Carrier::Down), (&a, Carrier::Up)] {
         port.lock().link = link;
         port.wake();
         bench.settle();

@@ -23,7 +23,7 @@ const EVENTS_PER_WAIT: usize = 256;
 const OWN_DOORBELL: u64 = u64::MAX;
 
 #[derive(Debug)]
-struct Shared {
+struct ReactorInner {
     epoll: OwnedFd,
     doorbell: Doorbell,
     /// Tokens woken by [`Registration::wake`], until the worker takes them.
@@ -32,18 +32,18 @@ struct Shared {
 
 /// The worker's end: it waits here.
 pub struct Reactor {
-    shared: Arc<Shared>,
+    shared: Arc<ReactorInner>,
     events: Vec<epoll::Event>,
 }
 
 /// Makes [`Registration`]s; for the control side.
 #[derive(Clone, Debug)]
-pub struct Registrar(Arc<Shared>);
+pub struct Registrar(Arc<ReactorInner>);
 
 /// One port's right to be woken.
 #[derive(Clone, Debug)]
 pub struct Registration {
-    shared: Arc<Shared>,
+    shared: Arc<ReactorInner>,
     token: Token,
 }
 
@@ -51,7 +51,7 @@ pub struct Registration {
 /// kernel goes on reporting an open file that was closed here but lives on in another process.
 #[derive(Debug)]
 pub struct Watch {
-    shared: Arc<Shared>,
+    shared: Arc<ReactorInner>,
     fd: OwnedFd,
 }
 
@@ -65,7 +65,7 @@ impl Reactor {
         let doorbell = Doorbell::new()?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&epoll, &doorbell, epoll::EventData::new_u64(OWN_DOORBELL), flags)?;
-        let shared = Arc::new(Shared { epoll, doorbell, woken: Mutex::default() });
+        let shared = Arc::new(ReactorInner { epoll, doorbell, woken: Mutex::default() });
         Ok(Reactor { shared, events: Vec::with_capacity(EVENTS_PER_WAIT) })
     }
 

@@ -1,8 +1,9 @@
 //! The attacks. What the backend counts or says about each is in `tests/xen_hostile.py`.
 
 use crate::rings::{
-    BLANK, EXTRA, FRAME_BYTES, MORE, REQ_EVENT, RING_SLOTS, RSP_EVENT, RSP_PROD, Rings,
-    Slot::{self, Info, Request},
+    BLANK, EXTRA, FRAME_BYTES, MORE, REQ_EVENT, RING_SLOTS, RSP_EVENT, RSP_PROD,
+    RingSlot::{self, Info, Request},
+    Rings,
 };
 use crate::{CLOSED, CLOSING, CONNECTED, Foe, fail};
 use alloc::format;
@@ -115,13 +116,13 @@ fn tcp_frame(mac: [u8; 6], payload: u16) -> [u8; 54] {
 
 /// A well-formed chain of `slots` with `size` bytes in all, of which each slot behind the first has
 /// `piece`.
-fn chain(gref: u32, slots: u16, size: u16, piece: u16) -> Vec<Slot> {
+fn chain(gref: u32, slots: u16, size: u16, piece: u16) -> Vec<RingSlot> {
     (0..slots)
         .map(|at| Request(gref, 0, if at + 1 < slots { MORE } else { 0 }, if at == 0 { size } else { piece }))
         .collect()
 }
 
-fn gso(kind: u8, size: u16) -> Slot {
+fn gso(kind: u8, size: u16) -> RingSlot {
     let [low, high] = size.to_le_bytes();
     Info(1, 0, [low, high, kind, 0, 0, 0])
 }

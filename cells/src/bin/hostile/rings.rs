@@ -19,14 +19,14 @@ pub(crate) const EXTRA: u16 = 8;
 
 /// What to write to the transmit ring.
 #[derive(Clone, Copy)]
-pub(crate) enum Slot {
+pub(crate) enum RingSlot {
     /// Grant, offset, flags, size.
     Request(u32, u16, u16, u16),
     /// Type, flags, and six further bytes.
     Info(u8, u8, [u8; 6]),
 }
 
-use Slot::{Info, Request};
+use RingSlot::{Info, Request};
 
 /// The rings of one connection.
 pub(crate) struct Rings {
@@ -46,7 +46,7 @@ pub(crate) struct Rings {
 
 impl Rings {
     /// Writes a slot at the producer's index, without publishing it.
-    pub(crate) fn push(&mut self, slot: Slot) {
+    pub(crate) fn push(&mut self, slot: RingSlot) {
         let mut bytes = [0; TX_SLOT_BYTES];
         match slot {
             Request(gref, offset, flags, size) => {
@@ -93,7 +93,7 @@ impl Rings {
     }
 
     /// A frame of one slot, as it should be.
-    pub(crate) fn sound(&self) -> Slot {
+    pub(crate) fn sound(&self) -> RingSlot {
         Request(self.gref, 0, 0, FRAME_BYTES)
     }
 

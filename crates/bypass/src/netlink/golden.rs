@@ -79,7 +79,7 @@ fn requests_are_those_of_iproute2_and_of_the_kernels_headers() {
 /// changes.
 fn told() -> [(Vec<u8>, &'static [u16], Vec<Change>); 5] {
     let neighbour = |mac| Change::Neighbour { index: 3, address: vec![10, 0, 0, 2], mac };
-    let link = Link {
+    let link = InterfaceInfo {
         index: 3,
         name: "v0".into(),
         kind: "veth".into(),

@@ -19,7 +19,7 @@
 use super::device::Device;
 use super::poll_interval::PollInterval;
 use crate::Net;
-use crate::stack::Shared;
+use crate::stack::NetInner;
 use alloc::rc::Rc;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
@@ -102,7 +102,7 @@ impl Links {
         taken.iter().filter(|link| link.waker.borrow().is_some()).filter_map(|link| link.look_at_ns.get()).min()
     }
 
-    fn take(&self, name: &str, shared: &Shared) -> Result<Rc<Taken>, LinkError> {
+    fn take(&self, name: &str, shared: &NetInner) -> Result<Rc<Taken>, LinkError> {
         let mut free = self.free.borrow_mut();
         let Some(at) = free.iter().position(|device| device.name() == name) else {
             let free = free.iter().map(|device| device.name().to_string()).collect();

@@ -22,7 +22,7 @@ const PIT_HZ: u64 = 1_193_182;
 
 /// Where the rate came from; printed at start with `verbose`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Source {
+pub(crate) enum RateSource {
     CommandLine,
     Xen,
     KvmClock,
@@ -43,7 +43,7 @@ struct Scale {
 #[derive(Clone, Debug)]
 pub(crate) struct Clock {
     scale: Rc<Cell<Scale>>,
-    pub(crate) source: Source,
+    pub(crate) source: RateSource,
 }
 
 impl Clock {
@@ -67,22 +67,22 @@ impl Clock {
         };
         let by_rate = |hz: u64, source| with(((1_000_000_000u128 << 32) / u128::from(hz)) as u64, source);
         if let Some(khz) = command_line_khz.filter(|khz| *khz > 0) {
-            return by_rate(khz * 1000, Source::CommandLine);
+            return by_rate(khz * 1000, RateSource::CommandLine);
         }
         if let Some(multiplier) = xen.and_then(PvRate::multiplier) {
-            return with(multiplier, Source::Xen);
+            return with(multiplier, RateSource::Xen);
         }
         if let Some(multiplier) = kvm_clock_multiplier() {
-            return with(multiplier, Source::KvmClock);
+            return with(multiplier, RateSource::KvmClock);
         }
         if let Some(hz) = cpuid_15_hz() {
-            return by_rate(hz, Source::Cpuid15);
+            return by_rate(hz, RateSource::Cpuid15);
         }
         if let Some(hz) = hypervisor_leaf_hz() {
-            return by_rate(hz, Source::HypervisorLeaf);
+            return by_rate(hz, RateSource::HypervisorLeaf);
         }
         match interval_timer_hz() {
-            Some(hz) => by_rate(hz, Source::IntervalTimer),
+            Some(hz) => by_rate(hz, RateSource::IntervalTimer),
             None => panic!("no clock: no pvclock, no CPUID leaf, no interval timer; give tsc_khz= on the command line"),
         }
     }
@@ -97,7 +97,7 @@ impl Clock {
     /// Goes on from `now_ns`, on a machine whose counter may be another one, with another rate.
     pub(crate) fn resume(&self, now_ns: u64, rate: Option<PvRate>) {
         let multiplier = match (self.source, rate.and_then(PvRate::multiplier)) {
-            (Source::Xen, Some(multiplier)) => multiplier,
+            (RateSource::Xen, Some(multiplier)) => multiplier,
             _ => self.scale.get().multiplier,
         };
         self.scale.set(Scale { start: tsc(), start_ns: now_ns, multiplier });

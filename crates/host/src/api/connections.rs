@@ -195,7 +195,7 @@ impl fmt::Display for Process {
 
 /// One connection, for its task, its requests and the accept loop.
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(super) struct OpenConnection {
     /// The user at the other end, as the kernel says.
     pub(super) uid: u32,
     /// The machine or helper of the fabric that it is or descends from.
@@ -211,12 +211,12 @@ pub(super) struct Slot {
     turned_away: Notify,
 }
 
-impl Slot {
-    fn new(peer: &Peer, process: Arc<Process>, limits: Limits, places: Arc<Places>) -> Slot {
+impl OpenConnection {
+    fn new(peer: &Peer, process: Arc<Process>, limits: Limits, places: Arc<Places>) -> OpenConnection {
         let phase = Mutex::new(Phase::Waiting { since: Instant::now(), turn: false });
         let Peer { uid, member, trusted, .. } = *peer;
         let (replaced, turned_away) = (Notify::new(), Notify::new());
-        Slot { uid, member, trusted, process, limits, places, phase, replaced, turned_away }
+        OpenConnection { uid, member, trusted, process, limits, places, phase, replaced, turned_away }
     }
 
     fn set(&self, phase: Phase) {
@@ -325,18 +325,19 @@ pub(super) async fn serve(
 ) {
     let mut ended = pin!(ended);
     let mut tasks = JoinSet::new();
-    let mut slots: Vec<Arc<Slot>> = Vec::new();
+    let mut slots: Vec<Arc<OpenConnection>> = Vec::new();
     let mut lobby: VecDeque<Newcomer> = VecDeque::new();
     let mut peers = Peers::default();
     let places = Arc::new(Places::new(&limits));
     let (closing, closed) = watch::channel(());
-    let admit_to_slot = |slots: &mut Vec<Arc<Slot>>, stream, peer: Peer, tasks: &mut JoinSet<Arc<Slot>>| {
-        let known = slots.iter().map(|slot| &slot.process).find(|process| process.id == peer.id).cloned();
-        let process = known.unwrap_or_else(|| Arc::new(Process::new(peer.id, &limits)));
-        let slot = Arc::new(Slot::new(&peer, process, limits, places.clone()));
-        slots.push(slot.clone());
-        tasks.spawn(connection(stream, slot, router.clone(), limits, closed.clone()));
-    };
+    let admit_to_slot =
+        |slots: &mut Vec<Arc<OpenConnection>>, stream, peer: Peer, tasks: &mut JoinSet<Arc<OpenConnection>>| {
+            let known = slots.iter().map(|slot| &slot.process).find(|process| process.id == peer.id).cloned();
+            let process = known.unwrap_or_else(|| Arc::new(Process::new(peer.id, &limits)));
+            let slot = Arc::new(OpenConnection::new(&peer, process, limits, places.clone()));
+            slots.push(slot.clone());
+            tasks.spawn(connection(stream, slot, router.clone(), limits, closed.clone()));
+        };
     loop {
         tokio::select! {
             () = &mut ended => break,
@@ -386,7 +387,7 @@ pub(super) async fn serve(
 }
 
 /// Whether there is room for one more connection of that process; makes room where that is allowed.
-fn admit(slots: &mut Vec<Arc<Slot>>, peer: &Peer, limits: &Limits) -> bool {
+fn admit(slots: &mut Vec<Arc<OpenConnection>>, peer: &Peer, limits: &Limits) -> bool {
     let (trusted, process) = (peer.trusted, peer.id);
     let limit = if trusted { limits.connections } else { limits.strangers };
     if slots.iter().filter(|s| s.trusted == trusted).count() < limit {
@@ -444,7 +445,7 @@ fn refuse(stream: &UnixStream, peer: &Peer, owner: u32) {
 /// The API for one connection: its requests know its slot.
 struct InSlot {
     router: TowerToHyperService<Router>,
-    slot: Arc<Slot>,
+    slot: Arc<OpenConnection>,
 }
 
 impl Service<Request<Incoming>> for InSlot {
@@ -460,11 +461,11 @@ impl Service<Request<Incoming>> for InSlot {
 
 async fn connection(
     stream: UnixStream,
-    slot: Arc<Slot>,
+    slot: Arc<OpenConnection>,
     router: Router,
     limits: Limits,
     mut closed: watch::Receiver<()>,
-) -> Arc<Slot> {
+) -> Arc<OpenConnection> {
     let io = Connection {
         stream,
         slot: slot.clone(),
@@ -516,7 +517,7 @@ async fn connection(
 /// read, and its client may still be writing.
 struct Connection {
     stream: UnixStream,
-    slot: Arc<Slot>,
+    slot: Arc<OpenConnection>,
     stalled: Duration,
     /// Runs while the client does not read.
     limit: Option<Pin<Box<Sleep>>>,
@@ -586,7 +587,7 @@ mod tests {
     use super::*;
 
     /// Connections by process, as the accept loop keeps them.
-    struct Slots(Vec<Arc<Slot>>, Limits);
+    struct Slots(Vec<Arc<OpenConnection>>, Limits);
 
     impl Slots {
         fn connect(&mut self, pid: u32) -> bool {
@@ -595,7 +596,7 @@ mod tests {
             let admitted = admit(&mut self.0, &peer, &limits);
             if admitted {
                 let process = Arc::new(Process::new(id, &limits));
-                self.0.push(Arc::new(Slot::new(&peer, process, limits, Arc::new(Places::new(&limits)))));
+                self.0.push(Arc::new(OpenConnection::new(&peer, process, limits, Arc::new(Places::new(&limits)))));
             }
             assert!(self.0.len() <= limits.connections);
             admitted

@@ -16,7 +16,7 @@ use serde::Deserialize;
 use tokio::sync::mpsc;
 
 use super::Request;
-use super::connections::Slot;
+use super::connections::OpenConnection;
 use super::query::{Asked, Keys, wrong};
 use super::server::{Answer, App, ask, endless, stream_permit};
 use crate::fabric::events::Events;
@@ -62,7 +62,7 @@ enum Form {
 
 pub(super) async fn events(
     State(app): State<App>,
-    Extension(slot): Extension<Arc<Slot>>,
+    Extension(slot): Extension<Arc<OpenConnection>>,
     headers: HeaderMap,
     Asked(query): Asked<EventsQuery>,
 ) -> Result<Response, Answer> {

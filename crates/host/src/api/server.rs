@@ -48,7 +48,7 @@ use tombolo_shm::listener::bind_private;
 use tombolo_switch::filter::{Filter, FilterError};
 
 use super::apply::ApplyQuery;
-use super::connections::{self, Busy, Limits, Line, Slot};
+use super::connections::{self, Busy, Limits, Line, OpenConnection};
 use super::query::{Asked, Keys, wrong};
 use super::report::{Fault, Machines, Ports, ProblemReport, SCHEMA, TablesQuery};
 use super::{CaptureOf, Refusal, Reply, Request, Requests, config, events, metrics, services, span};
@@ -252,7 +252,7 @@ impl From<Refusal> for Answer {
 
 async fn check_peer(
     State(app): State<App>,
-    Extension(slot): Extension<Arc<Slot>>,
+    Extension(slot): Extension<Arc<OpenConnection>>,
     request: HttpRequest,
     next: Next,
 ) -> Response {
@@ -284,7 +284,7 @@ fn line_of(request: &HttpRequest) -> Line {
 }
 
 /// The answer to a request that was not handled, because others are. It may be sent again.
-fn busy(slot: &Slot, why: Busy) -> Response {
+fn busy(slot: &OpenConnection, why: Busy) -> Response {
     let Limits { process, working, turn, .. } = slot.limits;
     let (who, waited) = (&slot.process, turn.as_secs_f32());
     let error = match why {
@@ -417,7 +417,7 @@ impl Keys for CaptureQuery {
 async fn capture(
     State(app): State<App>,
     InPath(port): InPath<String>,
-    Extension(slot): Extension<Arc<Slot>>,
+    Extension(slot): Extension<Arc<OpenConnection>>,
     Asked(query): Asked<CaptureQuery>,
 ) -> Result<Response, Answer> {
     captured(&app, &slot, CaptureOf::Port(port), query).await
@@ -426,13 +426,13 @@ async fn capture(
 async fn capture_network(
     State(app): State<App>,
     InPath(network): InPath<String>,
-    Extension(slot): Extension<Arc<Slot>>,
+    Extension(slot): Extension<Arc<OpenConnection>>,
     Asked(query): Asked<CaptureQuery>,
 ) -> Result<Response, Answer> {
     captured(&app, &slot, CaptureOf::Network(network), query).await
 }
 
-async fn captured(app: &App, slot: &Slot, of: CaptureOf, query: CaptureQuery) -> Result<Response, Answer> {
+async fn captured(app: &App, slot: &OpenConnection, of: CaptureOf, query: CaptureQuery) -> Result<Response, Answer> {
     let CaptureQuery { snaplen, filter } = query;
     let wrong = |e: FilterError| Answer::new(StatusCode::BAD_REQUEST, e.to_string());
     let filter = filter.map(|text| Filter::parse(&text)).transpose().map_err(wrong)?;
@@ -465,7 +465,7 @@ pub(super) struct StreamPermit {
     _all: OwnedSemaphorePermit,
 }
 
-pub(super) fn stream_permit(app: &App, slot: &Slot) -> Result<StreamPermit, Answer> {
+pub(super) fn stream_permit(app: &App, slot: &OpenConnection) -> Result<StreamPermit, Answer> {
     let full = |error: String| move |_| Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("end one of them");
     let most = slot.limits.process;
     let own = format!("{}: {most} captures, consoles and followers are open, the limit for one process", slot.process);
@@ -505,7 +505,7 @@ impl Keys for ConsoleQuery {
 async fn console(
     State(app): State<App>,
     InPath(name): InPath<String>,
-    Extension(slot): Extension<Arc<Slot>>,
+    Extension(slot): Extension<Arc<OpenConnection>>,
     Asked(ConsoleQuery { follow }): Asked<ConsoleQuery>,
 ) -> Result<Response, Answer> {
     let console = {
@@ -589,7 +589,7 @@ fn open_console(input: &Path) -> io::Result<pipe::Sender> {
 async fn type_to_console(
     State(app): State<App>,
     InPath(name): InPath<String>,
-    Extension(slot): Extension<Arc<Slot>>,
+    Extension(slot): Extension<Arc<OpenConnection>>,
     request: HttpRequest,
 ) -> Result<StatusCode, Answer> {
     let _permit = stream_permit(&app, &slot)?;
@@ -634,7 +634,7 @@ async fn type_to_console(
 
 /// The body of a request, once all of it is there.
 pub(super) async fn whole_body(request: HttpRequest, app: &App) -> Result<Bytes, Response> {
-    let slot = request.extensions().get::<Arc<Slot>>().cloned();
+    let slot = request.extensions().get::<Arc<OpenConnection>>().cloned();
     // Until the body is there it is the client's turn.
     if let Some(slot) = &slot {
         slot.waits();

@@ -64,7 +64,7 @@ pub(super) struct Prepared {
     changes_of_file: Map<String, Value>,
     /// See [`Wanted::additions`].
     additions: Vec<Addition>,
-    source: Source,
+    source: ApplySource,
     /// The members that the file itself has.
     own: Vec<String>,
     report: ApplyReport,
@@ -84,13 +84,13 @@ pub(super) struct Wanted {
     pub(super) changes: Map<String, Value>,
     /// The members that were added while the fabric ran, in place of those recorded.
     pub(super) additions: Vec<Addition>,
-    pub(super) source: Source,
+    pub(super) source: ApplySource,
     /// Only tell what would be done.
     pub(super) dry_run: bool,
 }
 
 /// Who wants it.
-pub(super) enum Source {
+pub(super) enum ApplySource {
     /// `apply`, of a whole file.
     File,
     /// A change of these keys.
@@ -172,7 +172,7 @@ impl Running {
         let base = Document::read(text);
         let reverted = self.reverted(base.as_ref());
         let additions = self.all_additions();
-        let (changes, source, dry_run) = (Map::new(), Source::File, query.dry_run);
+        let (changes, source, dry_run) = (Map::new(), ApplySource::File, query.dry_run);
         let mut prepared =
             self.prepare_wanted(Wanted { spec, own, file, base, changes, additions, source, dry_run })?;
         prepared.report.reverted = reverted;
@@ -185,11 +185,11 @@ impl Running {
         if spec.name != self.spec.name {
             let (now, other) = (&self.spec.name, &spec.name);
             return Err(FabricError::State(match source {
-                Source::File => format!(
+                ApplySource::File => format!(
                     "expected a file of the fabric \"{now}\", which runs, found one of \"{other}\"; `tombolo up` starts \
                      that one"
                 ),
-                Source::Change(_) => format!(
+                ApplySource::Change(_) => format!(
                     "the name of a fabric that runs cannot be changed, and \"{now}\" is to be \"{other}\": change it in \
                      the file between `tombolo down` and `tombolo up`"
                 ),
@@ -206,7 +206,7 @@ impl Running {
         let new = Model { fabric: spec, plan };
         let mut old = self.model();
         // What was deleted is made again by an `apply`; a change is about what it names.
-        if matches!(source, Source::File) {
+        if matches!(source, ApplySource::File) {
             let deleted = self.deleted_taps_now();
             old.plan.ports.retain(|plan| !deleted.contains(&plan.name));
         }
@@ -216,12 +216,12 @@ impl Running {
             let standing = Standing::of(&old.fabric, old.plan.ports.iter());
             let faults = preflight::faults(&new.fabric, Some(&standing));
             match &source {
-                Source::File => refuse_faults(faults, &path, new.fabric.which())?,
+                ApplySource::File => refuse_faults(faults, &path, new.fabric.which())?,
                 // Lines of the file say nothing of what is not in it.
-                Source::Change(_) if !faults.is_empty() => {
+                ApplySource::Change(_) if !faults.is_empty() => {
                     return Err(lacking_at(faults, &file::Places::none(Path::new(super::config::CHANGE))));
                 }
-                Source::Change(_) => {}
+                ApplySource::Change(_) => {}
             }
         }
         let of_new = new.parts();
@@ -320,7 +320,7 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     let mut steps = Steps { changes, failed: BTreeMap::new() };
     let say = {
         let mut running = shared.running.lock().await;
-        let is_file = matches!(source, Source::File);
+        let is_file = matches!(source, ApplySource::File);
         let noted = running.note_file(&file, is_file, (additions, &own), facts, &new, changes_of_file);
         if let Err(error) = noted {
             running.applying = false;
@@ -365,8 +365,8 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     running.record_standing();
     let done = report_steps(&mut report, steps.failed);
     let text = match &source {
-        Source::File => format!("apply: {done}"),
-        Source::Change(keys) => format!("change of {}: {done}", keys.join(", ")),
+        ApplySource::File => format!("apply: {done}"),
+        ApplySource::Change(keys) => format!("change of {}: {done}", keys.join(", ")),
     };
     (running.say)(&text);
     running.events.add(Kind::Apply, Told::of(&report.fabric), &text);

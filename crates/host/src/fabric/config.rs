@@ -20,7 +20,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::apply::{Prepared, Source, Wanted};
+use super::apply::{ApplySource, Prepared, Wanted};
 use super::events::{Facts as Told, Kind};
 use super::{FabricError, Running, Say, namespaces};
 use crate::api::config::{ConfigQuery, ConfigReport};
@@ -489,7 +489,7 @@ impl Running {
         self.is_for_this_machine(&spec, &before.root, &changed.root)?;
         own.extend(spec.members().map(String::from));
         let changes = changes_to(&base, &changed.root);
-        let source = Source::Change(config::paths(patch));
+        let source = ApplySource::Change(config::paths(patch));
         let file = self.file.clone();
         let additions = now.into_iter().map(|(addition, _)| addition).collect();
         let dry_run = query.dry_run;

@@ -32,7 +32,7 @@ use crate::blocking;
 use crate::plan::{MachinePlan, Plan};
 use crate::rundir::write_whole;
 use crate::xen::config::{self, Domain};
-use crate::xen::toolstack::{self, Listed, SUSPENDED, State};
+use crate::xen::toolstack::{self, DomainState, Listed, SUSPENDED};
 use crate::xen::watcher;
 use crate::{console, process};
 
@@ -106,7 +106,7 @@ pub(super) async fn follow(fabric: &Weak<tokio::sync::Mutex<Running>>, machine: 
             return;
         }
         let trouble = match found {
-            Ok(Some(Listed { state: State::ShutDown(SUSPENDED), .. } | Listed { is_paused: true, .. })) => {
+            Ok(Some(Listed { state: DomainState::ShutDown(SUSPENDED), .. } | Listed { is_paused: true, .. })) => {
                 drop(running);
                 let since = suspended.get_or_insert_with(Instant::now).elapsed();
                 tokio::time::sleep(pause_before_look(since)).await;

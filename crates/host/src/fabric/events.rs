@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 use tombolo_switch::gateway::{LeaseChange, LeaseStore};
-use tombolo_switch::port::Link;
+use tombolo_switch::port::Carrier;
 
 use super::{Running, RunningWorker, Say};
 use crate::api::report::{EventReport, Events as Answer, SCHEMA};
@@ -526,7 +526,7 @@ impl Running {
         for (status, port) in statuses.iter().flat_map(|s| s.ports.iter().map(move |p| (s, p))) {
             let name = port.name.to_string();
             let (faults, restarts) = (port.counters.faults.get(), port.counters.restarts.get());
-            let up = port.link == Link::Up;
+            let up = port.link == Carrier::Up;
             let told = self.watched.ports.entry(name.clone()).or_insert_with(|| Told {
                 token: port.token,
                 up: false,

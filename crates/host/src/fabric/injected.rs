@@ -3,7 +3,7 @@
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::Batch;
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Sent};
 
 pub(super) enum Injected {
     /// A bug in our code, with these words.
@@ -15,7 +15,7 @@ pub(super) enum Injected {
 /// The port: what it says of itself, and what is held as long as it is there.
 pub(super) struct InjectedPort {
     pub(super) kind: &'static str,
-    pub(super) link: Link,
+    pub(super) link: Carrier,
     pub(super) shows: Injected,
     pub(super) _holds: Option<Box<dyn Port>>,
 }
@@ -24,7 +24,7 @@ impl Port for InjectedPort {
     fn kind(&self) -> &'static str {
         self.kind
     }
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.link
     }
     fn caps(&self) -> Caps {

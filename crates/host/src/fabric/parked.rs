@@ -26,7 +26,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::Batch;
-use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, Port, Sent};
 
 use super::backoff::Backoff;
 use super::events::{Facts as Told, Kind};
@@ -73,8 +73,8 @@ impl Port for ParkedPort {
     fn kind(&self) -> &'static str {
         self.kind
     }
-    fn link(&self) -> Link {
-        Link::Down
+    fn link(&self) -> Carrier {
+        Carrier::Down
     }
     fn caps(&self) -> Caps {
         Caps::plain(self.mtu)

@@ -372,7 +372,7 @@ mod tests {
     use super::*;
     use std::os::unix::net::UnixStream;
     use tombolo_switch::mac::MacSettings;
-    use tombolo_switch::port::Link;
+    use tombolo_switch::port::Carrier;
     use tombolo_testing::until;
     use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
@@ -406,7 +406,7 @@ mod tests {
             let told = Directory::default();
             let real = attach(&plan, registration.clone(), None, None, &told, &say).unwrap();
             let (kind, shows) = (real.kind(), Injected::Bug("injected"));
-            let port = Box::new(InjectedPort { kind, link: Link::Down, shows, _holds: Some(real) });
+            let port = Box::new(InjectedPort { kind, link: Carrier::Down, shows, _holds: Some(real) });
             let first = UnixStream::connect(socket).unwrap();
             let restart = restart_of(&plan, registration, None, told, say);
             let counters =

@@ -13,7 +13,7 @@ use tombolo_switch::drop::Reason;
 use tombolo_switch::gateway::Ipv6Config;
 use tombolo_switch::guard::{Guard, link_local};
 use tombolo_switch::limit::{Limit, Rate, Storm};
-use tombolo_switch::port::{Caps, FaultKind, Link};
+use tombolo_switch::port::{Caps, Carrier, FaultKind};
 
 use super::{FabricError, Running};
 use crate::api::report::{
@@ -388,7 +388,7 @@ impl Running {
             name: p.name.to_string(),
             network: network.map(|n| n.name.to_string()).unwrap_or_default(),
             kind: p.kind.into(),
-            up: p.link == Link::Up,
+            up: p.link == Carrier::Up,
             offloads: p.caps.as_ref().map(offloads).unwrap_or_default(),
             guard: guarded(&p.guard),
             details,
@@ -448,7 +448,7 @@ mod tests {
     use tombolo_worker::thread::{WorkerConfig, WorkerThread};
 
     fn bad(shows: Injected) -> Box<InjectedPort> {
-        Box::new(InjectedPort { kind: "gateway", link: Link::Up, shows, _holds: None })
+        Box::new(InjectedPort { kind: "gateway", link: Carrier::Up, shows, _holds: None })
     }
 
     #[test]

@@ -429,7 +429,7 @@ impl Running {
         self.spec.forwards.extend(back);
     }
 
-    fn put_link(&mut self, part: &(file::Link, Option<tombolo_ivshmem::links::Config>)) -> Result<(), FabricError> {
+    fn put_link(&mut self, part: &(file::LinkDecl, Option<tombolo_ivshmem::links::Config>)) -> Result<(), FabricError> {
         let (Some(links), Some(config)) = (self.links(), &part.1) else { return Ok(()) };
         links.open(config.clone())?;
         links.serve(&config.name, Some(self.link_watcher(&config.name)))?;

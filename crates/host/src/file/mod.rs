@@ -41,9 +41,9 @@ pub(crate) use boot::boot_text;
 pub use hosts::{Elsewhere, Here, Home, Host, SAY_WHICH, SpanDecl, Which, span_settings};
 pub(crate) use model::overlap;
 pub use model::{
-    Accel, Attach, Boot, Contained, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType,
-    MirrorDecl, Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink,
-    Uplink6, Vxlan, Worker,
+    Accel, Attach, Boot, Contained, Dhcp, Fabric, Forward, Guard, Image, Ip6, LinkDecl, Machine, MachineKind,
+    MachineType, MirrorDecl, Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic,
+    Uplink, Uplink6, Vxlan, Worker,
 };
 pub use model::{Ipv6, Mac, Network};
 pub(crate) use names::MEMBERS;

@@ -128,10 +128,10 @@ type Outgoing = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;
 /// A server that listens, and has shown no token yet.
 pub struct Server {
     listener: std::net::TcpListener,
-    shared: Arc<Shared>,
+    shared: Arc<WebState>,
 }
 
-struct Shared {
+struct WebState {
     fabric: String,
     socket: PathBuf,
     /// As browsers send it: `127.1.2.3:4567`.
@@ -217,7 +217,7 @@ impl Server {
         let listener = std::net::TcpListener::bind(address).map_err(|source| WebError::Listen { address, source })?;
         listener.set_nonblocking(true)?;
         let host = listener.local_addr()?.to_string();
-        let shared = Shared {
+        let shared = WebState {
             fabric: fabric.into(),
             socket: socket.into(),
             host,
@@ -261,7 +261,7 @@ impl Server {
 }
 
 /// Makes links for browsers.
-pub struct Links(Arc<Shared>);
+pub struct Links(Arc<WebState>);
 
 impl Links {
     /// A link with a new token. The token is in the fragment, which browsers send to no server: the
@@ -275,7 +275,7 @@ impl Links {
     }
 }
 
-async fn serve(listener: TcpListener, shared: Arc<Shared>) {
+async fn serve(listener: TcpListener, shared: Arc<WebState>) {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
         let Ok((stream, _)) = listener.accept().await else {
@@ -288,7 +288,7 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     }
 }
 
-async fn connection(stream: TcpStream, shared: Arc<Shared>, _place: OwnedSemaphorePermit) {
+async fn connection(stream: TcpStream, shared: Arc<WebState>, _place: OwnedSemaphorePermit) {
     // Keys are to arrive one by one.
     let _ = stream.set_nodelay(true);
     let mut http = hyper::server::conn::http1::Builder::new();
@@ -447,7 +447,7 @@ fn route(method: &Method, path: &str, query: &str) -> Option<Route> {
     words.is_empty().then_some(found)
 }
 
-impl Shared {
+impl WebState {
     /// The answer to one request, with the headers that each answer has.
     async fn answer(self: Arc<Self>, request: Request<Incoming>) -> Response<Outgoing> {
         let mut nonce = [0u8; 16];

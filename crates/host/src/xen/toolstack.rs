@@ -56,7 +56,7 @@ pub(crate) const SUSPENDED: u32 = 2;
 
 /// What a domain is at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum State {
+pub(crate) enum DomainState {
     /// It runs, or is paused.
     Runs,
     /// It has shut down, for that reason (`SHUTDOWN_*`), and was not destroyed yet.
@@ -69,7 +69,7 @@ pub(crate) enum State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Listed {
     pub(crate) id: u32,
-    pub(crate) state: State,
+    pub(crate) state: DomainState,
     /// Its processors are not run, as before a restore is complete.
     pub(crate) is_paused: bool,
 }
@@ -82,9 +82,9 @@ fn listed(list: &str) -> impl Iterator<Item = (&str, Listed)> {
         let words: Vec<_> = line.split_whitespace().rev().collect();
         let [_, reason, uuid, _, letters, _, _, id, ..] = words[..] else { return None };
         let state = match (letters.contains('d'), u32::from_str_radix(reason, 16)) {
-            (true, _) => State::Gone,
-            (false, Ok(reason)) => State::ShutDown(reason),
-            (false, Err(_)) => State::Runs,
+            (true, _) => DomainState::Gone,
+            (false, Ok(reason)) => DomainState::ShutDown(reason),
+            (false, Err(_)) => DomainState::Runs,
         };
         Some((uuid, Listed { id: id.parse().ok()?, state, is_paused: letters.contains('p') }))
     })
@@ -111,7 +111,7 @@ fn program() -> Result<PathBuf, String> {
 /// The domains of a UUID that are not dying.
 fn living(program: &Path, uuid: &str) -> Result<Vec<Listed>, String> {
     let list = list(program)?;
-    let own = listed(&list).filter(|(of, one)| *of == uuid && one.state != State::Gone);
+    let own = listed(&list).filter(|(of, one)| *of == uuid && one.state != DomainState::Gone);
     Ok(own.map(|(_, one)| one).collect())
 }
 
@@ -127,9 +127,9 @@ pub(crate) fn look_up(domain: &Domain) -> Result<Option<Listed>, String> {
 ///
 /// # Errors
 /// What `xl` says, as a sentence.
-pub(crate) fn state_of(id: u32) -> Result<State, String> {
+pub(crate) fn state_of(id: u32) -> Result<DomainState, String> {
     let list = list(&program()?)?;
-    Ok(listed(&list).find(|(_, one)| one.id == id).map_or(State::Gone, |(_, one)| one.state))
+    Ok(listed(&list).find(|(_, one)| one.id == id).map_or(DomainState::Gone, |(_, one)| one.state))
 }
 
 /// Destroys the domain of that number, if it is there.
@@ -139,7 +139,7 @@ pub(crate) fn state_of(id: u32) -> Result<State, String> {
 pub(crate) fn destroy_number(id: u32) -> Result<(), String> {
     let destroyed = xl(&program()?, &["destroy", &id.to_string()], DESTROY_LIMIT).map(drop);
     // It may end by itself at the same time, or by the `xl` that restored it.
-    destroyed.or_else(|why| if state_of(id) == Ok(State::Gone) { Ok(()) } else { Err(why) })
+    destroyed.or_else(|why| if state_of(id) == Ok(DomainState::Gone) { Ok(()) } else { Err(why) })
 }
 
 /// Destroys a domain and waits until its devices are gone. Whether there was one.
@@ -225,11 +225,11 @@ mod tests {
     fn domains_are_listed_with_what_they_are_at() {
         let all: Vec<_> = listed(LIST).map(|(uuid, one)| (&uuid[34..], one.id, one.state, one.is_paused)).collect();
         let expected = [
-            ("00", 0, State::Runs, false),
-            ("10", 12, State::Gone, true),
-            ("10", 15, State::Runs, false),
-            ("11", 16, State::ShutDown(SUSPENDED), false),
-            ("12", 17, State::Runs, true),
+            ("00", 0, DomainState::Runs, false),
+            ("10", 12, DomainState::Gone, true),
+            ("10", 15, DomainState::Runs, false),
+            ("11", 16, DomainState::ShutDown(SUSPENDED), false),
+            ("12", 17, DomainState::Runs, true),
         ];
         assert_eq!(all, expected);
     }

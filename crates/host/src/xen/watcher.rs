@@ -23,7 +23,7 @@ use rustix::fs::OFlags;
 use tombolo_port::xen::{DomainEvent, DomainEvents};
 
 use super::config;
-use super::toolstack::{self, SUSPENDED, State};
+use super::toolstack::{self, DomainState, SUSPENDED};
 
 /// The hidden command of `tombolo` that this is.
 pub const COMMAND: &str = "domain-watch";
@@ -112,13 +112,13 @@ pub fn run(domain: u32, config: &Path) -> Result<(), String> {
     };
     console.copy();
     match end {
-        State::ShutDown(reason) => {
+        DomainState::ShutDown(reason) => {
             eprintln!("Domain {domain} has shut down, reason code {reason} 0x{reason:x}");
             if reason != SUSPENDED {
                 destroy(domain, &mut console)?;
             }
         }
-        State::Gone | State::Runs => eprintln!("Domain {domain} has been destroyed."),
+        DomainState::Gone | DomainState::Runs => eprintln!("Domain {domain} has been destroyed."),
     }
     Ok(())
 }
@@ -128,14 +128,14 @@ pub fn run(domain: u32, config: &Path) -> Result<(), String> {
 ///
 /// # Errors
 /// XenStore or `xl` does not answer, as a sentence: nothing is known of the domain.
-fn wait_for_end(domain: u32, console: &mut Console) -> Result<State, String> {
+fn wait_for_end(domain: u32, console: &mut Console) -> Result<DomainState, String> {
     let store = |error| format!("XenStore: {error}");
     let mut events = DomainEvents::open(&[DomainEvent::Released, DomainEvent::Console(domain)]).map_err(store)?;
     loop {
         if events.take().map_err(store)? {
             console.find(&mut events, domain);
             match toolstack::state_of(domain)? {
-                State::Runs => {}
+                DomainState::Runs => {}
                 end => return Ok(end),
             }
         }

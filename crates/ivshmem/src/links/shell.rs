@@ -2,9 +2,9 @@
 //! the core out.
 
 use super::super::fd_store::{self, FdStore};
-use super::super::server::{Dialect, Hears, Passed, Record, Seat, Server};
+use super::super::server::{Dialect, Hears, Passed, PeerRecord, Seat, Server};
 use super::{
-    Config, Event, Kind, Launch, Link, LinkError, Member, OnFailure, Opened, Watcher, duplicate, has_ended, lock,
+    Config, Event, Kind, Launch, LinkError, Member, OnFailure, Opened, ServedLink, Watcher, duplicate, has_ended, lock,
     now_ns, seat, seat_words,
 };
 use rustix::event::{PollFd, PollFlags, epoll, poll};
@@ -36,7 +36,7 @@ const REFUSAL_LOG_NS: u64 = 10_000_000_000;
 pub(super) const OWN: u64 = 0;
 
 #[derive(Debug, Clone)]
-enum Source {
+enum EventSource {
     FdStore,
     Door { link: String, at: usize },
     Member { link: String, id: u32 },
@@ -47,16 +47,16 @@ pub(super) struct Keeping {
     pub(super) fd_store: Option<FdStore>,
     token: u64,
     /// Records of an earlier daemon that no link has taken up yet.
-    pub(super) left: BTreeMap<String, fd_store::Record>,
+    pub(super) left: BTreeMap<String, fd_store::StoredRecord>,
     /// It was lost and could not be replaced.
     given_up: bool,
 }
 
 pub(super) struct Inner {
     epoll: OwnedFd,
-    sources: HashMap<u64, Source>,
+    sources: HashMap<u64, EventSource>,
     next_token: u64,
-    pub(super) links: BTreeMap<String, Link>,
+    pub(super) links: BTreeMap<String, ServedLink>,
     pub(super) keeping: Option<Keeping>,
     /// Listening sockets of an earlier daemon, by their paths.
     pub(super) handed_doors: BTreeMap<PathBuf, OwnedFd>,
@@ -138,7 +138,7 @@ impl Inner {
         }
     }
 
-    fn watch(&mut self, fd: impl AsFd, source: Source, write: bool) -> Result<u64, Errno> {
+    fn watch(&mut self, fd: impl AsFd, source: EventSource, write: bool) -> Result<u64, Errno> {
         let token = self.next_token;
         self.next_token += 1;
         let mut flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
@@ -159,16 +159,16 @@ impl Inner {
         }
     }
 
-    fn ready(&mut self, token: u64, source: &Source) {
+    fn ready(&mut self, token: u64, source: &EventSource) {
         match source {
-            Source::FdStore => {
+            EventSource::FdStore => {
                 let gone = self.keeping.as_ref().and_then(|k| k.fd_store.as_ref()).is_none_or(has_ended);
                 if gone {
                     self.lose_fd_store("it ended");
                 }
             }
-            Source::Door { link, at } => self.accept(link, *at),
-            Source::Member { link, id } => {
+            EventSource::Door { link, at } => self.accept(link, *at),
+            EventSource::Member { link, id } => {
                 if self.links.get(link).and_then(|l| l.members.get(id)).is_some_and(|m| m.token == token) {
                     self.look(link, *id);
                 }
@@ -204,7 +204,7 @@ impl Inner {
         }
         let Some(fd_store) = fd_store else { return };
         // Unwatched, its loss shows with the next record.
-        let token = self.watch(&fd_store, Source::FdStore, false).unwrap_or(OWN);
+        let token = self.watch(&fd_store, EventSource::FdStore, false).unwrap_or(OWN);
         if let Some(keeping) = &mut self.keeping {
             (keeping.fd_store, keeping.token, keeping.given_up) = (Some(fd_store), token, false);
         }
@@ -258,7 +258,7 @@ impl Inner {
         let Some(fd_store) = self.keeping.as_ref().and_then(|k| k.fd_store.as_ref()) else { return };
         let Some(link) = self.links.get(name) else { return };
         let member = link.members.get(&id);
-        let nobody = Record { id, hears: Hears::Nothing, settled: false, told: 0 };
+        let nobody = PeerRecord { id, hears: Hears::Nothing, settled: false, told: 0 };
         let mut bytes = link.server.record(id).unwrap_or(nobody).encode().to_vec();
         bytes.extend(seat_words(member));
         let life = member.and_then(|m| m.life.as_ref());
@@ -317,7 +317,7 @@ impl Inner {
         let there = server.ids().filter(|id| Some(*id) != config.host);
         let there = there.map(|id| (id, doorbells[id as usize].iter().filter_map(|b| b.duplicate().ok()).collect()));
         let opened = Opened { region: duplicate(&name, &region)?, own, restored: there.collect() };
-        let link = Link {
+        let link = ServedLink {
             config,
             region,
             mapping,
@@ -367,7 +367,7 @@ impl Inner {
             let lives = host || member.life.as_ref().is_some_and(|life| !has_ended(life));
             if record.id != id || !lives {
                 // The others are to be told, if they have heard of it for sure.
-                records.extend((!record.settled).then_some(Record { id, ..record }));
+                records.extend((!record.settled).then_some(PeerRecord { id, ..record }));
                 member.hang_up();
                 out.push(id);
                 continue;
@@ -375,7 +375,7 @@ impl Inner {
             if host {
                 member.pid = std::process::id();
             }
-            records.push(Record { settled: record.settled || host, ..record });
+            records.push(PeerRecord { settled: record.settled || host, ..record });
             members.insert(id, member);
         }
         let (server, unsettled) = Server::restore(config.shape, &records, now_ns());
@@ -405,7 +405,7 @@ impl Inner {
                 Some(listener) => listener,
                 None => Listener::bind(&door.path, SocketType::STREAM).map_err(failed)?,
             };
-            let token = self.watch(&listener, Source::Door { link: name.into(), at }, false).map_err(failed)?;
+            let token = self.watch(&listener, EventSource::Door { link: name.into(), at }, false).map_err(failed)?;
             let link = self.links.get_mut(name).ok_or_else(unknown)?;
             link.doors.push((listener, token, door.seat));
         }
@@ -430,7 +430,7 @@ impl Inner {
         }
         let mut faults = Vec::new();
         for (name, at, path) in gone {
-            let source = Source::Door { link: name.clone(), at };
+            let source = EventSource::Door { link: name.clone(), at };
             let opened = Listener::bind(&path, SocketType::STREAM)
                 .and_then(|listener| self.watch(&listener, source, false).map(|token| (listener, token)));
             match (opened, self.links.get_mut(&name).and_then(|link| link.doors.get_mut(at))) {
@@ -450,7 +450,7 @@ impl Inner {
         let (Some(life), write) = (&member.life, member.kind == Kind::Client) else { return };
         let Ok(life) = duplicate(name, life) else { return };
         // A peer that cannot be watched is one whose end is found when something is sent.
-        let token = self.watch(&life, Source::Member { link: name.into(), id }, write).unwrap_or(OWN);
+        let token = self.watch(&life, EventSource::Member { link: name.into(), id }, write).unwrap_or(OWN);
         if let Some(member) = self.links.get_mut(name).and_then(|l| l.members.get_mut(&id)) {
             // The duplicate is what epoll knows, so it is what is kept.
             member.life = Some(life);

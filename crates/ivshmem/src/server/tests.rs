@@ -154,26 +154,26 @@ fn a_restarted_server_goes_on_where_its_records_say() {
     server.join(Seat::Fixed(3), Hears::Comings, 0).unwrap();
     let records: Vec<_> = server.ids().filter(|id| *id != 2).map(|id| server.record(id).unwrap()).collect();
     for record in &records {
-        assert_eq!(Record::decode(&record.encode()), Some(*record));
+        assert_eq!(PeerRecord::decode(&record.encode()), Some(*record));
     }
     let (mut again, out) = Server::restore(V1, &records, 0);
     assert_eq!(out, [3]);
     assert_eq!(again.ids().collect::<Vec<_>>(), [0, 1]);
     assert_eq!(drain(&mut again, 1), [(2, None)], "of 3 it may not have heard");
-    assert_eq!(again.record(1).unwrap(), Record { id: 1, hears: Hears::Comings, settled: true, told: 1 });
+    assert_eq!(again.record(1).unwrap(), PeerRecord { id: 1, hears: Hears::Comings, settled: true, told: 1 });
     assert_eq!(again.join(Seat::Any, Hears::Comings, 0), Ok(2));
     assert_eq!(drain(&mut again, 1), [doorbell(2, 0), doorbell(2, 1)]);
 }
 
 #[test]
 fn what_is_no_record_is_none() {
-    let good = Record { id: 63, hears: Hears::Seats, settled: true, told: u64::MAX }.encode();
-    assert!(Record::decode(&good).is_some());
-    assert_eq!(Record::decode(&good[..15]), None);
+    let good = PeerRecord { id: 63, hears: Hears::Seats, settled: true, told: u64::MAX }.encode();
+    assert!(PeerRecord::decode(&good).is_some());
+    assert_eq!(PeerRecord::decode(&good[..15]), None);
     for (at, value) in [(0, 64), (4, 2), (6, 3), (7, 1)] {
         let mut bad = good;
         bad[at] = value;
-        assert_eq!(Record::decode(&bad), None);
+        assert_eq!(PeerRecord::decode(&bad), None);
     }
 }
 
@@ -191,7 +191,7 @@ fn clients_know_who_is_there_whatever_happens() {
     let mut server = Server::new(V1);
     // By client: its own queue in the socket, and what it has read so far.
     let mut known: BTreeMap<u32, BTreeMap<u32, u32>> = BTreeMap::new();
-    let mut kept: BTreeMap<u32, Record> = BTreeMap::new();
+    let mut kept: BTreeMap<u32, PeerRecord> = BTreeMap::new();
     for step in 0..20_000u64 {
         match dice(10) {
             0..3 => {

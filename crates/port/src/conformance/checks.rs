@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tombolo_switch::detail::Detail;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::{Offload, SegmentKind};
-use tombolo_switch::port::{Fault, FaultKind, Link, Rechecked};
+use tombolo_switch::port::{Carrier, Fault, FaultKind, Rechecked};
 use tombolo_switch::wait::Token;
 use tombolo_testing::{Random, until};
 use tombolo_worker::reactor::Reactor;
@@ -115,7 +115,7 @@ fn violation<F: Fixture>(name: &str, deed: impl FnOnce(&mut F) -> Violation) {
             rig.until_woken("the drop is counted", |rig| rig.rx_drops.of(reason) > 0);
             assert_eq!((rig.rx_drops.of(reason), rig.rx_drops.total()), (1, 1), "{:?}", rig.rx_drops);
             assert!(rig.faults.is_empty(), "{:?}", rig.faults);
-            assert_eq!(rig.port.link(), Link::Up);
+            assert_eq!(rig.port.link(), Carrier::Up);
         }
         Violation::Faulted(kind) => {
             rig.until_woken("the fault is seen", |rig| !rig.faults.is_empty());
@@ -123,7 +123,7 @@ fn violation<F: Fixture>(name: &str, deed: impl FnOnce(&mut F) -> Violation) {
             assert_eq!(rig.faults.len(), 1, "{:?}", rig.faults);
             rig.peer.disconnect();
             rig.peer.connect();
-            rig.until("the link comes up again", |rig| rig.seen == Some(Link::Up));
+            rig.until("the link comes up again", |rig| rig.seen == Some(Carrier::Up));
         }
     }
     assert!(rig.received.is_empty(), "what should not be a frame is none");
@@ -348,12 +348,12 @@ pub fn the_link_follows_the_peer<F: Fixture>(_: &str) {
     let mut rig = Rig::<F>::up();
     rig.settle();
     rig.peer.disconnect();
-    rig.until_woken("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.until_woken("the link goes down", |rig| rig.seen == Some(Carrier::Down));
     assert_eq!(rig.send(&plain(0, [60, 60, 60])), 0);
     assert_eq!((rig.tx_drops.of(Reason::LinkDown), rig.tx_drops.total()), (3, 3), "{:?}", rig.tx_drops);
     assert_eq!(rig.turn(16), 0, "without a peer there are no frames");
     rig.peer.connect();
-    rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
     let frames = plain(10, [60, 1514]);
     rig.receive_all(&frames);
     rig.deliver(&frames);
@@ -363,9 +363,9 @@ pub fn the_link_follows_the_peer<F: Fixture>(_: &str) {
 /// ways again.
 fn served_after_another_peer<F: Fixture>(rig: &mut Rig<F>, round: u32) {
     rig.peer.disconnect();
-    rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.until("the link goes down", |rig| rig.seen == Some(Carrier::Down));
     rig.peer.connect();
-    rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
     rig.settle();
     rig.received.clear();
     let mut stale = Vec::new();
@@ -401,7 +401,7 @@ pub fn a_broken_protocol_costs_only_that_port<F: Fixture>(name: &str) {
     };
     bad.until_woken("the fault is seen", |rig| !rig.faults.is_empty());
     assert_eq!(bad.faults[0].kind, kind, "{:?}", bad.faults);
-    assert_eq!(bad.port.link(), Link::Down);
+    assert_eq!(bad.port.link(), Carrier::Down);
     let frames = plain(0, [60, 1514, 300]);
     // `bad`'s wake-ups end up with `good` and the other way round, so both are asked at each tick.
     good.received.clear();
@@ -414,7 +414,7 @@ pub fn a_broken_protocol_costs_only_that_port<F: Fixture>(name: &str) {
     assert!(good.faults.is_empty(), "{:?}", good.faults);
     bad.peer.disconnect();
     bad.peer.connect();
-    bad.until("it comes back", |rig| rig.seen == Some(Link::Up));
+    bad.until("it comes back", |rig| rig.seen == Some(Carrier::Up));
     assert_eq!(bad.faults.len(), 1, "{:?}", bad.faults);
     bad.deliver(&plain(0, [60]));
 }
@@ -455,7 +455,7 @@ pub fn a_fault_of_transmit_counts_each_frame_once<F: Fixture>(name: &str) {
     assert_eq!(rig.tx_drops.of(Reason::TooLong), 1, "the fault came after some frames: {:?}", rig.tx_drops);
     rig.peer.disconnect();
     rig.peer.connect();
-    rig.until("the link comes up again", |rig| rig.seen == Some(Link::Up));
+    rig.until("the link comes up again", |rig| rig.seen == Some(Carrier::Up));
     rig.deliver(&plain(100, [60, 1514]));
 }
 
@@ -504,9 +504,9 @@ pub fn no_descriptor_leaks_over_a_hundred_peers<F: Fixture>(name: &str) {
         let mut settled = 0;
         for round in 0..100 {
             rig.peer.disconnect();
-            rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+            rig.until("the link goes down", |rig| rig.seen == Some(Carrier::Down));
             rig.peer.connect();
-            rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+            rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
             rig.received.clear();
             rig.receive_all(&plain(round, [60]));
             rig.deliver(&plain(round, [60]));

@@ -59,7 +59,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, RingFill, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Rechecked, RingFill, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
@@ -83,15 +83,15 @@ pub enum OpenError {
 
 /// What the server's side left for the port.
 #[derive(Default)]
-struct Slot {
+struct PeerChange {
     left: bool,
     joined: Option<Option<Box<dyn PeerDoorbells>>>,
 }
 
-struct Shared {
+struct PeerMailbox {
     /// Whether something is in the slot. A hint to look; the slot's lock orders everything.
     waiting: AtomicBool,
-    slot: Mutex<Slot>,
+    slot: Mutex<PeerChange>,
     /// On a link whose region we made.
     peer_word: Option<PeerWord>,
     registration: Registration,
@@ -99,7 +99,7 @@ struct Shared {
 
 /// Tells a port of its peer's coming and going, from any thread.
 #[derive(Clone)]
-pub struct Handle(Arc<Shared>);
+pub struct Handle(Arc<PeerMailbox>);
 
 impl Handle {
     /// The peer is there. `doorbells` ring it; `None` where it polls. In place of an earlier one,
@@ -114,7 +114,7 @@ impl Handle {
         if let Some(word) = &self.0.peer_word {
             word.clear();
         }
-        self.leave(|slot| *slot = Slot { left: true, joined: None });
+        self.leave(|slot| *slot = PeerChange { left: true, joined: None });
     }
 
     /// Has the worker look at the link now.
@@ -122,7 +122,7 @@ impl Handle {
         self.0.registration.wake();
     }
 
-    fn leave(&self, what: impl FnOnce(&mut Slot)) {
+    fn leave(&self, what: impl FnOnce(&mut PeerChange)) {
         what(&mut self.0.slot.lock().unwrap_or_else(PoisonError::into_inner));
         // Relaxed: the worker that sees it takes the lock, and the wake-up makes it look.
         self.0.waiting.store(true, Ordering::Relaxed);
@@ -133,7 +133,7 @@ impl Handle {
 /// A link as a port of a network. See the module's head.
 pub struct Ivshmem {
     end: NetworkEnd,
-    shared: Arc<Shared>,
+    shared: Arc<PeerMailbox>,
     doorbells: Vec<Doorbell>,
     /// One per doorbell, or none while they are not listened to.
     watches: Vec<Watch>,
@@ -162,7 +162,7 @@ impl Ivshmem {
         let owns_region = parts.owns_region;
         let doorbells = std::mem::take(&mut parts.doorbells);
         let end = NetworkEnd::new(parts)?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PeerMailbox {
             waiting: AtomicBool::new(false),
             slot: Mutex::default(),
             peer_word: owns_region.then(|| end.handshake.peer_word()),
@@ -251,8 +251,8 @@ impl Port for Ivshmem {
         "ivshmem"
     }
 
-    fn link(&self) -> Link {
-        if self.end.handshake.machine().is_up() { Link::Up } else { Link::Down }
+    fn link(&self) -> Carrier {
+        if self.end.handshake.machine().is_up() { Carrier::Up } else { Carrier::Down }
     }
 
     fn caps(&self) -> Caps {

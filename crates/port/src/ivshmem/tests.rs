@@ -295,7 +295,7 @@ use crate::conformance::{Rig, plain};
 use std::cell::RefCell;
 use std::rc::Rc;
 use tombolo_ring::ivshmem::net::Geometry;
-use tombolo_switch::port::Link;
+use tombolo_switch::port::Carrier;
 use tombolo_switch::wait::Token;
 use tombolo_worker::reactor::Reactor;
 
@@ -331,7 +331,7 @@ fn a_state_word_of_any_value_costs_only_the_link() {
     for value in [4u32, 5, 0xff, 0x100, 0x1_0003, 1 << 31, u32::MAX] {
         let before = count(&*rig.port, "resets_peer_word");
         rig.peer.state_word(value);
-        rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+        rig.until("the link goes down", |rig| rig.seen == Some(Carrier::Down));
         assert_eq!(count(&*rig.port, "resets_peer_word"), before + 1, "{value:#x}");
         assert_eq!(detail(&*rig.port, "peer_state"), format!("{value:#x}"));
         assert_eq!(rig.send(&plain(0, [60])), 0);
@@ -341,12 +341,12 @@ fn a_state_word_of_any_value_costs_only_the_link() {
             rig.peer.state_word(word);
             rig.service();
         }
-        assert_eq!(rig.seen, Some(Link::Up), "{value:#x}");
+        assert_eq!(rig.seen, Some(Carrier::Up), "{value:#x}");
     }
     // Back to INIT without RESET.
     rig.peer.state_word(1);
     rig.service();
-    assert_eq!((rig.seen, count(&*rig.port, "resets_peer_skipped")), (Some(Link::Down), 1));
+    assert_eq!((rig.seen, count(&*rig.port, "resets_peer_skipped")), (Some(Carrier::Down), 1));
     // Stuck in RUN: held until it follows.
     let mut rig = Rig::<LinkFixture<2>>::up();
     let _other = rig.peer.freeze();
@@ -354,7 +354,7 @@ fn a_state_word_of_any_value_costs_only_the_link() {
     for _ in 0..100 {
         rig.peer.state_word(3);
         rig.service();
-        assert_eq!((rig.seen, detail(&*rig.port, "own_state")), (Some(Link::Down), "reset".into()));
+        assert_eq!((rig.seen, detail(&*rig.port, "own_state")), (Some(Carrier::Down), "reset".into()));
     }
     assert!(rig.faults.is_empty());
 }
@@ -375,7 +375,7 @@ fn a_peer_that_was_killed_is_replaced_with_its_word_still_in_run() {
         rig.peer.driven = Some(Driven::new(peer, &rig.peer.region, Vec::new(), Arc::default()));
         let resets = count(&*rig.port, "resets_peer_reset");
         rig.until("its coming is seen", |rig| count(&*rig.port, "resets_peer_reset") > resets);
-        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+        rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
         rig.received.clear();
         let mut stale = Vec::new();
         rig.drain(&mut stale);
@@ -399,7 +399,7 @@ fn a_port_that_is_made_anew_meets_the_peer_again() {
         let (port, handle) = Ivshmem::new(parts, PollSettings::default(), registration).unwrap();
         rig.peer.handle = handle;
         rig.port = Box::new(port);
-        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+        rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
         rig.received.clear();
         rig.receive_all(&plain(2, [60, 1514]));
         rig.deliver(&plain(2, [60, 1514]));
@@ -492,7 +492,7 @@ fn a_peer_that_writes_any_word_of_its_rings_is_reset_with_the_word_named() {
         assert_eq!(rig.faults.len(), 1, "{name}");
         let Fault { kind, detail: text } = &rig.faults[0];
         assert!(*kind == FaultKind::Ring && text.starts_with("peer 1: ") && text.contains(name), "{name}: {text}");
-        assert_eq!((rig.port.link(), count(&*rig.port, "resets_fault")), (Link::Down, 1));
+        assert_eq!((rig.port.link(), count(&*rig.port, "resets_fault")), (Carrier::Down, 1));
     }
 }
 
@@ -537,7 +537,7 @@ fn a_region_whose_pages_go_is_one_fault() {
     port.reset(&fault);
     for at in 3..10 {
         assert!(port.service(Nanos(at)).is_ok());
-        assert_eq!(port.link(), Link::Down);
+        assert_eq!(port.link(), Carrier::Down);
     }
 }
 
@@ -560,7 +560,7 @@ fn a_peer_that_resets_while_the_port_holds_its_frames_is_no_fault() {
         let _ = rig.port.flush();
         rig.receive(16);
         rig.send(&plain(round * 100 + 60, [60]));
-        rig.until("the link comes up again", |rig| rig.seen == Some(Link::Up));
+        rig.until("the link comes up again", |rig| rig.seen == Some(Carrier::Up));
         rig.settle();
         rig.received.clear();
         let mut stale = Vec::new();
@@ -586,12 +586,12 @@ fn a_lost_ring_does_not_leave_both_waiting() {
     // It cannot ring, and it is not rung.
     let mut peer = NetPeer::new(theirs).unwrap();
     let (mut now, mut looks) = (Nanos(0), 0);
-    while port.link() != Link::Up {
+    while port.link() != Carrier::Up {
         let next = port.service(now).unwrap();
         peer.step();
         (now, looks) = (next.unwrap_or(now), looks + 1);
         assert!(
-            port.link() == Link::Up || next.is_some_and(|next| looks < 10 && next > Nanos(0)),
+            port.link() == Carrier::Up || next.is_some_and(|next| looks < 10 && next > Nanos(0)),
             "nobody looks again"
         );
     }
@@ -613,7 +613,7 @@ fn long_frames_go_where_the_section_has_room_for_them() {
     let registration = reactor.registrar().registration(Token(1));
     let (mut port, _handle) = Ivshmem::new(long(0, 65_000), PollSettings::default(), registration).unwrap();
     let mut peer = NetPeer::new(long(1, 65_000)).unwrap();
-    while !peer.step() || port.link() != Link::Up {
+    while !peer.step() || port.link() != Carrier::Up {
         port.service(Nanos(1)).unwrap();
     }
     assert_eq!(port.caps().max_frame_bytes, 65_018);

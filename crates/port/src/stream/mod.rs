@@ -48,7 +48,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, HandOver, Port, Sent};
 use tombolo_worker::reactor::{Registration, Watch};
 
 /// The first wait before a new attempt to connect.
@@ -476,8 +476,8 @@ impl Port for StreamPort {
         "stream"
     }
 
-    fn link(&self) -> Link {
-        if self.connection.as_ref().is_some_and(|connection| !connection.broken) { Link::Up } else { Link::Down }
+    fn link(&self) -> Carrier {
+        if self.connection.as_ref().is_some_and(|connection| !connection.broken) { Carrier::Up } else { Carrier::Down }
     }
 
     fn caps(&self) -> Caps {

@@ -332,8 +332,8 @@ fn frames_before_the_end_are_delivered_and_an_unfinished_one_is_counted() {
     rig.peer.disconnect();
     // The end is received with the first frame, but the link is up while there are more.
     assert_eq!(rig.turn(4), 4);
-    assert_eq!(rig.port.link(), Link::Up);
-    rig.until_woken("the link goes down", |rig| rig.port.link() == Link::Down);
+    assert_eq!(rig.port.link(), Carrier::Up);
+    rig.until_woken("the link goes down", |rig| rig.port.link() == Carrier::Down);
     same(&frames, &rig.received);
     assert_eq!((rig.rx_drops.of(Reason::Reset), rig.rx_drops.total()), (1, 1));
     assert!(rig.faults.is_empty(), "a peer that goes is no fault");
@@ -392,7 +392,7 @@ fn memory_that_a_sender_took_away_costs_its_frames_and_not_the_peer() {
     let mut drops = Drops::default();
     let sent = rig.port.transmit(&batch, &[0], &mut drops).unwrap();
     assert_eq!((sent.frames, drops.of(Reason::SystemRefused), drops.total()), (0, 1, 1));
-    assert_eq!(rig.port.link(), Link::Up);
+    assert_eq!(rig.port.link(), Carrier::Up);
     // Another sender's frame comes through, and the peer finds its beginning.
     let fine = frame(9, 700);
     let mut batch = Batch::with_capacity(1);

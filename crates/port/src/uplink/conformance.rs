@@ -18,7 +18,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::nat::uplink::NatPort;
 use tombolo_switch::nat::{Config, Forward, Protocol};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Sent};
 use tombolo_switch::wait::Token;
 use tombolo_worker::reactor::Registration;
 
@@ -64,7 +64,7 @@ impl Port for Tunnel {
         self.port.kind()
     }
 
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.port.link()
     }
 

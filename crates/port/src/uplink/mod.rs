@@ -14,7 +14,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::nat::uplink::{NatPort, QUEUE_FRAMES, STORM_REPEATS, had_ipv6};
 use tombolo_switch::nat::{Config, Forward, Protocol};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Sent};
 use tombolo_switch::wait::Token;
 use tombolo_worker::reactor::Reactor;
 
@@ -380,7 +380,7 @@ fn a_router_made_anew_takes_the_next_stream_of_its_feed() {
         let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         feed.give(ours.into()).unwrap();
         port.service(Nanos::SECOND).unwrap();
-        assert_eq!(port.link(), Link::Up, "round {round}");
+        assert_eq!(port.link(), Carrier::Up, "round {round}");
         // It asks for the uplink, so the stream is alive and the table a new one.
         let mut frame = [0; 4 + 42];
         theirs.read_exact(&mut frame).unwrap();
@@ -388,7 +388,7 @@ fn a_router_made_anew_takes_the_next_stream_of_its_feed() {
         drop(port);
         assert_eq!(theirs.read(&mut frame).unwrap(), 0, "the program behind it sees that it is gone");
         port = NatPort::new(config(), Box::new(feed.restart(1500)), 1500);
-        assert_eq!(port.link(), Link::Down);
+        assert_eq!(port.link(), Carrier::Down);
     }
 }
 

@@ -482,24 +482,24 @@ impl VhostUserBackendReqHandlerMut for Connection {
 }
 
 /// Where frontends come from.
-pub(super) enum Source {
+pub(super) enum FrontendSource {
     Listener(UnixListener),
     Connect(PathBuf),
 }
 
-impl Source {
+impl FrontendSource {
     /// Opens the socket. A path that a dead daemon left behind is taken over; one with a listener
     /// is not.
-    pub(super) fn open(socket: &Socket, kept: Option<OwnedFd>) -> io::Result<Source> {
+    pub(super) fn open(socket: &Socket, kept: Option<OwnedFd>) -> io::Result<FrontendSource> {
         if let (Socket::Listen(path), Some(kept)) = (socket, kept)
             && tombolo_shm::listener::is_found_at(&kept, path)
         {
             let listener = UnixListener::from(kept);
             listener.set_nonblocking(true)?;
-            return Ok(Source::Listener(listener));
+            return Ok(FrontendSource::Listener(listener));
         }
         match socket {
-            Socket::Connect(path) => Ok(Source::Connect(path.clone())),
+            Socket::Connect(path) => Ok(FrontendSource::Connect(path.clone())),
             Socket::Listen(path) => {
                 let listener = match listen_privately(path) {
                     Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
@@ -509,7 +509,7 @@ impl Source {
                     other => other?,
                 };
                 listener.set_nonblocking(true)?;
-                Ok(Source::Listener(listener))
+                Ok(FrontendSource::Listener(listener))
             }
         }
     }
@@ -517,8 +517,8 @@ impl Source {
     /// Another descriptor of the listening socket.
     pub(super) fn listener(&self) -> Option<OwnedFd> {
         match self {
-            Source::Listener(listener) => listener.try_clone().ok().map(OwnedFd::from),
-            Source::Connect(_) => None,
+            FrontendSource::Listener(listener) => listener.try_clone().ok().map(OwnedFd::from),
+            FrontendSource::Connect(_) => None,
         }
     }
 
@@ -526,7 +526,7 @@ impl Source {
     fn next(&self, stop: &Doorbell, back_off: &mut BackOff, shelf: Option<&Shelf>) -> Option<UnixStream> {
         loop {
             let timeout = match self {
-                Source::Listener(listener) => {
+                FrontendSource::Listener(listener) => {
                     let _busy = shelf.map(|shelf| shelf.store.enter());
                     if let Ok((stream, _)) = listener.accept() {
                         // Accepted sockets do not inherit it on Linux, but say so: messages are
@@ -537,7 +537,7 @@ impl Source {
                     }
                     None
                 }
-                Source::Connect(path) => {
+                FrontendSource::Connect(path) => {
                     let mut left = back_off.left(Instant::now());
                     if left.is_zero() {
                         if let Ok(stream) = connect_now(path) {
@@ -550,7 +550,7 @@ impl Source {
                 }
             };
             let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
-            if let Source::Listener(listener) = self {
+            if let FrontendSource::Listener(listener) = self {
                 fds.push(PollFd::new(listener, PollFlags::IN));
             }
             // Interrupted or failed: looked at again.
@@ -739,7 +739,7 @@ fn converse(stream: &UnixStream, connection: &Arc<Mutex<Connection>>, shelf: Opt
 /// connection of the daemon before, which the worker has already.
 pub(super) fn run(
     config: &VhostUserConfig,
-    source: &Source,
+    source: &FrontendSource,
     mailbox: &Arc<Mailbox>,
     stop: &Doorbell,
     shelf: Option<&Shelf>,

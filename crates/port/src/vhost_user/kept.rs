@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use tombolo_ivshmem::fd_store::Record;
+use tombolo_ivshmem::fd_store::StoredRecord;
 use tombolo_ivshmem::store::Store;
 use tombolo_shm::doorbell::Doorbell;
 
@@ -63,7 +63,7 @@ impl Shelf {
         format!("final/{port}")
     }
 
-    pub(super) fn take(&self) -> Option<Record> {
+    pub(super) fn take(&self) -> Option<StoredRecord> {
         self.store.take(&self.name())
     }
 
@@ -158,7 +158,7 @@ impl Reader<'_> {
 
 /// The connection that a record describes.
 pub(super) fn read(
-    record: Record,
+    record: StoredRecord,
     config: &VhostUserConfig,
     mailbox: Arc<Mailbox>,
 ) -> Result<(UnixStream, Connection), String> {

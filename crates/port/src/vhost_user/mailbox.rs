@@ -71,7 +71,7 @@ pub(super) enum Answer {
 pub(super) struct Gone;
 
 #[derive(Debug, Default)]
-struct Slot {
+struct MailboxSlot {
     command: Option<Command>,
     answer: Option<Answer>,
     /// Memory that the worker gave up on its own.
@@ -83,7 +83,7 @@ struct Slot {
 pub(super) struct Mailbox {
     /// Whether a command waits. A hint to look; the slot's lock orders everything.
     waiting: AtomicBool,
-    slot: Mutex<Slot>,
+    slot: Mutex<MailboxSlot>,
     answered: Condvar,
     registration: Registration,
 }
@@ -97,7 +97,7 @@ impl Mailbox {
         &self.registration
     }
 
-    fn lock(&self) -> MutexGuard<'_, Slot> {
+    fn lock(&self) -> MutexGuard<'_, MailboxSlot> {
         // A panic with the lock held leaves a slot that is still whole: fields are only moved in
         // and out.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)

@@ -76,7 +76,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use tombolo_ivshmem::fd_store::Record;
+use tombolo_ivshmem::fd_store::StoredRecord;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::net::{HEADER_BYTES, SHORT_HEADER_BYTES, features as net_features};
 use tombolo_ring::virtio::{DeviceQueue, RingError, features as ring_features};
@@ -85,7 +85,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
-use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, MAX_RINGS, Port, Rechecked, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, HandOver, MAX_RINGS, Port, Rechecked, Sent};
 
 use crate::spread::{Spread, queue_of};
 use control::Connection;
@@ -216,7 +216,7 @@ impl VhostUserPort {
         };
         let socket = |source| OpenError::Socket { path: path.clone(), source };
         let kept_listener = shelf.as_ref().and_then(Shelf::take_listener);
-        let source = control::Source::open(&config.socket, kept_listener).map_err(socket)?;
+        let source = control::FrontendSource::open(&config.socket, kept_listener).map_err(socket)?;
         let stop = Arc::new(Doorbell::new().map_err(|error| socket(error.into()))?);
         let mailbox = Arc::new(Mailbox::new(registration));
         let mut port = VhostUserPort {
@@ -271,7 +271,7 @@ impl VhostUserPort {
     }
 
     /// Carries out what the control thread would have had carried out step by step.
-    fn restore(&mut self, record: Record) -> Result<Connection, String> {
+    fn restore(&mut self, record: StoredRecord) -> Result<Connection, String> {
         let (stream, mut connection) = kept::read(record, &self.config, self.mailbox.clone())?;
         let starts: Result<Vec<_>, _> = (0..connection.rings.len()).map(|index| connection.prepare(index)).collect();
         let starts: Vec<StartRing> = starts.map_err(|error| error.to_string())?.into_iter().flatten().collect();
@@ -421,9 +421,13 @@ impl Port for VhostUserPort {
         "vhost-user"
     }
 
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         let open = |ring: &Option<Ring>| ring.as_ref().is_some_and(|ring| ring.gate == Gate::Open);
-        if self.pairs.iter().any(|pair| open(&pair.to_guest) && open(&pair.from_guest)) { Link::Up } else { Link::Down }
+        if self.pairs.iter().any(|pair| open(&pair.to_guest) && open(&pair.from_guest)) {
+            Carrier::Up
+        } else {
+            Carrier::Down
+        }
     }
 
     fn caps(&self) -> Caps {

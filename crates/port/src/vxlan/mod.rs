@@ -73,7 +73,7 @@ use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
 use tombolo_switch::limit::Storm;
-use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, HandOver, Port, Sent};
 
 use crate::link::{Condition, Interface, LinkError, Monitor, Netns, drop_reason};
 use crate::sys::udp::{self, Datagram, Inbox, MAX_SEGMENTS, Message, Outbox};
@@ -481,7 +481,7 @@ impl Port for VxlanPort {
         "vxlan"
     }
 
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.condition.link()
     }
 

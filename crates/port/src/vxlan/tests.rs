@@ -328,9 +328,9 @@ fn what_is_too_long_for_the_path_is_counted_and_nothing_is_sent_in_fragments() {
 fn an_address_that_leaves_its_interface_takes_the_link_down_until_it_is_back() {
     with_tunnel("an_address_that_leaves_its_interface", |mut rig| {
         kernel_side::run(&rig.peer.ours, &format!("ip address del {}/24 dev va", Four::OURS));
-        rig.until("the link goes down", |rig| rig.port.link() == Link::Down);
+        rig.until("the link goes down", |rig| rig.port.link() == Carrier::Down);
         kernel_side::run(&rig.peer.ours, &format!("ip address add {}/24 dev va", Four::OURS));
-        rig.until("the link comes up", |rig| rig.port.link() == Link::Up);
+        rig.until("the link comes up", |rig| rig.port.link() == Carrier::Up);
         let frames = plain(0, [60]);
         rig.deliver(&frames);
     });

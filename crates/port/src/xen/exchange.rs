@@ -13,7 +13,7 @@ use tombolo_worker::reactor::Registration;
 pub(super) struct Gone;
 
 #[derive(Default)]
-struct Slot {
+struct ConnectionSlot {
     /// What the worker is to run from now on; `Some(None)` is nothing.
     next: Option<Option<Box<Connection>>>,
     /// What it ran before, once it has taken `next`.
@@ -28,7 +28,7 @@ struct Slot {
 pub(super) struct Exchange {
     /// Whether `next` waits. A hint to look; the slot's lock orders everything.
     waiting: AtomicBool,
-    slot: Mutex<Slot>,
+    slot: Mutex<ConnectionSlot>,
     taken: Condvar,
     registration: Registration,
     /// Wakes the control thread.
@@ -38,7 +38,7 @@ pub(super) struct Exchange {
 impl Exchange {
     pub(super) fn new(registration: Registration, doorbell: Arc<Doorbell>) -> Exchange {
         let (waiting, taken) = (AtomicBool::new(false), Condvar::new());
-        let slot = Mutex::new(Slot { state: "looking for the domain".into(), ..Slot::default() });
+        let slot = Mutex::new(ConnectionSlot { state: "looking for the domain".into(), ..ConnectionSlot::default() });
         Exchange { waiting, slot, taken, registration, doorbell }
     }
 
@@ -50,7 +50,7 @@ impl Exchange {
         &self.doorbell
     }
 
-    fn lock(&self) -> MutexGuard<'_, Slot> {
+    fn lock(&self) -> MutexGuard<'_, ConnectionSlot> {
         // A panic with the lock held leaves a slot that is still whole: fields are only moved in
         // and out.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)

@@ -80,7 +80,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::Details;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame, Mac};
-use tombolo_switch::port::{Caps, Fault, Link, MAX_RINGS, Port, Rechecked, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, MAX_RINGS, Port, Rechecked, Sent};
 
 use crate::pages::Pages;
 use tombolo_worker::reactor::Registration;
@@ -199,8 +199,8 @@ impl Port for XenPort {
         "xen"
     }
 
-    fn link(&self) -> Link {
-        if self.connection.is_some() { Link::Up } else { Link::Down }
+    fn link(&self) -> Carrier {
+        if self.connection.is_some() { Carrier::Up } else { Carrier::Down }
     }
 
     fn caps(&self) -> Caps {

@@ -10,7 +10,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::detail::Detail;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Offload, SegmentKind};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Sent};
 use tombolo_worker::reactor::Registration;
 use world::{Frontend, Machine, World};
 
@@ -109,7 +109,7 @@ fn rig(queues: u32, split: bool) -> Rig<XenFixture> {
     let mut frontend = Frontend::new(world.clone(), queues, split);
     frontend.start(1);
     rig.peer = XenFixture { world, frontend };
-    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Carrier::Up));
     rig
 }
 
@@ -120,8 +120,8 @@ impl Port for NoPort {
     fn kind(&self) -> &'static str {
         "none"
     }
-    fn link(&self) -> Link {
-        Link::Down
+    fn link(&self) -> Carrier {
+        Carrier::Down
     }
     fn caps(&self) -> Caps {
         Caps::plain(1500)
@@ -155,7 +155,7 @@ fn closes_and_comes_again(rig: &mut Rig<XenFixture>) {
     rig.peer.frontend.set_state("1");
     rig.until("again", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
     rig.peer.frontend.publish();
-    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Carrier::Up));
     both_ways(rig);
 }
 
@@ -173,7 +173,7 @@ fn the_handshake_goes_step_by_step_and_ends_without_a_trace() {
     let mut rig = Rig::<XenFixture>::up();
     let world = rig.peer.world.clone();
     rig.peer.frontend.vanish();
-    rig.until_woken("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.until_woken("the link goes down", |rig| rig.seen == Some(Carrier::Down));
     rig.until("all is let go of", |_| (world.mapped(), world.bound()) == (0, 0));
     // As xl makes a vif: the frontend has not started yet.
     rig.peer.frontend.make(1);
@@ -195,9 +195,9 @@ fn the_handshake_goes_step_by_step_and_ends_without_a_trace() {
     ] {
         assert_eq!(rig.peer.frontend.back(name).as_deref(), Some(value), "{name}");
     }
-    assert_eq!(rig.seen, Some(Link::Down));
+    assert_eq!(rig.seen, Some(Carrier::Down));
     rig.peer.frontend.publish();
-    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Carrier::Up));
     state(&mut rig, "4");
     assert_eq!((world.mapped(), world.bound()), (2, 2));
     both_ways(&mut rig);
@@ -211,7 +211,7 @@ fn the_handshake_goes_step_by_step_and_ends_without_a_trace() {
     state(&mut rig, "2");
     rig.peer.frontend.publish();
     state(&mut rig, "4");
-    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Carrier::Up));
     both_ways(&mut rig);
     // As xl network-detach does it.
     rig.peer.frontend.write_back("online", "0");
@@ -220,7 +220,7 @@ fn the_handshake_goes_step_by_step_and_ends_without_a_trace() {
     state(&mut rig, "6");
     assert_eq!((world.mapped(), world.bound()), (0, 0));
     rig.peer.frontend.vanish();
-    rig.until_woken("the link is down", |rig| rig.seen == Some(Link::Down));
+    rig.until_woken("the link is down", |rig| rig.seen == Some(Carrier::Down));
     rig.settle();
     assert_eq!(world.nodes_below("/local/domain/0/backend/vif/"), 0);
 }
@@ -282,7 +282,7 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     let registration = rig.port_registration();
     drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
     rig.port = port(&world, 2, registration);
-    rig.until_woken("the port has them", |rig| rig.port.link() == Link::Up);
+    rig.until_woken("the port has them", |rig| rig.port.link() == Carrier::Up);
     assert!(rig.port.details().contains(&("queues", 4u64.into())), "{:?}", rig.port.details());
     assert_eq!(rig.send(&frames), 2, "what was asked for is not known, so all of it");
     // It closes and comes again, as a guest that was started again: it asks again, and gets what is
@@ -320,7 +320,7 @@ fn what_this_system_refuses_is_not_blamed_on_the_guest() {
         }
         rig.until_woken("the fault is seen", |rig| rig.faults.len() > faults);
         world.refuse_copies(false);
-        rig.until_woken("it goes on", |rig| rig.port.link() == Link::Up);
+        rig.until_woken("it goes on", |rig| rig.port.link() == Carrier::Up);
         until_connected(&mut rig);
         if round != 1 {
             rig.until_woken("what the guest sent comes later", |rig| rig.received.len() == frames.len());
@@ -347,10 +347,10 @@ fn a_port_waits_for_event_channels_that_the_one_before_it_still_holds() {
         rig.port = port(&world, 4, registration);
         rig.until("it has found the vif", |_| world.watched().len() == watches + 2);
         rig.settle();
-        assert_eq!(rig.port.link(), Link::Down);
+        assert_eq!(rig.port.link(), Carrier::Down);
         assert_eq!(rig.peer.frontend.back("state").as_deref(), Some(state), "the guest is told nothing");
         drop(before);
-        rig.until_woken("the port has them", |rig| rig.port.link() == Link::Up);
+        rig.until_woken("the port has them", |rig| rig.port.link() == Carrier::Up);
         both_ways(&mut rig);
         until_connected(&mut rig);
         assert_eq!((world.mapped(), world.bound()), (2, 2));
@@ -370,13 +370,13 @@ fn in_a_driver_domain_the_vif_is_found_by_its_mac() {
         rig.port.details().iter().find(|(key, _)| *key == "state").unwrap().1.text().to_string()
     };
     rig.until("it says what it needs", |rig| says(rig).contains("the port needs the `mac`"));
-    for (last, expected) in [(0x0b, Link::Down), (0x0a, Link::Up)] {
+    for (last, expected) in [(0x0b, Carrier::Down), (0x0a, Carrier::Up)] {
         let registration = rig.port_registration();
         drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
         let config = XenConfig { mac: Some([0, 0x16, 0x3e, 0, 0, last]), ..config(1) };
         rig.port = Box::new(XenPort::open_on(Box::new(Machine(world.clone())), config, registration).unwrap());
-        if expected == Link::Up {
-            rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+        if expected == Carrier::Up {
+            rig.until_woken("the link comes up", |rig| rig.port.link() == Carrier::Up);
         } else {
             rig.until("it has looked", |rig| says(rig) == "waiting for the domain");
         }
@@ -441,7 +441,7 @@ fn a_port_that_has_its_vif_hears_of_no_other() {
     rig.peer.frontend.vanish();
     rig.until("it watches the folder", |_| world.watched() == ["backend/vif"]);
     rig.peer.frontend.start(2);
-    rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+    rig.until_woken("the link comes up", |rig| rig.port.link() == Carrier::Up);
     both_ways(&mut rig);
 }
 
@@ -465,7 +465,7 @@ fn a_guest_that_flips_its_state_for_ever_is_looked_at_once_a_second() {
     // It is served as soon as it has come to rest.
     rig.peer.frontend.vanish();
     rig.peer.frontend.start(1);
-    rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+    rig.until_woken("the link comes up", |rig| rig.port.link() == Carrier::Up);
     both_ways(&mut rig);
 }
 
@@ -506,7 +506,7 @@ fn frontends_that_cannot_be_served_are_told_to_close_and_may_try_again() {
         ("event-channel-rx", "4000", "binding event channel 4000"),
     ] {
         rig.peer.frontend.vanish();
-        rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+        rig.until("the link goes down", |rig| rig.seen == Some(Carrier::Down));
         rig.peer.frontend.make(1);
         rig.peer.frontend.publish_with(&[(name, value)]);
         rig.until(why, |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
@@ -521,7 +521,7 @@ fn frontends_that_cannot_be_served_are_told_to_close_and_may_try_again() {
 fn a_busy_xenstore_delays_the_handshake_and_does_not_end_it() {
     let mut rig = Rig::<XenFixture>::up();
     rig.peer.frontend.vanish();
-    rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.until("the link goes down", |rig| rig.seen == Some(Carrier::Down));
     // More than one write tries by itself, for each of the states that are to be written.
     rig.peer.world.conflict(60);
     rig.peer.frontend.make(1);
@@ -542,7 +542,7 @@ fn a_refusal_of_xenstore_is_told_and_asked_again_without_an_event() {
         let mut rig = Rig::<XenFixture>::up();
         let world = rig.peer.world.clone();
         rig.peer.frontend.vanish();
-        rig.until_woken("the link goes down", |rig| rig.seen == Some(Link::Down));
+        rig.until_woken("the link goes down", |rig| rig.seen == Some(Carrier::Down));
         rig.until("the port waits", |rig| says(rig, "waiting for the domain"));
         world.deny(Some(errno));
         rig.peer.frontend.make(1);
@@ -552,7 +552,7 @@ fn a_refusal_of_xenstore_is_told_and_asked_again_without_an_event() {
         world.deny(None);
         rig.until("the port answers", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
         rig.peer.frontend.publish();
-        rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+        rig.until_woken("the link comes up", |rig| rig.port.link() == Carrier::Up);
         both_ways(&mut rig);
         // And where a new port may not watch anything from the first.
         let registration = rig.port_registration();
@@ -561,7 +561,7 @@ fn a_refusal_of_xenstore_is_told_and_asked_again_without_an_event() {
         rig.port = port(&world, 4, registration);
         rig.until(errno, |rig| says(rig, words) && says(rig, "asks again every second"));
         world.deny(None);
-        rig.until_woken("the link comes up again", |rig| rig.port.link() == Link::Up);
+        rig.until_woken("the link comes up again", |rig| rig.port.link() == Carrier::Up);
         both_ways(&mut rig);
     }
 }
@@ -591,7 +591,7 @@ fn requests_of_any_content_cost_their_packets_or_the_connection() {
         rig.peer.frontend.scribble(0, &mut random, count, wild);
         rig.settle();
         assert!(rig.peer.world.mapped() <= 2 && rig.peer.world.bound() <= 2);
-        if rig.port.link() == Link::Up {
+        if rig.port.link() == Carrier::Up {
             kept += 1;
             continue;
         }
@@ -601,7 +601,7 @@ fn requests_of_any_content_cost_their_packets_or_the_connection() {
         // Another domain: one that comes again and again is served late.
         rig.peer.frontend.vanish();
         rig.peer.frontend.start(1);
-        rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+        rig.until_woken("the link comes up", |rig| rig.seen == Some(Carrier::Up));
         both_ways(&mut rig);
     }
     assert!(kept > 30 && lost > 3, "{kept} rounds were survived and {lost} were not: one kind is not tried");
@@ -627,7 +627,7 @@ fn a_frontend_that_never_finishes_closing_holds_nothing_and_is_gone_with_its_dom
     assert_eq!(rig.peer.world.nodes_below("/local/domain/0/backend/vif/"), 0);
     assert_eq!(rig.peer.world.watched(), ["backend/vif"]);
     rig.peer.frontend.start(1);
-    rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+    rig.until_woken("the link comes up", |rig| rig.port.link() == Carrier::Up);
     both_ways(&mut rig);
 }
 
@@ -665,10 +665,10 @@ fn grants_that_were_revoked_cost_their_own_frames() {
 fn only_the_multicast_frames_that_were_asked_for_arrive() {
     let mut rig = Rig::<XenFixture>::up();
     rig.peer.frontend.vanish();
-    rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.until("the link goes down", |rig| rig.seen == Some(Carrier::Down));
     rig.peer.frontend.make(1);
     rig.peer.frontend.publish_with(&[("request-multicast-control", "1")]);
-    rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.until("the link comes up", |rig| rig.seen == Some(Carrier::Up));
     let address = [1, 0, 0x5e, 0, 0, 0xfb];
     let mut frames = plain(0, [60, 60]);
     frames[0].bytes[..6].copy_from_slice(&address);

@@ -109,7 +109,7 @@ impl Connections {
     }
 }
 
-struct Shared {
+struct ExporterInner {
     export: Export,
     identity: Option<Identity>,
     connections: Mutex<Connections>,
@@ -119,7 +119,7 @@ struct Shared {
 
 /// Accepts connections until it is dropped, which ends them.
 pub struct Exporter {
-    shared: Arc<Shared>,
+    shared: Arc<ExporterInner>,
     listening: Option<Box<dyn Listening>>,
 }
 
@@ -142,8 +142,13 @@ impl Export {
         tell: impl Fn(ExportEvent) + Send + Sync + 'static,
     ) -> Result<Exporter, RemoteError> {
         let connections = Mutex::default();
-        let shared =
-            Arc::new(Shared { export: self, identity, connections, ended: Condvar::new(), tell: Box::new(tell) });
+        let shared = Arc::new(ExporterInner {
+            export: self,
+            identity,
+            connections,
+            ended: Condvar::new(),
+            tell: Box::new(tell),
+        });
         let own = shared.clone();
         let listening = engine.listen(Arc::new(move |socket, from| own.begin(socket, from)))?;
         Ok(Exporter { shared, listening: Some(listening) })
@@ -169,7 +174,7 @@ impl Drop for Exporter {
     }
 }
 
-impl Shared {
+impl ExporterInner {
     fn lock(&self) -> MutexGuard<'_, Connections> {
         // Each change under the lock is whole.
         self.connections.lock().unwrap_or_else(|e| e.into_inner())
@@ -282,7 +287,7 @@ impl Shared {
 
 /// A connection's place in the list.
 struct Entry<'a> {
-    shared: &'a Shared,
+    shared: &'a ExporterInner,
     id: u64,
 }
 

@@ -116,7 +116,7 @@ impl Peer {
     }
 }
 
-struct Shared {
+struct ImporterInner {
     import: Import,
     engine: Arc<dyn Engine>,
     identity: Option<Identity>,
@@ -133,7 +133,7 @@ struct Shared {
 
 /// An import that runs until it is dropped. Calls under way then end with `ProviderGone`.
 pub struct Importer {
-    shared: Arc<Shared>,
+    shared: Arc<ImporterInner>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -162,7 +162,7 @@ impl Import {
             under_way: AtomicU32::new(0),
             silent_until_ns: AtomicU64::new(0),
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ImporterInner {
             peers: self.remotes.iter().map(peer).collect(),
             import: self,
             engine,
@@ -189,7 +189,7 @@ impl Import {
 
 impl Drop for Importer {
     fn drop(&mut self) {
-        let Shared { stop, pause, peers, .. } = &*self.shared;
+        let ImporterInner { stop, pause, peers, .. } = &*self.shared;
         stop.store(true, Ordering::SeqCst);
         // The lock orders it: who has looked at the flag before waits by now.
         drop(pause.0.lock());
@@ -205,7 +205,7 @@ impl Drop for Importer {
     }
 }
 
-impl Shared {
+impl ImporterInner {
     fn stops(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }

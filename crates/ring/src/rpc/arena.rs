@@ -17,11 +17,11 @@ pub struct Unit {
     next: u32,
     previous: u32,
     order: u8,
-    state: State,
+    state: UnitState,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum UnitState {
     /// Not the first grain of a block.
     Inside,
     Free,
@@ -30,7 +30,7 @@ enum State {
 
 impl Default for Unit {
     fn default() -> Self {
-        Unit { next: NONE, previous: NONE, order: 0, state: State::Inside }
+        Unit { next: NONE, previous: NONE, order: 0, state: UnitState::Inside }
     }
 }
 
@@ -82,7 +82,7 @@ impl<B: AsRef<[Unit]> + AsMut<[Unit]>> Arena<B> {
 
     fn push(&mut self, index: u32, order: u8) {
         let first = core::mem::replace(&mut self.free[usize::from(order)], index);
-        *self.unit(index) = Unit { next: first, previous: NONE, order, state: State::Free };
+        *self.unit(index) = Unit { next: first, previous: NONE, order, state: UnitState::Free };
         if first != NONE {
             self.unit(first).previous = index;
         }
@@ -97,7 +97,7 @@ impl<B: AsRef<[Unit]> + AsMut<[Unit]>> Arena<B> {
         if next != NONE {
             self.unit(next).previous = previous;
         }
-        self.unit(index).state = State::Inside;
+        self.unit(index).state = UnitState::Inside;
     }
 
     /// A block of at least so many bytes: its offset. `None` where no free block is large enough.
@@ -113,7 +113,7 @@ impl<B: AsRef<[Unit]> + AsMut<[Unit]>> Arena<B> {
             found -= 1;
             self.push(index + (1 << found), found);
         }
-        *self.unit(index) = Unit { next: NONE, previous: NONE, order, state: State::Used };
+        *self.unit(index) = Unit { next: NONE, previous: NONE, order, state: UnitState::Used };
         self.used_bytes += GRAIN_BYTES << order;
         Some(u64::from(index) * GRAIN_BYTES)
     }
@@ -123,17 +123,17 @@ impl<B: AsRef<[Unit]> + AsMut<[Unit]>> Arena<B> {
     pub fn give(&mut self, offset: u64) -> bool {
         let index = offset / GRAIN_BYTES;
         let book = usize::try_from(index).ok().and_then(|i| self.units.as_ref().get(i));
-        let Some(&Unit { order, state: State::Used, .. }) = book else { return false };
+        let Some(&Unit { order, state: UnitState::Used, .. }) = book else { return false };
         if !offset.is_multiple_of(GRAIN_BYTES) {
             return false;
         }
         let (mut index, mut order) = (index as u32, order);
         self.used_bytes -= GRAIN_BYTES << order;
-        self.unit(index).state = State::Inside;
+        self.unit(index).state = UnitState::Inside;
         while order < self.top {
             let buddy = index ^ (1 << order);
             let Unit { order: its, state, .. } = *self.unit(buddy);
-            if state != State::Free || its != order {
+            if state != UnitState::Free || its != order {
                 break;
             }
             self.unlink(buddy);

@@ -38,7 +38,7 @@ pub struct Used {
 
 /// What is remembered of a descriptor.
 #[derive(Clone, Copy, Debug)]
-struct Slot {
+struct DescriptorSlot {
     /// The next one of the free list, or of the chain.
     next: u16,
     /// Descriptors in the chain that starts here; 0 where none does.
@@ -56,7 +56,7 @@ pub struct DriverQueue<'m, const N: usize> {
     event_idx: bool,
     indirect: bool,
     in_order: bool,
-    slots: [Slot; N],
+    slots: [DescriptorSlot; N],
     /// First of the free list, which is as long as `free`.
     free_head: u16,
     free: u16,
@@ -90,7 +90,7 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         }
         // A circle, for devices that answer in order: descriptors are then taken one after the
         // other, as VirtIO 1.3 §2.7.5.1 demands. Only the first `size` <= 2^15 slots matter.
-        let slots = core::array::from_fn(|i| Slot {
+        let slots = core::array::from_fn(|i| DescriptorSlot {
             next: (i as u16).wrapping_add(1) & (size - 1),
             count: 0,
             token: 0,
@@ -278,7 +278,7 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
     }
 
     fn finish(&mut self, head: u16, len: u32) -> Result<Used, RingError> {
-        let Slot { count, token, room, .. } = self.slots[usize::from(head)];
+        let DescriptorSlot { count, token, room, .. } = self.slots[usize::from(head)];
         if len > room {
             return Err(RingError::UsedLength { head, got: len, limit: room });
         }

@@ -46,7 +46,7 @@ const QUEUED: u32 = 2;
 
 /// The state of a slot of the client's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Slot {
+pub(crate) enum ClientSlot {
     Free,
     Serving,
     Queued(Handle),
@@ -181,20 +181,20 @@ impl Connection {
     }
 
     /// The state of a slot below [`Connection::slots`].
-    pub(crate) fn slot(&self, slot: u32) -> Slot {
+    pub(crate) fn slot(&self, slot: u32) -> ClientSlot {
         // Acquire, partner in `set_slot`: what the last user of the slot did is done.
         match self.slots.get(slot as usize).map_or(SERVING, |s| s.load(Ordering::Acquire)) {
-            FREE => Slot::Free,
-            SERVING => Slot::Serving,
-            queued => Slot::Queued(queued - QUEUED),
+            FREE => ClientSlot::Free,
+            SERVING => ClientSlot::Serving,
+            queued => ClientSlot::Queued(queued - QUEUED),
         }
     }
 
-    pub(crate) fn set_slot(&self, slot: u32, state: Slot) {
+    pub(crate) fn set_slot(&self, slot: u32, state: ClientSlot) {
         let bits = match state {
-            Slot::Free => FREE,
-            Slot::Serving => SERVING,
-            Slot::Queued(handle) => handle + QUEUED,
+            ClientSlot::Free => FREE,
+            ClientSlot::Serving => SERVING,
+            ClientSlot::Queued(handle) => handle + QUEUED,
         };
         if let Some(slot) = self.slots.get(slot as usize) {
             // Release, partner in `slot`.
@@ -271,7 +271,7 @@ impl Connection {
     /// taking their answers.
     pub(crate) fn answer(&self, answer: &Answer, inline: &[u8], now: u64) -> Result<(), Broken> {
         let ends = self.ends();
-        self.set_slot(answer.token.slot(), Slot::Free);
+        self.set_slot(answer.token.slot(), ClientSlot::Free);
         let mut replies = lock(&self.replies);
         if !replies.producer.may_answer(ends)? {
             return Err(Broken::Token);
@@ -394,7 +394,7 @@ impl Connection {
 
     /// The token's slot exists: entries are checked when they are read.
     pub(crate) fn is_free(&self, token: Token) -> bool {
-        self.slot(token.slot()) == Slot::Free
+        self.slot(token.slot()) == ClientSlot::Free
     }
 }
 

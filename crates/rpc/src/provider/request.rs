@@ -257,7 +257,7 @@ impl<F: Fn(&Request<'_>, &mut Reply<'_>) + Send + Sync + 'static> Handler for F 
 }
 
 /// Where a request's bytes are while it is served.
-pub(crate) enum Source {
+pub(crate) enum RequestBytes {
     Inline,
     Arena,
     Memory(Arc<Lent>),

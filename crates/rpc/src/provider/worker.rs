@@ -33,9 +33,9 @@ use tombolo_ring::rpc::{Broken, INLINE_BYTES};
 use tombolo_shm::class;
 
 use super::Engine;
-use super::connection::{Connection, Slot};
+use super::connection::{ClientSlot, Connection};
 use super::report::{SlowCall, Tally, add};
-use super::request::{Ending, Reply, Request, Source};
+use super::request::{Ending, Reply, Request, RequestBytes};
 use crate::clock::now_ns;
 use crate::deadline::Scope;
 use crate::histogram::bump;
@@ -242,7 +242,7 @@ impl Engine {
             self.drain(&mut core, now);
             match core.schedule.next(now) {
                 Some(Next::Serve { item, queued_ns }) => {
-                    item.connection.set_slot(item.call.token.slot(), Slot::Serving);
+                    item.connection.set_slot(item.call.token.slot(), ClientSlot::Serving);
                     // Relaxed: who sleeps counted itself under the lock; who has just woken takes
                     // the lock next.
                     if self.idle.load(Ordering::Relaxed) > 0 && (core.arm() || core.schedule.pending() > 0) {
@@ -348,9 +348,9 @@ impl Engine {
                 Some(Ask::Cancel(token)) => {
                     useful |= !connection.is_free(token);
                     let slot = connection.slot(token.slot());
-                    if slot == Slot::Serving {
+                    if slot == ClientSlot::Serving {
                         connection.take_back(token);
-                    } else if let Slot::Queued(handle) = slot
+                    } else if let ClientSlot::Queued(handle) = slot
                         && schedule.get(handle).is_some_and(|job| job.is_of(connection) && job.call.token == token)
                         && let Some((job, queued_ns)) = schedule.remove(now, handle)
                     {
@@ -380,7 +380,7 @@ impl Engine {
         let relative = time_left && deadline_ns != BEST_EFFORT;
         job.deadline_ns = if relative { now.saturating_add(deadline_ns) } else { deadline_ns };
         match schedule.offer(now, job.place.index, job.deadline_ns, u64::from(ttl_ms) * 1_000_000, job) {
-            Ok(handle) => connection.set_slot(token.slot(), Slot::Queued(handle)),
+            Ok(handle) => connection.set_slot(token.slot(), ClientSlot::Queued(handle)),
             Err((job, status)) => self.give_up(&job, status, 0, now),
         }
         Ok(())
@@ -431,7 +431,7 @@ impl Engine {
         for slot in 0..connection.slots() {
             // A request of a disconnected client may have left the queue without an update of its
             // slot. Its handle may belong to another request by now.
-            if let Slot::Queued(handle) = connection.slot(slot)
+            if let ClientSlot::Queued(handle) = connection.slot(slot)
                 && core.schedule.get(handle).is_some_and(|job| job.is_of(&connection))
                 && core.schedule.remove(now, handle).is_some()
             {
@@ -478,14 +478,14 @@ impl Engine {
         }
         let ends = connection.ends();
         let source = match call.payload {
-            Payload::Inline { .. } => Some(Source::Inline),
-            Payload::Arena { .. } => Some(Source::Arena),
-            Payload::Shared { memory, .. } => connection.memory(memory).map(Source::Memory),
+            Payload::Inline { .. } => Some(RequestBytes::Inline),
+            Payload::Arena { .. } => Some(RequestBytes::Arena),
+            Payload::Shared { memory, .. } => connection.memory(memory).map(RequestBytes::Memory),
         };
         let payload = match (&source, call.payload) {
-            (Some(Source::Inline), Payload::Inline { len }) => inline.get(..len as usize).map(Foreign::from),
-            (Some(Source::Arena), Payload::Arena { offset, len, .. }) => ends.peer_payload(offset, len),
-            (Some(Source::Memory(mapping)), Payload::Shared { offset, len, .. }) => {
+            (Some(RequestBytes::Inline), Payload::Inline { len }) => inline.get(..len as usize).map(Foreign::from),
+            (Some(RequestBytes::Arena), Payload::Arena { offset, len, .. }) => ends.peer_payload(offset, len),
+            (Some(RequestBytes::Memory(mapping)), Payload::Shared { offset, len, .. }) => {
                 let range = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
                 range.and_then(|(offset, len)| mapping.view().slice(offset, len))
             }

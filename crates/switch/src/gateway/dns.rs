@@ -212,7 +212,7 @@ impl Query<'_> {
 
     /// The answer with `records` and `code`. `zone` is the domain that is the authority for a
     /// negative answer.
-    pub(super) fn answer(&self, code: Code, records: &[Record<'_>], zone: &[String], recursion: bool) -> Vec<u8> {
+    pub(super) fn answer(&self, code: Code, records: &[AnswerRecord<'_>], zone: &[String], recursion: bool) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(128);
         let authoritative = if matches!(code, Code::NoError | Code::NameError) { FLAG_AUTHORITATIVE } else { 0 };
         let negative = records.is_empty() && authoritative != 0 && !zone.is_empty();
@@ -223,9 +223,9 @@ impl Query<'_> {
         bytes.extend_from_slice(self.question);
         for record in records {
             match record {
-                Record::Address(IpAddr::V4(address)) => self.record(&mut bytes, TYPE_A, &address.octets()),
-                Record::Address(IpAddr::V6(address)) => self.record(&mut bytes, TYPE_AAAA, &address.octets()),
-                Record::Name(name, domain) => {
+                AnswerRecord::Address(IpAddr::V4(address)) => self.record(&mut bytes, TYPE_A, &address.octets()),
+                AnswerRecord::Address(IpAddr::V6(address)) => self.record(&mut bytes, TYPE_AAAA, &address.octets()),
+                AnswerRecord::Name(name, domain) => {
                     let mut data = Vec::with_capacity(64);
                     write_name(&mut data, std::iter::once(*name).chain(domain.iter().map(String::as_str)));
                     self.record(&mut bytes, TYPE_PTR, &data);
@@ -259,7 +259,7 @@ impl Query<'_> {
 
 /// A record of an answer.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Record<'a> {
+pub(super) enum AnswerRecord<'a> {
     Address(IpAddr),
     /// A name, and the domain that it is in.
     Name(&'a str, &'a [String]),
@@ -357,7 +357,7 @@ mod tests {
         assert_eq!(GOLDEN_QUERY, query(0x1234, &["WeB", "lab", "internal"], TYPE_A));
         let query = read(GOLDEN_QUERY).unwrap();
         assert_eq!(query.subject(&domain()), Subject::Member("web".into()));
-        let record = Record::Address(IpAddr::from([10, 1, 2, 3]));
+        let record = AnswerRecord::Address(IpAddr::from([10, 1, 2, 3]));
         let answer = query.answer(Code::NoError, &[record], &domain(), true);
         let want: &[u8] = b"\x12\x34\x85\x80\x00\x01\x00\x01\x00\x00\x00\x00\
             \x03WeB\x03lab\x08internal\x00\x00\x01\x00\x01\

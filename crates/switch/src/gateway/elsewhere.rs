@@ -11,7 +11,7 @@
 //! configuration fixes stay.
 
 use super::Gateway;
-use super::lease::State;
+use super::lease::LeaseState;
 use super::names;
 use crate::frame::Mac;
 use std::collections::{HashMap, HashSet};
@@ -149,7 +149,7 @@ impl Gateway {
 
     /// Whether `address` is that of a member of this machine, or of the gateway or router.
     fn is_here(&self, address: IpAddr) -> bool {
-        self.is_fixed(address) || self.lease_at(address).is_some_and(|lease| lease.state == State::Bound)
+        self.is_fixed(address) || self.lease_at(address).is_some_and(|lease| lease.state == LeaseState::Bound)
     }
 
     /// The addresses of a remote member of that name, in small letters; `None` where there is none.

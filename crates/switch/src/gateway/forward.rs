@@ -10,7 +10,7 @@ use super::dns;
 use super::tcp::Stream;
 use crate::Nanos;
 use crate::frame::Mac;
-use crate::gateway::Source;
+use crate::limit::ChargedTo;
 use std::collections::{BTreeMap, HashMap};
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -64,7 +64,7 @@ struct Pending {
     client_id: u16,
     id: u16,
     question: Vec<u8>,
-    source: Source,
+    source: ChargedTo,
     room: usize,
     deadline: Nanos,
 }
@@ -91,7 +91,7 @@ pub(super) struct Forwarder {
     /// By id, which grows with time, so that the first is the oldest.
     pending: BTreeMap<u64, Pending>,
     asked: HashMap<(Client, u16), u64>,
-    per_source: HashMap<Source, usize>,
+    per_source: HashMap<ChargedTo, usize>,
 }
 
 impl Forwarder {
@@ -111,7 +111,7 @@ impl Forwarder {
     pub(super) fn ask(
         &mut self,
         client: Client,
-        source: Source,
+        source: ChargedTo,
         query: &dns::Query<'_>,
         bytes: &[u8],
         room: usize,

@@ -105,7 +105,7 @@ impl LeaseChange {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
+pub(crate) enum LeaseState {
     Offered,
     Bound,
     Declined,
@@ -114,7 +114,7 @@ pub(crate) enum State {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Lease {
     pub(crate) mac: Mac,
-    pub(crate) state: State,
+    pub(crate) state: LeaseState,
     pub(crate) expires: Nanos,
     pub(crate) name: Option<String>,
     /// The port whose quota it counts against.
@@ -289,8 +289,8 @@ impl Leases {
         }
     }
 
-    fn note_change(&mut self, address: u32, state: State) {
-        if state == State::Bound {
+    fn note_change(&mut self, address: u32, state: LeaseState) {
+        if state == LeaseState::Bound {
             self.changed.insert(address);
         }
     }
@@ -335,7 +335,7 @@ impl Leases {
         if let Some(port) = lease.charged {
             *self.charged.entry(port).or_default() += 1;
         }
-        if lease.state != State::Declined {
+        if lease.state != LeaseState::Declined {
             self.by_mac.insert(lease.mac, address);
         }
         if let Some(name) = &lease.name {
@@ -359,7 +359,7 @@ impl Leases {
             return Err(Refusal::NotFree);
         }
         match self.by_address.get(&address) {
-            Some(lease) if lease.mac == claim.mac && lease.state != State::Declined => Ok(()),
+            Some(lease) if lease.mac == claim.mac && lease.state != LeaseState::Declined => Ok(()),
             Some(_) => Err(Refusal::NotFree),
             None => Ok(()),
         }
@@ -380,7 +380,7 @@ impl Leases {
 
     /// Writes `claim` down for `address`, in place of the address that its MAC held. The caller has
     /// checked both.
-    fn record(&mut self, claim: &Claim, address: u32, state: State, name: Option<String>, expires: Nanos) {
+    fn record(&mut self, claim: &Claim, address: u32, state: LeaseState, name: Option<String>, expires: Nanos) {
         if let Some(held) = self.by_mac.get(&claim.mac).copied() {
             self.free(held);
         }
@@ -418,11 +418,11 @@ impl Leases {
         };
         let address = Ipv4Addr::from_bits(choice);
         // A bound lease is not turned back into an offer by a client that asks again.
-        if held == Some(address) && self.by_address[&choice].state == State::Bound {
+        if held == Some(address) && self.by_address[&choice].state == LeaseState::Bound {
             return Ok(address);
         }
         self.check_quota(claim, choice)?;
-        self.record(claim, choice, State::Offered, None, now.after(OFFER_SPAN));
+        self.record(claim, choice, LeaseState::Offered, None, now.after(OFFER_SPAN));
         Ok(address)
     }
 
@@ -464,7 +464,7 @@ impl Leases {
         self.check_quota(claim, address.to_bits())?;
         let kept = || self.of_mac(claim.mac).and_then(|(_, lease)| lease.name.clone());
         let name = name.filter(|name| self.name_is_free(name, claim.mac)).or_else(kept);
-        self.record(claim, address.to_bits(), State::Bound, name, expires);
+        self.record(claim, address.to_bits(), LeaseState::Bound, name, expires);
         Ok(())
     }
 
@@ -487,7 +487,7 @@ impl Leases {
         }
         let Some(lease) = self.free(address.to_bits()) else { return false };
         let expires = now.after(DECLINE_SPAN);
-        self.insert(address.to_bits(), Lease { state: State::Declined, name: None, expires, ..lease });
+        self.insert(address.to_bits(), Lease { state: LeaseState::Declined, name: None, expires, ..lease });
         true
     }
 
@@ -513,7 +513,7 @@ impl Leases {
     pub(crate) fn take_changes(&mut self, unix_secs: impl Fn(Nanos) -> u64) -> Vec<LeaseChange> {
         let changed = std::mem::take(&mut self.changed);
         let change = |address| match self.by_address.get(&address) {
-            Some(lease) if lease.state == State::Bound => LeaseChange::Bound(record(address, lease, &unix_secs)),
+            Some(lease) if lease.state == LeaseState::Bound => LeaseChange::Bound(record(address, lease, &unix_secs)),
             _ => LeaseChange::Freed(Ipv4Addr::from_bits(address).into()),
         };
         changed.into_iter().map(change).collect()
@@ -521,7 +521,7 @@ impl Leases {
 
     /// The bound leases as they are kept over a restart.
     pub(crate) fn store(&self, unix_secs: impl Fn(Nanos) -> u64) -> LeaseStore {
-        let bound = self.by_address.iter().filter(|(_, lease)| lease.state == State::Bound);
+        let bound = self.by_address.iter().filter(|(_, lease)| lease.state == LeaseState::Bound);
         LeaseStore { leases: bound.map(|(address, lease)| record(*address, lease, &unix_secs)).collect() }
     }
 }

@@ -80,9 +80,10 @@ use crate::detail::Details;
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
 use crate::guard::Reservations;
+use crate::limit::ChargedTo;
 use crate::wait::Token;
 use forward::{Client, Delivery, Forwarder, NotForwarded};
-use lease::{Claim, Leases, Refusal, State};
+use lease::{Claim, LeaseState, Leases, Refusal};
 use names::Members;
 use packet::{Inbound, Route};
 use rate::Rates;
@@ -102,13 +103,6 @@ const STREAM_ROUNDS: usize = 8;
 const ROUTER_NAME: &str = "router";
 /// IPv6 leases of one port, unless set otherwise.
 const SIX_QUOTA: u32 = 4096;
-
-/// What limits are kept per: a port of the switch, or a MAC address where the port is not known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Source {
-    Port(Token),
-    Mac(Mac),
-}
 
 /// The clock and the randomness that a gateway starts with.
 #[derive(Clone, Copy, Debug)]
@@ -367,7 +361,7 @@ impl Gateway {
                 self.counters.arp_replies.add(1);
             }
             Inbound::Ipv4 { route, protocol, packet, payload } => {
-                let source = ingress.map_or(Source::Mac(route.source_mac), Source::Port);
+                let source = ingress.map_or(ChargedTo::Mac(route.source_mac), ChargedTo::Port);
                 return self.ipv4(now, &route, protocol, packet, payload, checksum, source);
             }
         }
@@ -383,7 +377,7 @@ impl Gateway {
         packet: &[u8],
         payload: &[u8],
         checksum: Checksum,
-        source: Source,
+        source: ChargedTo,
     ) -> Result<(), Reason> {
         let to_all = route.destination.is_broadcast() || route.destination == self.config.broadcast();
         let to_us = route.destination == self.config.address && route.destination_mac == self.config.mac;
@@ -477,7 +471,7 @@ impl Gateway {
         self.config.dhcp.as_ref().map_or(0, |dhcp| dhcp.lease_secs)
     }
 
-    fn dhcp(&mut self, now: Nanos, route: &Route, data: &[u8], source: Source) -> Result<(), Reason> {
+    fn dhcp(&mut self, now: Nanos, route: &Route, data: &[u8], source: ChargedTo) -> Result<(), Reason> {
         // Before anything else, so that a flood costs one look-up per message.
         if !self.dhcp_rates.take(source, now) {
             self.counters.dhcp_throttled.add(1);
@@ -532,10 +526,11 @@ impl Gateway {
         now: Nanos,
         leases: &mut Leases,
         message: &dhcp::Message,
-        source: Source,
+        source: ChargedTo,
     ) -> Option<(Vec<u8>, Option<Ipv4Addr>)> {
         let Self { config, members, elsewhere, .. } = &*self;
-        let held = leases.of_mac(message.mac).filter(|(_, lease)| lease.state == State::Bound).map(|(held, _)| held);
+        let held =
+            leases.of_mac(message.mac).filter(|(_, lease)| lease.state == LeaseState::Bound).map(|(held, _)| held);
         let reserved = |address: Ipv4Addr| {
             address == config.address
                 || Some(address) == config.router
@@ -543,8 +538,8 @@ impl Gateway {
                 || elsewhere.refuses(address.into(), message.mac, held == Some(address))
         };
         let port = match source {
-            Source::Port(port) => Some(port),
-            Source::Mac(_) => None,
+            ChargedTo::Port(port) => Some(port),
+            ChargedTo::Mac(_) => None,
         };
         let fixed = self.fixed(leases, message.mac, message.name.as_deref());
         let claim = Claim { mac: message.mac, port, fixed };
@@ -572,7 +567,7 @@ impl Gateway {
                 if message.server.is_some_and(|server| server != config.address) {
                     // It took another server's offer; ours is free again.
                     if let Some((address, lease)) = leases.of_mac(message.mac)
-                        && lease.state == State::Offered
+                        && lease.state == LeaseState::Offered
                     {
                         leases.release(message.mac, address);
                     }
@@ -674,7 +669,7 @@ impl Gateway {
     // DNS
 
     /// The answer to a query, unless it has to wait for the host's name servers or is none.
-    fn dns(&mut self, now: Nanos, client: Client, source: Source, bytes: &[u8]) -> Option<Vec<u8>> {
+    fn dns(&mut self, now: Nanos, client: Client, source: ChargedTo, bytes: &[u8]) -> Option<Vec<u8>> {
         let recursion = self.config.forward;
         let counters = self.counters.clone();
         let query = match dns::read(bytes) {
@@ -696,7 +691,7 @@ impl Gateway {
         {
             six.check(address, now);
         }
-        let local = |records: &[dns::Record<'_>]| {
+        let local = |records: &[dns::AnswerRecord<'_>]| {
             counters.dns_local_answers.add(1);
             Some(query.answer(dns::Code::NoError, records, &self.domain, recursion))
         };
@@ -715,19 +710,19 @@ impl Gateway {
                     Some(found) => {
                         let (four, six) = query.wants_addresses();
                         let found = found.filter(|address| if address.is_ipv4() { four } else { six });
-                        local(&found.map(dns::Record::Address).collect::<Vec<_>>())
+                        local(&found.map(dns::AnswerRecord::Address).collect::<Vec<_>>())
                     }
                 },
                 found => {
                     let (four, six) = query.wants_addresses();
                     let four = found.flatten().filter(|_| four).map(IpAddr::from);
                     let six = found6.into_iter().filter(|_| six).map(IpAddr::from);
-                    local(&four.into_iter().chain(six).map(dns::Record::Address).collect::<Vec<_>>())
+                    local(&four.into_iter().chain(six).map(dns::AnswerRecord::Address).collect::<Vec<_>>())
                 }
             },
             dns::Subject::Address(address) if self.is_ours(address) => match self.name_for_address(address) {
                 Some(name) => {
-                    let record = query.wants_name().then_some(dns::Record::Name(name, &self.domain));
+                    let record = query.wants_name().then_some(dns::AnswerRecord::Name(name, &self.domain));
                     local(record.as_slice())
                 }
                 None => unknown(&[]),
@@ -803,7 +798,7 @@ impl Gateway {
         }
         let lease = self.leases.as_ref()?.at(address)?;
         let member = self.members.of_mac(lease.mac).map(|m| m.name.as_str());
-        member.or(lease.name.as_deref()).filter(|_| lease.state == State::Bound)
+        member.or(lease.name.as_deref()).filter(|_| lease.state == LeaseState::Bound)
     }
 
     fn tcp(
@@ -813,7 +808,7 @@ impl Gateway {
         packet: &[u8],
         payload: &[u8],
         checksum: Checksum,
-        source: Source,
+        source: ChargedTo,
     ) -> Result<(), Reason> {
         let segment = TcpPacket::new_checked(payload).map_err(|_| Reason::GatewayRefused)?;
         let sum_is_right = segment.verify_checksum(&route.source.into(), &route.destination.into());

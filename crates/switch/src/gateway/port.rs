@@ -31,7 +31,7 @@ use crate::frame::{Batch, Mac, Offload};
 use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
 use crate::gateway::names::Members;
 use crate::guard::Reservations;
-use crate::port::{Caps, Fault, Link, Port, Sent};
+use crate::port::{Caps, Carrier, Fault, Port, Sent};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -78,7 +78,7 @@ impl Table {
     }
 }
 
-struct Shared {
+struct GatewayExchange {
     commands: Mutex<Vec<Command>>,
     /// Set after a command was pushed; Release, with the Acquire swap of `service`.
     mail: AtomicBool,
@@ -126,7 +126,7 @@ fn call(wake: &Mutex<Option<Wake>>) {
 
 /// The host's end of a gateway, for any thread.
 #[derive(Clone)]
-pub struct GatewayHandle(Arc<Shared>);
+pub struct GatewayHandle(Arc<GatewayExchange>);
 
 impl GatewayHandle {
     /// Sets what wakes the gateway's port (its registration with the worker).
@@ -333,7 +333,7 @@ impl GatewayHandle {
 /// A gateway as a port of the switch.
 pub struct GatewayPort {
     gateway: Gateway,
-    shared: Arc<Shared>,
+    shared: Arc<GatewayExchange>,
     now: Nanos,
     /// Frames that the current turn's batch looks into.
     sending: Vec<Vec<u8>>,
@@ -349,7 +349,7 @@ pub struct GatewayPort {
 impl GatewayPort {
     /// The port for `gateway`, which has no member yet, and the handle on it.
     pub fn new(gateway: Gateway) -> (GatewayPort, GatewayHandle) {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(GatewayExchange {
             commands: Mutex::default(),
             mail: AtomicBool::new(false),
             outbox: Mutex::default(),
@@ -376,7 +376,7 @@ impl GatewayPort {
         (GatewayPort::of(gateway, shared), handle)
     }
 
-    fn of(gateway: Gateway, shared: Arc<Shared>) -> GatewayPort {
+    fn of(gateway: Gateway, shared: Arc<GatewayExchange>) -> GatewayPort {
         let now = gateway.start.now;
         GatewayPort {
             gateway,
@@ -436,8 +436,8 @@ impl Port for GatewayPort {
         "gateway"
     }
 
-    fn link(&self) -> Link {
-        Link::Up
+    fn link(&self) -> Carrier {
+        Carrier::Up
     }
 
     /// Partial sums are taken: the frame never left this machine. Segmented frames are not, there

@@ -7,8 +7,8 @@
 //! Memory: one entry for each source that was heard in the last seconds. A source whose bucket is
 //! full again is forgotten, since it is as if it had never sent.
 
-use super::Source;
 use crate::Nanos;
+use crate::limit::ChargedTo;
 use std::collections::HashMap;
 
 /// Messages per second of one source.
@@ -23,7 +23,7 @@ const FIRST_SWEEP: usize = 256;
 /// The buckets. Each is kept as the instant at which it is full again.
 #[derive(Debug)]
 pub(super) struct Rates {
-    full_at: HashMap<Source, Nanos>,
+    full_at: HashMap<ChargedTo, Nanos>,
     /// The time in which one token comes back, and how many there are.
     token: Nanos,
     burst: u64,
@@ -44,7 +44,7 @@ impl Rates {
     }
 
     /// Takes a token of `source`; `false` where it has none left.
-    pub(super) fn take(&mut self, source: Source, now: Nanos) -> bool {
+    pub(super) fn take(&mut self, source: ChargedTo, now: Nanos) -> bool {
         let full_at = self.full_at.get(&source).copied().unwrap_or(now).max(now).after(self.token);
         if full_at.since(now) > self.token.times(self.burst) {
             return false;
@@ -69,7 +69,7 @@ mod tests {
         let mut rates = Rates::default();
         let mut now = Nanos::SECOND;
         let allowed = |rates: &mut Rates, port: u32, now| {
-            (0..1000).filter(|_| rates.take(Source::Port(Token(port)), now)).count() as u64
+            (0..1000).filter(|_| rates.take(ChargedTo::Port(Token(port)), now)).count() as u64
         };
         assert_eq!(allowed(&mut rates, 1, now), BURST);
         assert_eq!(allowed(&mut rates, 2, now), BURST, "another port has its own");
@@ -84,7 +84,7 @@ mod tests {
         let mut rates = Rates::default();
         for n in 0..100_000u32 {
             let now = Nanos(u64::from(n) * TOKEN.0);
-            assert!(rates.take(Source::Mac([2, 0, 0, (n >> 16) as u8, (n >> 8) as u8, n as u8]), now));
+            assert!(rates.take(ChargedTo::Mac([2, 0, 0, (n >> 16) as u8, (n >> 8) as u8, n as u8]), now));
         }
         assert!(rates.full_at.len() <= FIRST_SWEEP);
     }

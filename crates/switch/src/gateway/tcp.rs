@@ -10,9 +10,9 @@
 //! * one query at a time per connection, of at most [`MAX_QUERY_BYTES`];
 //! * a connection on which nothing happens for [`IDLE_SPAN`] is reset.
 
-use super::Source;
 use crate::Nanos;
 use crate::frame::Mac;
+use crate::limit::ChargedTo;
 use smoltcp::iface::{Config, Interface, SocketHandle, SocketSet};
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::socket::tcp;
@@ -48,7 +48,7 @@ struct Peer {
     mac: Mac,
     address: IpAddr,
     port: u16,
-    source: Source,
+    source: ChargedTo,
 }
 
 #[derive(Debug)]
@@ -125,7 +125,7 @@ impl Server {
 
     /// Gives an IP packet with TCP, whose checksum is known to be right, to the stack; `port` is
     /// the one that is served.
-    pub(super) fn input(&mut self, now: Nanos, packet: &[u8], mac: Mac, source: Source, port: u16) -> Taken {
+    pub(super) fn input(&mut self, now: Nanos, packet: &[u8], mac: Mac, source: ChargedTo, port: u16) -> Taken {
         let Some((address, _, segment)) = ends(packet) else { return Taken::Stray };
         if segment.dst_port() != port || segment.src_port() == 0 {
             return Taken::Stray;
@@ -166,7 +166,7 @@ impl Server {
 
     /// Moves bytes between the sockets and their boxes, ends what is over, and returns the queries
     /// that are whole.
-    pub(super) fn serve(&mut self, now: Nanos) -> Vec<(Stream, Source, Vec<u8>)> {
+    pub(super) fn serve(&mut self, now: Nanos) -> Vec<(Stream, ChargedTo, Vec<u8>)> {
         let mut queries = Vec::new();
         for (index, connection) in self.connections.iter_mut().enumerate() {
             let Some(peer) = connection.peer else { continue };

@@ -8,7 +8,7 @@ use super::family::Address;
 use super::packet::{ACK, FIN, RST, SYN, Transport};
 use crate::Nanos;
 use crate::frame::Mac;
-use crate::wait::Token;
+use crate::limit::ChargedTo;
 
 // Idle times: RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min half-open and half-closed), RFC
 // 4787 REQ-5 for UDP, RFC 5508 REQ-2 for echo; UDP from outside that the guest has not answered has
@@ -47,13 +47,6 @@ impl Protocol {
 /// A guest's end of a mapping.
 pub(super) type Inside<A> = (Protocol, A, u16);
 
-/// Who a mapping is charged to: a port of the switch, or a MAC address where the port is not known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Source {
-    Port(Token),
-    Mac(Mac),
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     Out,
@@ -62,7 +55,7 @@ pub(super) enum Direction {
 
 /// How far a connection has come, as its segments say, and how long it may be idle.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct State {
+pub(super) struct FlowState {
     pub(super) protocol: Protocol,
     pub(super) last: Nanos,
     /// Something came the other way than the first frame.
@@ -73,10 +66,10 @@ pub(super) struct State {
     pub(super) reset: bool,
 }
 
-impl State {
-    pub(super) fn new(now: Nanos, first: Direction, t: &Transport, frame: &[u8]) -> State {
+impl FlowState {
+    pub(super) fn new(now: Nanos, first: Direction, t: &Transport, frame: &[u8]) -> FlowState {
         let mut state =
-            State { protocol: t.protocol, last: now, answered: false, first, done: [false; 2], reset: false };
+            FlowState { protocol: t.protocol, last: now, answered: false, first, done: [false; 2], reset: false };
         state.note(now, first, t, frame);
         state
     }
@@ -93,7 +86,7 @@ impl State {
         if flags & RST != 0 {
             self.reset = true;
         } else if flags & (SYN | ACK) == SYN {
-            *self = State { answered: false, first: direction, done: [false; 2], reset: false, ..*self };
+            *self = FlowState { answered: false, first: direction, done: [false; 2], reset: false, ..*self };
         } else if over && data {
             // A guest's port serves all its peers: another connection of it is alive.
             (self.done, self.reset, self.answered) = ([false; 2], false, true);
@@ -133,8 +126,8 @@ impl State {
 pub(super) struct Flow<A> {
     pub(super) inside: Inside<A>,
     pub(super) station: Mac,
-    pub(super) source: Source,
-    pub(super) state: State,
+    pub(super) source: ChargedTo,
+    pub(super) state: FlowState,
     /// It is in its source's queue.
     pub(super) queued: bool,
     pub(super) id: u64,

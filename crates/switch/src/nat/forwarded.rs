@@ -18,7 +18,7 @@
 use std::collections::HashMap;
 
 use super::family::Address;
-use super::flow::{Inside, State, TCP_CLOSED_NS, TCP_NS, TCP_RESET_NS, UDP_NS};
+use super::flow::{FlowState, Inside, TCP_CLOSED_NS, TCP_NS, TCP_RESET_NS, UDP_NS};
 use super::{Protocol, SILENT_NS};
 use crate::Nanos;
 
@@ -47,7 +47,7 @@ enum Stage {
 impl Stage {
     const COUNT: usize = 4;
 
-    fn of(state: &State) -> Stage {
+    fn of(state: &FlowState) -> Stage {
         match (state.protocol, state.idle()) {
             (Protocol::Tcp, TCP_RESET_NS) => Stage::Reset,
             (Protocol::Tcp, TCP_CLOSED_NS) => Stage::Closed,
@@ -70,7 +70,7 @@ struct Entry<A> {
     key: Forwarded<A>,
     /// The forward's port.
     port: u16,
-    state: State,
+    state: FlowState,
     stage: Stage,
     /// When it was put at its lists' ends.
     moved: Nanos,
@@ -148,14 +148,14 @@ impl<A: Address> Table<A> {
     }
 
     /// The forward's port and the connection's state.
-    pub(super) fn get(&self, key: &Forwarded<A>) -> Option<(u16, &State)> {
+    pub(super) fn get(&self, key: &Forwarded<A>) -> Option<(u16, &FlowState)> {
         let entry = &self.entries[*self.index.get(key)? as usize];
         Some((entry.port, &entry.state))
     }
 
     /// Changes the state of a connection with `note`; returns the forward's port, if the connection
     /// is known.
-    pub(super) fn note(&mut self, now: Nanos, key: &Forwarded<A>, note: impl FnOnce(&mut State)) -> Option<u16> {
+    pub(super) fn note(&mut self, now: Nanos, key: &Forwarded<A>, note: impl FnOnce(&mut FlowState)) -> Option<u16> {
         let at = *self.index.get(key)?;
         let entry = &mut self.entries[at as usize];
         note(&mut entry.state);
@@ -182,7 +182,7 @@ impl<A: Address> Table<A> {
         now: Nanos,
         key: Forwarded<A>,
         (forward, port): (usize, u16),
-        state: State,
+        state: FlowState,
     ) -> Result<Option<Forwarded<A>>, ()> {
         let forward = forward as u32;
         let peer = self.peers.get(&(forward, key.1)).copied();
@@ -265,7 +265,7 @@ impl<A: Address> Table<A> {
     }
 
     /// All connections: key, forward's port, state.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&Forwarded<A>, u16, &State)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Forwarded<A>, u16, &FlowState)> {
         self.index.iter().map(|(key, at)| {
             let entry = &self.entries[*at as usize];
             (key, entry.port, &entry.state)

@@ -14,11 +14,12 @@
 //! it, since ports of the switch have other numbers.
 
 use super::family::Address;
-use super::flow::{Direction, Flow, Inside, Source, State};
+use super::flow::{Direction, Flow, FlowState, Inside};
 use super::forwarded::Forwarded;
 use super::{Config, FIRST_PORT, FLOWS_PER_SOURCE, Forward, HELD, HELD_BYTES, Held, Nat, Neighbour, Protocol};
 use crate::Nanos;
 use crate::frame::Mac;
+use crate::limit::ChargedTo;
 
 const PROTOCOLS: [Protocol; 3] = [Protocol::Tcp, Protocol::Udp, Protocol::Echo];
 
@@ -28,7 +29,7 @@ fn put_inside<A: Address>(out: &mut Vec<u8>, (protocol, address, port): Inside<A
     out.extend(port.to_le_bytes());
 }
 
-fn put_state(out: &mut Vec<u8>, state: &State) {
+fn put_state(out: &mut Vec<u8>, state: &FlowState) {
     let flags = [state.answered, state.first == Direction::In, state.done[0], state.done[1], state.reset];
     out.extend(state.last.0.to_le_bytes());
     out.push(flags.iter().enumerate().map(|(bit, set)| u8::from(*set) << bit).sum());
@@ -75,12 +76,12 @@ impl<'r> Reader<'r> {
         Ok((self.inside()?, self.address()?, self.u16()?))
     }
 
-    fn state(&mut self, protocol: Protocol) -> Result<State, String> {
+    fn state(&mut self, protocol: Protocol) -> Result<FlowState, String> {
         let last = Nanos(u64::from_le_bytes(self.take()?));
         let flags = self.byte()?;
         let bit = |bit: u8| flags & 1 << bit != 0;
         let first = if bit(1) { Direction::In } else { Direction::Out };
-        Ok(State { protocol, last, answered: bit(0), first, done: [bit(2), bit(3)], reset: bit(4) })
+        Ok(FlowState { protocol, last, answered: bit(0), first, done: [bit(2), bit(3)], reset: bit(4) })
     }
 
     fn bytes(&mut self, len: usize) -> Result<&'r [u8], String> {
@@ -188,8 +189,8 @@ impl<A: Address> Nat<A> {
         Ok(nat)
     }
 
-    fn put_flow(&mut self, port: u16, inside: Inside<A>, station: Mac, state: State) {
-        let (protocol, source) = (inside.0, Source::Mac(station));
+    fn put_flow(&mut self, port: u16, inside: Inside<A>, station: Mac, state: FlowState) {
+        let (protocol, source) = (inside.0, ChargedTo::Mac(station));
         let free = port >= FIRST_PORT && !self.flows.contains_key(&(protocol, port));
         if !free || self.ports.contains_key(&(inside, station)) || !self.in_subnet(inside.1) {
             return;

@@ -2,12 +2,13 @@
 //! give way.
 
 use super::family::Address;
-use super::flow::{Direction, Flow, Inside, Source, State};
+use super::flow::{Direction, Flow, FlowState, Inside};
 use super::packet::Transport;
 use super::{FIRST_PORT, FLOWS_PER_SOURCE, Nat, Protocol, SILENT_NS};
 use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::Mac;
+use crate::limit::ChargedTo;
 
 /// Candidates that are looked at for one that may give way, per new flow.
 const TRIES: usize = 16;
@@ -17,7 +18,7 @@ impl<A: Address> Nat<A> {
         &mut self,
         now: Nanos,
         station: Mac,
-        source: Source,
+        source: ChargedTo,
         inside: Inside<A>,
         t: &Transport,
         frame: &[u8],
@@ -26,7 +27,7 @@ impl<A: Address> Nat<A> {
         if let Some(&port) = self.ports.get(&(inside, station)) {
             let flow = self.flows.get_mut(&(protocol, port)).expect("ports and flows name each other");
             flow.state.note(now, Direction::Out, t, frame);
-            if flow.source != source && matches!(flow.source, Source::Mac(_)) {
+            if flow.source != source && matches!(flow.source, ChargedTo::Mac(_)) {
                 self.charge(protocol, port, source);
             }
             self.enqueue(protocol, port);
@@ -59,7 +60,7 @@ impl<A: Address> Nat<A> {
         let port = free.ok_or(Reason::GatewayFull)?;
         self.next_port = if port == u16::MAX { FIRST_PORT } else { port + 1 };
         self.next_id += 1;
-        let state = State::new(now, Direction::Out, t, frame);
+        let state = FlowState::new(now, Direction::Out, t, frame);
         let flow = Flow { inside, station, source, state, queued: false, id: self.next_id };
         self.flows.insert((protocol, port), flow);
         self.ports.insert((inside, station), port);
@@ -71,7 +72,7 @@ impl<A: Address> Nat<A> {
 
     /// Charges a mapping that was taken over from another process to the port of the switch that it
     /// belongs to.
-    fn charge(&mut self, protocol: Protocol, port: u16, source: Source) {
+    fn charge(&mut self, protocol: Protocol, port: u16, source: ChargedTo) {
         self.next_id += 1;
         let Some(flow) = self.flows.get_mut(&(protocol, port)) else { return };
         // Another number, so that the old queue's entry is a dead one.
@@ -81,7 +82,7 @@ impl<A: Address> Nat<A> {
         self.discharge(before);
     }
 
-    fn discharge(&mut self, source: Source) {
+    fn discharge(&mut self, source: ChargedTo) {
         if let Some(share) = self.shares.get_mut(&source) {
             share.held -= 1;
             if share.held == 0 {
@@ -110,7 +111,7 @@ impl<A: Address> Nat<A> {
     /// Ends the oldest mapping of `source` that can give way; whether there was one among the first
     /// of its queue. With `wanted` it has to be of that protocol, and datagram flows need not be
     /// silent.
-    fn make_room(&mut self, now: Nanos, source: Source, wanted: Option<Protocol>) -> bool {
+    fn make_room(&mut self, now: Nanos, source: ChargedTo, wanted: Option<Protocol>) -> bool {
         let mut tries = 0;
         while tries < TRIES {
             let Some(share) = self.shares.get_mut(&source) else { return false };

@@ -83,8 +83,9 @@ use std::net::Ipv4Addr;
 use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::Mac;
+use crate::limit::ChargedTo;
 use crate::wait::Token;
-use flow::{Direction, Flow, Inside, Share, Source, State, Taken};
+use flow::{Direction, Flow, FlowState, Inside, Share, Taken};
 use forwarded::{Forwarded, Table};
 use held::Held;
 use icmp::{End, Quote, echo_reply, time_exceeded};
@@ -183,7 +184,7 @@ pub struct Nat<A: Address = Ipv4Addr> {
     ports: HashMap<(Inside<A>, Mac), u16>,
     /// Ports of TCP, UDP, echo that are taken.
     taken: [Taken; 3],
-    shares: HashMap<Source, Share>,
+    shares: HashMap<ChargedTo, Share>,
     next_id: u64,
     /// Connections that came through a forward.
     forwarded: Table<A>,
@@ -451,7 +452,9 @@ impl<A: Address> Nat<A> {
             }
             // The uplink's own address represents the host there; only answers go to it.
             None if to == self.config.peer || to == self.config.outside => return Err(Reason::NoDestination),
-            None => self.map(now, from, ingress.map_or(Source::Mac(from), Source::Port), inside, &transport, frame)?,
+            None => {
+                self.map(now, from, ingress.map_or(ChargedTo::Mac(from), ChargedTo::Port), inside, &transport, frame)?
+            }
         };
         let Some(peer_mac) = self.peer_mac else {
             self.ask_peer(Some(now));
@@ -692,7 +695,7 @@ impl<A: Address> Nat<A> {
         if self.forwarded.note(now, &key, |state| state.note(now, Direction::In, t, frame)).is_some() {
             return Ok(());
         }
-        let added = self.forwarded.add(now, key, rule, State::new(now, Direction::In, t, frame));
+        let added = self.forwarded.add(now, key, rule, FlowState::new(now, Direction::In, t, frame));
         if let Some(gone) = added.map_err(|()| Reason::GatewayFull)? {
             // What is held of it would come to the guest without a way back.
             let displaced = &mut self.displaced;

@@ -508,7 +508,7 @@ fn the_table_of_forwarded_connections_agrees_with_a_dull_one() {
     };
     // So many forwards that a share is small enough to be full.
     let mut table = Table::new(64);
-    let mut dull: HashMap<Forwarded, (u16, State)> = HashMap::new();
+    let mut dull: HashMap<Forwarded, (u16, FlowState)> = HashMap::new();
     let (mut displaced, mut refused) = (0, 0);
     let mut now = Nanos(0);
     for step in 0..200_000u32 {
@@ -529,7 +529,7 @@ fn the_table_of_forwarded_connections_agrees_with_a_dull_one() {
             assert_eq!(table.note(now, &key, |s| s.note(now, way, &t, &frame)), Some(*port), "step {step}");
         } else {
             assert_eq!(table.note(now, &key, |_| panic!("{step}")), None);
-            let state = State::new(now, Direction::In, &t, &frame);
+            let state = FlowState::new(now, Direction::In, &t, &frame);
             match table.add(now, key, (rule, 7), state) {
                 Ok(None) => {}
                 Ok(Some(gone)) => {
@@ -638,7 +638,7 @@ fn guests_that_use_up_all_ports_leave_some_to_another() {
     for n in 0..1000 {
         assert_eq!(flow(&mut nat, 99, 2000 + n), Verdict::Pass, "{n}");
     }
-    assert_eq!(nat.shares[&Source::Port(Token(99))].held, 1000);
+    assert_eq!(nat.shares[&ChargedTo::Port(Token(99))].held, 1000);
     assert!(nat.shares.values().all(|share| share.held <= FLOWS_PER_SOURCE));
 }
 
@@ -651,9 +651,9 @@ fn a_table_that_was_taken_over_is_charged_to_ports_again_and_keeps_its_shares() 
     assert_eq!(nat.outbound(secs(1), Some(Token(1)), &mut long.clone()), Verdict::Pass);
     let mut next = Nat::take_up(nat.config.clone(), &nat.hand_over()).unwrap();
     assert_eq!(next.flows(), nat.flows());
-    assert!(next.shares.contains_key(&Source::Mac(GUEST)));
+    assert!(next.shares.contains_key(&ChargedTo::Mac(GUEST)));
     assert_eq!(next.outbound(secs(2), Some(Token(9)), &mut long), Verdict::Pass);
-    assert_eq!(next.shares.keys().collect::<Vec<_>>(), [&Source::Port(Token(9))]);
+    assert_eq!(next.shares.keys().collect::<Vec<_>>(), [&ChargedTo::Port(Token(9))]);
     assert_eq!(flood(&mut next, secs(2), 40_000), 40_000);
     assert_eq!(next.flows(), nat.flows(), "the share is the same");
     // With more forwards a share is smaller.
@@ -831,7 +831,7 @@ fn short_connections_give_way_to_new_ones_and_a_long_one_stays() {
         assert_eq!(nat.outbound(now, Some(Token(1)), &mut frame), Verdict::Pass, "{n}");
     }
     assert!(nat.flows() <= FLOWS_PER_SOURCE + 1);
-    assert!(nat.shares[&Source::Port(Token(1))].yielding.len() <= 2 * FLOWS_PER_SOURCE);
+    assert!(nat.shares[&ChargedTo::Port(Token(1))].yielding.len() <= 2 * FLOWS_PER_SOURCE);
     let mut back = tcp(("198.51.100.7", 22), ("192.0.0.2", port), ACK);
     assert_eq!(nat.inbound(secs(41), &mut back), Verdict::Pass);
 }

@@ -23,7 +23,7 @@ use crate::Nanos;
 use crate::detail::Details;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Offload};
-use crate::port::{Caps, Fault, HandOver, Link, Port, Sent};
+use crate::port::{Caps, Carrier, Fault, HandOver, Port, Sent};
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -283,7 +283,7 @@ impl NatPort {
     fn send_out(&mut self, frames: &[Vec<u8>], drops: &mut Drops) -> Result<Sent, Fault> {
         let (mut sent, before) = (Sent::default(), drops.total());
         for chunk in frames.chunks(CHUNK) {
-            if self.uplink.link() == Link::Down {
+            if self.uplink.link() == Carrier::Down {
                 drops.count(Reason::LinkDown, chunk.len() as u64);
                 continue;
             }
@@ -315,7 +315,7 @@ impl NatPort {
     /// The router's own questions for the uplink. One that is lost is asked again with a frame that
     /// needs the answer.
     fn ask_out(&mut self) -> Result<(), Fault> {
-        if self.uplink.link() == Link::Down {
+        if self.uplink.link() == Carrier::Down {
             return Ok(());
         }
         let mut own: Vec<_> = std::iter::from_fn(|| self.nat.next_for_uplink()).collect();
@@ -409,7 +409,7 @@ impl Port for NatPort {
         "uplink"
     }
 
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.uplink.link()
     }
 
@@ -424,12 +424,12 @@ impl Port for NatPort {
         let was = self.uplink.link();
         let next = self.uplink.service(now)?;
         self.look_who_is_away();
-        if was == Link::Down && self.uplink.link() == Link::Up {
+        if was == Carrier::Down && self.uplink.link() == Carrier::Up {
             self.uplink_restarted();
             self.repeats = Repeats::default();
         }
         let pulse = &self.away.0.pulse;
-        if pulse.wanted.load(Ordering::Relaxed) && self.uplink.link() == Link::Up {
+        if pulse.wanted.load(Ordering::Relaxed) && self.uplink.link() == Carrier::Up {
             pulse.wanted.store(false, Ordering::Relaxed);
             pulse.asked.fetch_add(1, Ordering::Relaxed);
             self.nat.ask_for_life();

@@ -6,7 +6,7 @@ use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Offload};
-use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, Port, Sent};
 
 /// When a port has frames again.
 #[allow(dead_code)] // each user takes its own
@@ -44,8 +44,8 @@ impl Port for Memory {
         "memory"
     }
 
-    fn link(&self) -> Link {
-        Link::Up
+    fn link(&self) -> Carrier {
+        Carrier::Up
     }
 
     fn caps(&self) -> Caps {

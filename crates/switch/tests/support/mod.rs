@@ -13,7 +13,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, Frame, Mac, Offload, SegmentKind, Segmentation};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
+use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Rechecked, Sent};
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
 use tombolo_switch::worker::{Restart, Worker};
 
@@ -112,7 +112,7 @@ pub struct PeerState {
     /// One of them is full: its frames are refused.
     pub full_ring: Option<u8>,
     pub armed: bool,
-    pub link: Link,
+    pub link: Carrier,
     pub caps: Caps,
     pub fault: Option<At>,
     pub panic: Option<At>,
@@ -220,7 +220,7 @@ impl Port for TestPort {
         "test"
     }
 
-    fn link(&self) -> Link {
+    fn link(&self) -> Carrier {
         self.state.lock().unwrap().link
     }
 
@@ -267,7 +267,7 @@ impl Port for TestPort {
                 state.forgets -= 1;
                 continue;
             }
-            if state.link == Link::Down {
+            if state.link == Carrier::Down {
                 drops.count(Reason::LinkDown, 1);
                 continue;
             }
@@ -405,7 +405,7 @@ impl Bench {
             rings: 0,
             full_ring: None,
             armed: false,
-            link: Link::Up,
+            link: Carrier::Up,
             caps: Caps::full(1500),
             fault: None,
             panic: None,

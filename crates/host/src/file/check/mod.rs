@@ -524,7 +524,7 @@ impl Check<'_, '_, '_> {
     }
 
     /// What a link must be so that the fabric passes calls on.
-    fn bridged(&mut self, at: &str, link: &Link) {
+    fn bridged(&mut self, at: &str, link: &LinkDecl) {
         if link.is_bridged() {
             if link.between.len() != 1 || link.seats != 1 {
                 let found = format!("{} machine(s) and seats = {}", link.between.len(), link.seats);

@@ -524,7 +524,7 @@ pub struct Vxlan {
 
 /// Shared memory between machines, without a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Link {
+pub struct LinkDecl {
     /// The NAME in `[link.NAME]`, unique in the file.
     pub name: String,
     /// The machines, in the order of their seats.
@@ -549,7 +549,7 @@ pub struct Link {
     pub everybody: bool,
 }
 
-impl Link {
+impl LinkDecl {
     /// Whether the fabric itself takes the seat, to pass calls on.
     pub fn is_bridged(&self) -> bool {
         self.service.is_some() || self.to.is_some()
@@ -710,7 +710,7 @@ pub struct Fabric {
     /// Members that get copies of others' frames.
     pub mirrors: Vec<MirrorDecl>,
     /// `[link.NAME]` sections, in the file's order.
-    pub links: Vec<Link>,
+    pub links: Vec<LinkDecl>,
     /// `[export.NAME]` sections, in the file's order.
     pub exports: Vec<Export>,
     /// `[import.NAME]` sections, in the file's order.

@@ -510,7 +510,7 @@ impl<'t> Reader<'_, 't> {
         let (service, to) = (s.text("service", across::service_name), s.text("to", across::service_name));
         // The fabric's own seat, and what it speaks there.
         let (seats, protocol) = if service.is_some() || to.is_some() { (1, CALLS) } else { (0, 0x4001) };
-        let link = Link {
+        let link = LinkDecl {
             everybody: s.word("callers", &[("owner", false), ("everybody", true)]).unwrap_or(false),
             service,
             to,

@@ -349,4 +349,4 @@ pub(crate) fn frame(len: usize, seed: u8) -> Vec<u8> {
 pub(crate) const PLAIN: [u8; 12] = [0; 12];
 
 /// Shared by tests that look at what a worker thread has seen.
-pub(crate) type Shared<T> = Arc<std::sync::Mutex<T>>;
+pub(crate) type Noted<T> = Arc<std::sync::Mutex<T>>;

@@ -25,7 +25,7 @@ use tombolo_switch::control::PortSettings;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::Batch;
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::port::{Fault, FaultKind, Link, Port};
+use tombolo_switch::port::{Carrier, Fault, FaultKind, Port};
 use tombolo_switch::wait::{Token, Waiter};
 use tombolo_testing::until;
 use tombolo_worker::reactor::{Reactor, Registration};
@@ -46,14 +46,14 @@ const FULL: u64 = MODERN
 struct Seen {
     faults: [Vec<Fault>; 2],
     drops: Drops,
-    links: Vec<Link>,
+    links: Vec<Carrier>,
     sleeps: u64,
 }
 
 /// A thread that forwards between two ports as a switch's worker would: drain, arm, look again,
 /// sleep.
 struct Worker {
-    seen: Shared<Seen>,
+    seen: Noted<Seen>,
     stop: Arc<AtomicBool>,
     /// Its ports are handed over to the store and then left as an ended process leaves them.
     leave: Arc<AtomicBool>,
@@ -77,7 +77,7 @@ impl Worker {
     fn with_store(sockets: [Socket; 2], pairs: u16, folder: PathBuf, store: Option<Arc<Store>>) -> Worker {
         let (its, leave) = (store.clone(), Arc::new(AtomicBool::new(false)));
         let leaves = leave.clone();
-        let seen = Shared::<Seen>::default();
+        let seen = Noted::<Seen>::default();
         let stop = Arc::new(AtomicBool::new(false));
         let (give, registrar) = std::sync::mpsc::channel();
         let (give_ports, take_ports) = std::sync::mpsc::channel::<[VhostUserPort; 2]>();
@@ -124,7 +124,7 @@ impl Worker {
 
     fn each<T>(
         ports: &mut [VhostUserPort; 2],
-        seen: &Shared<Seen>,
+        seen: &Noted<Seen>,
         mut call: impl FnMut(&mut VhostUserPort) -> Result<T, Fault>,
     ) -> [Option<T>; 2] {
         let mut index = 0;
@@ -138,7 +138,7 @@ impl Worker {
         })
     }
 
-    fn turn(ports: &mut [VhostUserPort; 2], seen: &Shared<Seen>) -> bool {
+    fn turn(ports: &mut [VhostUserPort; 2], seen: &Noted<Seen>) -> bool {
         Self::each(ports, seen, |port| port.service(Nanos(0)));
         let mut busy = false;
         let mut drops = Drops::default();
@@ -243,7 +243,7 @@ fn frames_go_both_ways_with_every_set_of_features() {
             talk(&mut a, &mut b);
         }
         let seen = worker.seen.lock().unwrap();
-        assert_eq!(seen.links, [Link::Up; 2]);
+        assert_eq!(seen.links, [Carrier::Up; 2]);
         assert!(seen.sleeps > 0, "the worker slept in between, and was woken");
         assert_eq!(seen.drops.total(), 0);
         assert!(seen.faults.iter().all(Vec::is_empty));
@@ -335,7 +335,7 @@ fn a_guest_reboots_on_the_same_connection() {
             let base = u32::from_le_bytes(base[4..].try_into().unwrap());
             assert!(base > 0, "ring {index} stopped at {base}");
         }
-        assert_eq!(worker.until("the link", |seen| seen.links.first().copied()), Link::Down);
+        assert_eq!(worker.until("the link", |seen| seen.links.first().copied()), Carrier::Down);
         a.reboot();
         a.start_rings(&fa, 0);
     }
@@ -509,7 +509,7 @@ fn the_order_of_qemu_is_taken() {
     assert!(fa.tell(SET_FEATURES, &words(&[FULL]), &[]));
     assert!(fa.tell(SET_MEM_TABLE, &a.mem_table(), &[a.file.as_fd()]));
     a.start_rings(&fa, 0);
-    worker.until("the link", |seen| (seen.links == [Link::Up; 2]).then_some(()));
+    worker.until("the link", |seen| (seen.links == [Carrier::Up; 2]).then_some(()));
     talk(&mut a, &mut b);
 }
 

@@ -25,7 +25,7 @@ struct Transaction {
 }
 
 #[derive(Default)]
-struct State {
+struct WorldState {
     nodes: BTreeMap<String, Vec<u8>>,
     /// Raised with each change of `nodes`.
     version: u64,
@@ -59,14 +59,14 @@ struct State {
 
 /// What is shared by all.
 #[derive(Clone, Default)]
-pub(super) struct World(Arc<Mutex<State>>);
+pub(super) struct World(Arc<Mutex<WorldState>>);
 
 impl World {
     pub(super) fn new() -> World {
         World::default()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, WorldState> {
         self.0.lock().unwrap()
     }
 
@@ -154,7 +154,7 @@ fn message(kind: u32, request: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-impl State {
+impl WorldState {
     fn put(&mut self, path: &str, value: &[u8]) {
         self.nodes.insert(path.into(), value.into());
         self.version += 1;

@@ -15,7 +15,7 @@ use tombolo_ring::rpc::entry::Token;
 
 use super::super::reply::Reply;
 use super::wait::{LONGEST_SLEEP, Limit};
-use super::{ClientConnection, State};
+use super::{ClientConnection, ConnectionState};
 use crate::clock::now_ns;
 use crate::sync::lock;
 
@@ -58,11 +58,11 @@ impl Futures {
     }
 }
 
-impl State {
+impl ConnectionState {
     /// Leaves the wakers of futures whose calls have ended by themselves in `woken`: who polls them
     /// finds that.
     fn end_futures(&mut self, now: u64) {
-        let State { slots, futures, .. } = self;
+        let ConnectionState { slots, futures, .. } = self;
         if now < futures.end_ns {
             return;
         }
@@ -97,7 +97,7 @@ impl ClientConnection {
         let (mut again, mut sooner) = (false, false);
         {
             let state = &mut *lock(&self.state);
-            let State { slots, futures, .. } = state;
+            let ConnectionState { slots, futures, .. } = state;
             match slots.waiting_mut(token) {
                 Some(waiting) => {
                     // The one before is dropped without the lock.
@@ -148,7 +148,7 @@ impl ClientConnection {
     }
 
     /// Calls the wakers of futures that are done, without the lock.
-    fn wake_futures<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn wake_futures<'a>(&'a self, mut state: MutexGuard<'a, ConnectionState>) -> MutexGuard<'a, ConnectionState> {
         let woken = state.futures.take_woken();
         if woken.is_empty() {
             return state;
@@ -174,7 +174,7 @@ impl ClientConnection {
                 continue;
             }
             let end_ns = if has_timer { u64::MAX } else { state.futures.end_ns };
-            let ready = |state: &mut State| {
+            let ready = |state: &mut ConnectionState| {
                 let Futures { under_way, end_ns: next_ns, woken, .. } = &state.futures;
                 let sooner = !has_timer && *next_ns < end_ns;
                 *under_way == 0 || !woken.is_empty() || sooner || self.is_closing()

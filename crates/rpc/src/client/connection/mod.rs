@@ -73,7 +73,7 @@ struct Kept {
 
 /// What the lock protects.
 #[derive(Debug)]
-struct State {
+struct ConnectionState {
     asks: Producer<Ask>,
     answers: Consumer<Answer>,
     slots: Slots<Kept, (Answer, Came)>,
@@ -100,7 +100,7 @@ pub(super) struct ClientConnection {
     peer_geometry: Geometry,
     facts: Facts,
     polling: Polling,
-    state: Mutex<State>,
+    state: Mutex<ConnectionState>,
     /// Where followers sleep, and the helper while there is no future.
     turn: Condvar,
     /// Where the thread sleeps that ends futures at their instants.
@@ -125,7 +125,7 @@ impl ClientConnection {
     pub(super) fn new(connected: Connected, options: &ConnectOptions) -> Result<Arc<ClientConnection>, Errno> {
         let Connected { socket, doorbell, own, peer, facts } = connected;
         let entries = own.1.entries();
-        let state = State {
+        let state = ConnectionState {
             asks: Producer::default(),
             answers: Consumer::default(),
             slots: Slots::new(entries),
@@ -229,7 +229,7 @@ impl ClientConnection {
 
     /// What a call ends with on a connection that is lost, if it is.
     #[inline]
-    fn failure(&self, state: &State) -> Option<CallError> {
+    fn failure(&self, state: &ConnectionState) -> Option<CallError> {
         match state.broken {
             Some(broken) => Some(CallError::Broken(broken)),
             None if self.is_gone() => Some(CallError::ProviderGone),
@@ -330,14 +330,14 @@ impl ClientConnection {
     }
 
     /// Takes the answers that have come.
-    fn drain(&self, state: &mut State) {
+    fn drain(&self, state: &mut ConnectionState) {
         if state.broken.is_some() {
             return;
         }
         let ends = self.ends();
         let (mut any, mut now) = (false, None);
         for _ in 0..ends.entries() {
-            let State { answers, inlines, .. } = state;
+            let ConnectionState { answers, inlines, .. } = state;
             // Slots are below the number of entries, or the entry is broken.
             match answers.take_to(ends, |answer| &mut inlines[answer.token.slot() as usize]) {
                 Ok(None) => break,
@@ -361,7 +361,7 @@ impl ClientConnection {
     }
 
     /// `now` is read for the first answer that has a deadline.
-    fn done(&self, state: &mut State, answer: Answer, now: &mut Option<u64>) -> Result<(), Broken> {
+    fn done(&self, state: &mut ConnectionState, answer: Answer, now: &mut Option<u64>) -> Result<(), Broken> {
         let read = || *now.get_or_insert_with(now_ns);
         let ended = state.slots.answer(answer.token, read, |came| (answer, came))?;
         let Kept { block, shared, asked_at } = ended.kept;
@@ -406,7 +406,7 @@ impl ClientConnection {
     }
 
     /// Takes what a call ended with out of its slot; `None` while it is under way.
-    fn fetch(self: &Arc<Self>, state: &mut State, token: Token) -> Option<Result<Reply, CallError>> {
+    fn fetch(self: &Arc<Self>, state: &mut ConnectionState, token: Token) -> Option<Result<Reply, CallError>> {
         match state.slots.fetch(token) {
             Found::Waiting(()) => None,
             Found::Unknown => Some(Err(CallError::Unknown)),
@@ -503,7 +503,7 @@ impl ClientConnection {
             return (!tokens.is_empty()).then_some(0);
         }
         let state = lock(&self.state);
-        let first = |state: &State| tokens.iter().position(|t| state.slots.is_settled(*t));
+        let first = |state: &ConnectionState| tokens.iter().position(|t| state.slots.is_settled(*t));
         let until_ns = tokens.iter().map(|t| state.slots.until_ns(*t)).min().unwrap_or(u64::MAX);
         let state = self.wait_until(state, Limit::new(timeout, until_ns), |state| first(state).is_some());
         let ended = first(&state).or_else(|| tokens.iter().position(|t| state.slots.is_overdue(*t, now_ns)));
@@ -525,7 +525,7 @@ impl ClientConnection {
 
     /// Writes a cancellation, once for each call, and says whether the doorbell is to be rung.
     /// `None` where the token names no call under way, or there is no room.
-    fn say_cancel(&self, state: &mut State, token: Token) -> Option<bool> {
+    fn say_cancel(&self, state: &mut ConnectionState, token: Token) -> Option<bool> {
         let to_say = state.slots.to_cancel(token)?;
         if self.failure(state).is_some() {
             return None;
@@ -544,7 +544,7 @@ impl ClientConnection {
 
     /// Cancels what could not be cancelled before.
     #[inline]
-    fn say_unsaid(&self, state: &mut State) {
+    fn say_unsaid(&self, state: &mut ConnectionState) {
         if state.unsaid.is_empty() {
             return;
         }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tombolo_ring::rpc::{PUBLISHED, ring};
 use tombolo_shm::futex;
 
-use super::{ClientConnection, State};
+use super::{ClientConnection, ConnectionState};
 use crate::clock::{self, now_ns};
 use crate::cpu;
 use crate::poll::{self, Poller, Polling};
@@ -64,7 +64,7 @@ impl Limit {
 impl ClientConnection {
     /// Answers were taken: others look whether theirs is among them.
     #[inline]
-    pub(super) fn tell(&self, state: &State) {
+    pub(super) fn tell(&self, state: &ConnectionState) {
         if state.lead.taken {
             // The one that sleeps may be the one whose answer this was; and it is not armed any
             // more.
@@ -78,10 +78,10 @@ impl ClientConnection {
     /// Waits until `ready`, the connection is lost, or the time is over.
     pub(super) fn wait_until<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, ConnectionState>,
         mut limit: Limit,
-        mut ready: impl FnMut(&mut State) -> bool,
-    ) -> MutexGuard<'a, State> {
+        mut ready: impl FnMut(&mut ConnectionState) -> bool,
+    ) -> MutexGuard<'a, ConnectionState> {
         loop {
             // Before the answers are taken: what a provider wrote before it went is still an
             // answer.
@@ -109,7 +109,11 @@ impl ClientConnection {
     }
 
     /// Polls or sleeps until something may have come, or the time is over.
-    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: &mut Limit) -> MutexGuard<'a, State> {
+    fn lead<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, ConnectionState>,
+        limit: &mut Limit,
+    ) -> MutexGuard<'a, ConnectionState> {
         let ends = self.ends();
         let index = state.answers.index();
         let polls = self.polls(&mut state);
@@ -152,7 +156,7 @@ impl ClientConnection {
         state
     }
 
-    fn polls(&self, state: &mut State) -> bool {
+    fn polls(&self, state: &mut ConnectionState) -> bool {
         match self.polling {
             Polling::Never => false,
             Polling::Always => true,

@@ -13,7 +13,7 @@
 
 use crate::Nanos;
 use crate::frame::Mac;
-use crate::gateway::Source;
+use crate::limit::ChargedTo;
 use std::collections::HashMap;
 use std::net::Ipv6Addr;
 
@@ -32,7 +32,7 @@ const PROBE_SPAN: Nanos = Nanos::SECOND;
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     mac: Mac,
-    source: Source,
+    source: ChargedTo,
     claimed: Nanos,
     heard: Nanos,
     probes: u8,
@@ -42,7 +42,7 @@ struct Entry {
 #[derive(Debug, Default)]
 pub(super) struct Learned {
     by_address: HashMap<Ipv6Addr, Entry>,
-    by_source: HashMap<Source, Vec<Ipv6Addr>>,
+    by_source: HashMap<ChargedTo, Vec<Ipv6Addr>>,
     by_mac: HashMap<Mac, Vec<Ipv6Addr>>,
     /// Addresses that are being asked; few.
     probed: Vec<Ipv6Addr>,
@@ -57,7 +57,7 @@ impl Learned {
     }
 
     /// `mac` uses, or is about to use, `address`; `defends` if it says that it has had it before.
-    pub(super) fn hear(&mut self, address: Ipv6Addr, mac: Mac, source: Source, defends: bool, now: Nanos) {
+    pub(super) fn hear(&mut self, address: Ipv6Addr, mac: Mac, source: ChargedTo, defends: bool, now: Nanos) {
         if let Some(entry) = self.by_address.get_mut(&address) {
             if entry.mac == mac && entry.source == source {
                 (entry.heard, entry.probes, entry.next_probe) = (now, 0, None);
@@ -179,7 +179,7 @@ mod tests {
 
     #[test]
     fn the_first_holder_stays_until_it_does_not_answer() {
-        let (mut learned, port) = (Learned::default(), |n| Source::Port(Token(n)));
+        let (mut learned, port) = (Learned::default(), |n| ChargedTo::Port(Token(n)));
         let mut now = Nanos::SECOND;
         learned.hear(ip(1), A, port(1), false, now);
         learned.hear(ip(1), B, port(2), false, now);
@@ -206,8 +206,8 @@ mod tests {
     fn a_claim_is_given_up_where_the_holder_objects() {
         let mut learned = Learned::default();
         let now = Nanos::SECOND;
-        learned.hear(ip(1), B, Source::Mac(B), false, now);
-        learned.hear(ip(1), A, Source::Mac(A), true, now.after(Nanos::MILLI));
+        learned.hear(ip(1), B, ChargedTo::Mac(B), false, now);
+        learned.hear(ip(1), A, ChargedTo::Mac(A), true, now.after(Nanos::MILLI));
         assert_eq!(learned.mac_of(ip(1)), Some(A));
         assert!(learned.of_mac(B).is_empty());
     }
@@ -216,9 +216,9 @@ mod tests {
     fn one_source_has_its_share_and_the_oldest_goes() {
         let mut learned = Learned::default();
         for n in 0..1000u16 {
-            learned.hear(ip(n), A, Source::Port(Token(1)), false, Nanos(u64::from(n)));
+            learned.hear(ip(n), A, ChargedTo::Port(Token(1)), false, Nanos(u64::from(n)));
         }
-        learned.hear(ip(5000), B, Source::Port(Token(2)), false, Nanos::SECOND);
+        learned.hear(ip(5000), B, ChargedTo::Port(Token(2)), false, Nanos::SECOND);
         assert_eq!((learned.len(), learned.of_mac(A).len()), (PER_SOURCE + 1, PER_SOURCE));
         assert_eq!((learned.mac_of(ip(999)), learned.mac_of(ip(0))), (Some(A), None));
     }

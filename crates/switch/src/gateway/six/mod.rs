@@ -22,6 +22,7 @@ mod wire;
 
 pub(super) use wire::is_for_gateway;
 
+use super::Gateway;
 use super::config::{Ipv6Config, MAX_DOMAIN_BYTES};
 use super::dns;
 use super::forward::{Client, Delivery};
@@ -29,12 +30,12 @@ use super::lease::{Claim, Lease, LeaseChange, LeaseRecord, Leases, Refusal};
 use super::names::{self, Members};
 use super::rate::Rates;
 use super::tcp;
-use super::{Gateway, Source};
 use crate::Nanos;
 use crate::detail::Details;
 use crate::drop::Reason;
 use crate::frame::{Checksum, Mac};
 use crate::guard::{Reservations, link_local, options_tell};
+use crate::limit::ChargedTo;
 use advertise::{Advert, INTERVAL};
 use dhcp::{Answer, Grant, Kind, Message, Status};
 use learned::Learned;
@@ -153,7 +154,7 @@ impl Six {
     /// The MAC address that has `address`: by the file, by a lease, or since it shows it.
     fn owner(&self, members: &Members, address: Ipv6Addr) -> Option<Mac> {
         let leased =
-            || self.lease_at(address).filter(|lease| lease.state == super::State::Bound).map(|lease| lease.mac);
+            || self.lease_at(address).filter(|lease| lease.state == super::LeaseState::Bound).map(|lease| lease.mac);
         let fixed = members.fixed6(address, self.number(address));
         fixed.or_else(leased).or_else(|| members.shown6(address))
     }
@@ -299,7 +300,7 @@ impl Gateway {
             self.counters.ignored_frames.add(1);
             return Ok(());
         };
-        let source = ingress.map_or(Source::Mac(inbound.route.source_mac), Source::Port);
+        let source = ingress.map_or(ChargedTo::Mac(inbound.route.source_mac), ChargedTo::Port);
         let Some(six) = &self.six else { return Ok(()) };
         let to = inbound.route.destination;
         let to_us = inbound.route.destination_mac == self.config.mac && (to == six.address || to == six.link_local);
@@ -359,7 +360,7 @@ impl Gateway {
         now: Nanos,
         inbound: &Inbound<'_>,
         checksum: Checksum,
-        source: Source,
+        source: ChargedTo,
     ) -> Result<(), Reason> {
         let route = &inbound.route;
         match inbound.protocol {
@@ -418,7 +419,7 @@ impl Gateway {
 
     // Neighbour discovery
 
-    fn discovery(&mut self, now: Nanos, inbound: &Inbound<'_>, source: Source) -> Result<(), Reason> {
+    fn discovery(&mut self, now: Nanos, inbound: &Inbound<'_>, source: ChargedTo) -> Result<(), Reason> {
         let (route, message) = (&inbound.route, inbound.payload);
         if message[1] != 0 {
             return Err(Reason::GatewayRefused);
@@ -462,7 +463,14 @@ impl Gateway {
     }
 
     /// A neighbour solicitation or advertisement for `target` that is well formed.
-    fn heard(&mut self, now: Nanos, kind: u8, route: &Route, target: Ipv6Addr, source: Source) -> Result<(), Reason> {
+    fn heard(
+        &mut self,
+        now: Nanos,
+        kind: u8,
+        route: &Route,
+        target: Ipv6Addr,
+        source: ChargedTo,
+    ) -> Result<(), Reason> {
         let Some(six) = &mut self.six else { return Ok(()) };
         let ours = target == six.address || target == six.link_local;
         let (mac, anonymous) = (route.source_mac, route.source.is_unspecified());
@@ -503,7 +511,7 @@ impl Gateway {
 
     // DHCPv6
 
-    fn dhcp6(&mut self, now: Nanos, route: &Route, data: &[u8], source: Source) -> Result<(), Reason> {
+    fn dhcp6(&mut self, now: Nanos, route: &Route, data: &[u8], source: ChargedTo) -> Result<(), Reason> {
         if self.six.as_ref().is_none_or(|six| six.leases.is_none()) {
             self.counters.ignored_frames.add(1);
             return Ok(());
@@ -554,18 +562,19 @@ impl Gateway {
         leases: &mut Leases,
         message: &Message,
         mac: Mac,
-        source: Source,
+        source: ChargedTo,
     ) -> Option<Vec<u8>> {
         let six = self.six.as_ref()?;
         let counters = self.counters.clone();
         let asked = message.name.as_deref();
         let fixed = self.fixed6(six, leases, mac, asked);
         let port = match source {
-            Source::Port(port) => Some(port),
-            Source::Mac(_) => None,
+            ChargedTo::Port(port) => Some(port),
+            ChargedTo::Mac(_) => None,
         };
         let claim = Claim { mac, port, fixed };
-        let held = leases.of_mac(mac).filter(|(_, lease)| lease.state == super::State::Bound).map(|(held, _)| held);
+        let held =
+            leases.of_mac(mac).filter(|(_, lease)| lease.state == super::LeaseState::Bound).map(|(held, _)| held);
         let reserved = |number: Ipv4Addr| {
             let address = six.leased(number);
             self.members.of_address(number).is_some()
@@ -735,7 +744,7 @@ impl Gateway {
         };
         let Some(mac) = mac.or_else(|| self.members.mac6(name)) else { return all };
         if let Some((number, lease)) = six.leases.as_ref().and_then(|leases| leases.of_mac(mac))
-            && lease.state == super::State::Bound
+            && lease.state == super::LeaseState::Bound
         {
             all.push(six.leased(number));
         }
@@ -780,7 +789,7 @@ impl Gateway {
             return Some(name);
         }
         let lease = six.leases.as_ref().and_then(|leases| leases.at(six.number(address)?));
-        let bound = lease.filter(|lease| lease.state == super::State::Bound);
+        let bound = lease.filter(|lease| lease.state == super::LeaseState::Bound);
         let mac = bound.map(|lease| lease.mac).or_else(|| six.learned.mac_of(address))?;
         if let Some(member) = self.members.of_mac(mac) {
             return Some(&member.name);

@@ -200,7 +200,7 @@ fn act() -> impl Strategy<Value = Act> {
 #[derive(Clone, Debug, PartialEq)]
 struct Row {
     mac: Mac,
-    state: State,
+    state: LeaseState,
     expires: Nanos,
     name: Option<String>,
     port: Token,
@@ -211,17 +211,17 @@ struct Dull(BTreeMap<u8, Row>);
 
 impl Dull {
     fn held_by(&self, mac: Mac) -> Option<u8> {
-        self.0.iter().find(|(_, row)| row.mac == mac && row.state != State::Declined).map(|(a, _)| *a)
+        self.0.iter().find(|(_, row)| row.mac == mac && row.state != LeaseState::Declined).map(|(a, _)| *a)
     }
 
     fn free_for(&self, mac: Mac, address: u8) -> bool {
         let allowed = (16..=23).contains(&address) && address != 18;
-        allowed && self.0.get(&address).is_none_or(|row| row.mac == mac && row.state != State::Declined)
+        allowed && self.0.get(&address).is_none_or(|row| row.mac == mac && row.state != LeaseState::Declined)
     }
 
     fn over_quota(&self, mac: Mac, port: Token) -> bool {
         let held = self.0.values().filter(|row| row.port == port);
-        held.filter(|row| row.mac != mac || row.state == State::Declined).count() >= 4
+        held.filter(|row| row.mac != mac || row.state == LeaseState::Declined).count() >= 4
     }
 
     fn put(&mut self, address: u8, row: Row) {
@@ -274,9 +274,9 @@ proptest! {
                             } else if let Some(wish) = wants.filter(|wish| dull.free_for(mac, *wish)) {
                                 prop_assert_eq!(address, wish);
                             }
-                            if held.is_none_or(|held| dull.0[&held].state == State::Offered) {
+                            if held.is_none_or(|held| dull.0[&held].state == LeaseState::Offered) {
                                 prop_assert!(!dull.over_quota(mac, port));
-                                let row = Row { mac, state: State::Offered, expires: now.after(OFFER_SPAN), name: None, port };
+                                let row = Row { mac, state: LeaseState::Offered, expires: now.after(OFFER_SPAN), name: None, port };
                                 dull.put(address, row);
                             }
                         }
@@ -303,7 +303,7 @@ proptest! {
                         let taken = |name: &String| dull.0.values().any(|row| row.name.as_ref() == Some(name) && row.mac != mac);
                         let kept = dull.held_by(mac).and_then(|held| dull.0[&held].name.clone());
                         let name = name.filter(|name| !taken(name)).or(kept);
-                        dull.put(address, Row { mac, state: State::Bound, expires, name, port });
+                        dull.put(address, Row { mac, state: LeaseState::Bound, expires, name, port });
                     }
                 }
                 Act::Release { n, address } => {
@@ -318,7 +318,7 @@ proptest! {
                     prop_assert_eq!(leases.decline(mac(n), ip(address), now), mine);
                     if mine {
                         let row = dull.0.get_mut(&address).unwrap();
-                        (row.state, row.expires, row.name) = (State::Declined, now.after(DECLINE_SPAN), None);
+                        (row.state, row.expires, row.name) = (LeaseState::Declined, now.after(DECLINE_SPAN), None);
                     }
                 }
                 Act::Revoke { address, keep } => {
