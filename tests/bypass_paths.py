@@ -32,6 +32,11 @@ FEW_PER_S = 20_000
 MAC_A, MAC_B = "02:00:00:00:0a:02", "02:00:00:00:0b:02"
 
 
+def kernel_version():
+    """Of the running kernel, like (6, 12)."""
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+
+
 def has_tcx():
     """Whether the programs stand at tcx hooks; else they are filters behind a clsact qdisc."""
     if os.environ.get("TOMBOLO_BYPASS_AS_OLD") == "1":
@@ -89,8 +94,11 @@ class Host:
         shown = [self.space.run("tc", "filter", "show", "dev", name, side).stdout for name in names for side in ("ingress", "egress")]
         return sum(len(re.findall(r"handle 0x1 tcx_(?:in|out) ", text)) for text in shown)
 
+    def nft(self, text, *words):
+        return subprocess.run(["ip", "netns", "exec", str(self.space), "nft", *words, "-f", "-"], input=text, text=True, capture_output=True)
+
     def rules(self, text):
-        done = subprocess.run(["ip", "netns", "exec", str(self.space), "nft", "-f", "-"], input=text, text=True, capture_output=True)
+        done = self.nft(text)
         assert done.returncode == 0, done.stderr
 
     def to_b(self, kind, payload, **more):
@@ -136,8 +144,7 @@ def has_ended(pid):
 def host():
     need_root()
     need_program("nft")
-    version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if version < (5, 14):
+    if kernel_version() < (5, 14):
         raise Skip(f"the bypass cannot work before Linux 5.14, this is {os.uname().release}")
     if not PROGRAM.exists():
         raise Skip(f"{PROGRAM} is not built: run ./x build")
@@ -697,7 +704,7 @@ def test_attach_says_what_is_wrong():
 
 
 def test_doctor_and_status_name_what_this_kernel_lacks():
-    version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    version = kernel_version()
     with host() as h:
         h.attach()
         limits = h.status()["limits"]

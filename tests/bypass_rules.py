@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter
 
 from bypass_nat import NAT, answer, forward, source
-from bypass_paths import A, A6, B, B6, MAC_B, has_ended, host, is_ip
+from bypass_paths import A, A6, B, B6, MAC_B, has_ended, host, is_ip, kernel_version
 from lib import Skip, need_program, timeout, until
 from lib.tap import ETH_IP4, ETH_IP6, TCP, UDP, Tap, checksum, ipv4, ipv6, pseudo, transport
 
@@ -18,7 +18,7 @@ FORWARD = "table inet f { chain c { type filter hook forward priority 0; %s; }; 
 OTHER_MAC = "02:00:00:00:00:77"
 # Commands in place of nft's rules.
 IPTABLES = ("iptables ", "ipset ")
-READS_GENERATION = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 17)
+READS_GENERATION = kernel_version() >= (6, 17)
 
 
 def udp(h, payload):

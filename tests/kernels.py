@@ -66,6 +66,7 @@ class Kernel:
             raise Missing(f"{tree}/boot holds {len(images)} kernels, 1 is expected")
         self.image = images[0]
         self.release = self.image.name.removeprefix("vmlinuz-")
+        self.modules = Modules(tree)
 
     def depend(self):
         """Writes the modules' index, as the package's installation would."""
@@ -77,8 +78,7 @@ class Kernel:
         run(program, "-b", str(self.tree.resolve()), self.release)
 
     def has_9p(self):
-        modules = Modules(self.tree)
-        return "9p" in modules.paths or "9p" in modules.builtin
+        return "9p" in self.modules.paths or "9p" in self.modules.builtin
 
     def initramfs(self, settings):
         """What brings the guest to its root."""
@@ -90,7 +90,7 @@ class Kernel:
         archive.file("bin/busybox", Path(shutil.which("busybox")).read_bytes())
         archive.file("init", (HERE / "kernels-init").read_bytes())
         archive.file("settings", "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings.items()).encode())
-        modules = Modules(self.tree).order((*WANTED, *(BY_9P if self.has_9p() else BY_IMAGE)))
+        modules = self.modules.order((*WANTED, *(BY_9P if self.has_9p() else BY_IMAGE)))
         for name, data in modules.items():
             archive.file(f"lib/modules/{name}.ko", data, 0o644)
         archive.file("lib/modules/order", "".join(f"{name}.ko\n" for name in modules).encode(), 0o644)

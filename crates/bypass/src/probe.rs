@@ -46,15 +46,13 @@ pub fn probe() -> Result<Found, ProbeError> {
     }
     let loaded = object::load()?;
     let hook = if has_tcx() { "tcx" } else { "clsact" };
-    let can = Can { tcx: has_tcx(), pointers: !maps::are_of_old(&loaded), ipv6: object::translates_ipv6() };
-    let limits = limits(&release(), can);
+    let limits = limits(&release(), Can::ask(!maps::are_of_old(&loaded)));
     Ok(Found { release: release(), hook, limits })
 }
 
 /// What the kernel cannot of what is attached in a place.
 pub(crate) fn limits_of(place: &Place) -> Vec<&'static str> {
-    let can = Can { tcx: has_tcx(), pointers: !maps::are_of_old_in(place), ipv6: object::translates_ipv6() };
-    limits(&release(), can)
+    limits(&release(), Can::ask(!maps::are_of_old_in(place)))
 }
 
 fn release() -> String {
@@ -68,6 +66,12 @@ struct Can {
     pointers: bool,
     /// Translate IPv6; `None` if it was not asked.
     ipv6: Option<bool>,
+}
+
+impl Can {
+    fn ask(pointers: bool) -> Can {
+        Can { tcx: has_tcx(), pointers, ipv6: object::translates_ipv6() }
+    }
 }
 
 fn limits(release: &str, can: Can) -> Vec<&'static str> {

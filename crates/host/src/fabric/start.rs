@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
 use super::additions::restore_additions;
-use super::adopt::Predecessor;
 use super::ending::end_all;
 use super::events::{Facts as Told, Kind};
 use super::handover::Takeover;
@@ -94,17 +93,15 @@ impl Running {
         let (spec, lost) = containers::without_gone(spec, base.as_ref(), &silent, &mut dir, &say);
         let running = match known {
             Some((facts, prepared, store, commit)) => {
-                let running = Running::new(spec, absolute, dir, facts, say);
-                let before = Predecessor { commit: Some(commit), prepared: Some(prepared), ..Predecessor::default() };
-                let mut running = Running { before, ..running };
+                let mut running = Running::new(spec, absolute, dir, facts, say);
+                (running.before.commit, running.before.prepared) = (Some(commit), Some(prepared));
                 running.store.use_found(store);
                 running
             }
             None => {
                 let facts = facts(&spec, dir.path().into());
                 let mut running = Running::new(spec, absolute, dir, facts, say);
-                let say = running.say.clone();
-                running.store.find(&say);
+                running.store.find(&running.say);
                 running
             }
         };

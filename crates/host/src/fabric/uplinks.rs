@@ -126,15 +126,11 @@ impl Uplinks {
             self.relay = None;
             return;
         }
-        if self.relay.is_none() {
-            match Relay::start() {
-                Ok(relay) => self.relay = Some(relay),
-                Err(error) => {
-                    return say(&format!("forwards that change the address family: no thread: {error}"));
-                }
-            }
-        }
-        self.relay.iter().for_each(|relay| relay.set(routes.clone()));
+        let relay = match self.relay.take().map_or_else(Relay::start, Ok) {
+            Ok(relay) => self.relay.insert(relay),
+            Err(error) => return say(&format!("forwards that change the address family: no thread: {error}")),
+        };
+        relay.set(routes);
     }
 
     /// Ends the relay and the connections that it passes on.
