@@ -375,7 +375,10 @@ impl Bench {
         std::thread::scope(|scope| {
             let asking = scope.spawn(move || question(&handle));
             while !asking.is_finished() {
-                self.worker.step(&mut self.waiter);
+                // Only for its commands: a thread that starts late changes no count of turns.
+                if self.waiter.lock().ready.contains(&CONTROL) {
+                    self.worker.step(&mut self.waiter);
+                }
                 std::thread::yield_now();
             }
             asking.join().unwrap()
