@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lib import built, timeout
 from lib.process import until
-from lib.xen import CELL, DOM0, fetch, host, program_in_guest
+from lib.xen import CELL, DOM0, fetch_bytes, host, program_in_guest
 
 # Times that a domain is destroyed under traffic; ./x xen-destroys takes more.
 DESTROYS = int(os.environ.get("TOMBOLO_XEN_DESTROYS", "8"))
@@ -108,7 +108,7 @@ def neighbour(xen):
     xen.create("web", "httpd", f"ip={CELL}/24", mac=VIF.format(2))
     xen.wait_console("web", "net up")
     until("the neighbour answers", lambda: xen.ping(CELL, 1, seconds=5) == 1.0)
-    fetch(xen, 1_000_001)
+    fetch_bytes(xen, 1_000_001)
 
 
 def no_nodes_left(xen, name):
@@ -141,7 +141,7 @@ def test_domains_are_destroyed_under_traffic():
         # Of up to 60 KiB each: no few of every domain.
         assert frames > 10 * DESTROYS and sent == answered
         assert switch.counters("web")[1:] == (0, {})
-        fetch(xen, 1_000_001)
+        fetch_bytes(xen, 1_000_001)
 
 
 @timeout(600)

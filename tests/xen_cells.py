@@ -8,7 +8,7 @@ import re
 
 from lib import timeout
 from lib.process import until
-from lib.xen import CELL, DOM0, fetch, host
+from lib.xen import CELL, DOM0, fetch_bytes, host
 
 def processor_seconds(xen, name):
     found = re.search(rf"^{name}\s+\d+\s+\d+\s+\d+\s+\S+\s+([\d.]+)", xen.run("xl list").text, re.M)
@@ -82,7 +82,7 @@ def test_the_network_over_netback():
         assert xen.ping(CELL, 20, seconds=40) == 1.0
         assert xen.ping(CELL, 5, size=1400, seconds=40) == 1.0
         assert "HTTP/1.1 200" in xen.run(f"wget -S -q -O /dev/null http://{CELL}/ 2>&1").text
-        fetch(xen, 3_000_001)
+        fetch_bytes(xen, 3_000_001)
         assert xen.run("ping -6 -c 1 -W 20 fd09::2").code == 0
 
         # The toolstack takes the device away and gives another one, with another address.
@@ -91,12 +91,12 @@ def test_the_network_over_netback():
         xen.run("xl network-attach web mac=00:16:3e:00:00:77 bridge=br0", 120)
         comes_back(xen)
         assert "00:16:3e:00:00:77" in xen.run(f"ip neigh show {CELL}").text
-        fetch(xen, 300_001)
+        fetch_bytes(xen, 300_001)
 
         # Once idle, once in the middle of a download, which goes on.
         restart_backend(xen)
         comes_back(xen)
-        fetch(xen, 40_000_001, meanwhile=lambda: restart_backend(xen))
+        fetch_bytes(xen, 40_000_001, meanwhile=lambda: restart_backend(xen))
         xen.run("xl shutdown web")
         xen.wait_gone("web")
 
@@ -128,7 +128,7 @@ def test_several_queues_several_vifs_and_multicast_control():
         number = xen.run("xl domid web").text.strip()
         for address in (CELL, "10.8.0.2"):
             assert xen.ping(address, 5, seconds=40) == 1.0
-            fetch(xen, 1_000_001, address)
+            fetch_bytes(xen, 1_000_001, address)
         # Neighbour discovery goes by multicast.
         for address in ("fd09::2", "fd08::2"):
             assert xen.run(f"ping -6 -c 1 -W 20 {address}").code == 0
@@ -164,7 +164,7 @@ def test_several_queues_several_vifs_and_multicast_control():
             restart_backend(xen)
             xen.run("xl unpause web")
 
-        fetch(xen, 20_000_001, meanwhile=restart_unseen)
+        fetch_bytes(xen, 20_000_001, meanwhile=restart_unseen)
         queues = xen.run(f"ls -d /sys/class/net/vif{number}.0/queues/tx-* | wc -l").text.strip()
         assert queues == "1", queues
         assert xen.ping("10.8.0.2", 2, seconds=40) == 1.0
@@ -186,7 +186,7 @@ def test_connections_survive_save_and_restore():
             xen.run("sleep 3")  # it is away for some time
             xen.run("xl restore /tmp/image && rm /tmp/image", 120)
 
-        fetch(xen, 40_000_001, meanwhile=save_and_restore)
+        fetch_bytes(xen, 40_000_001, meanwhile=save_and_restore)
         xen.wait_console("web", "restored")
         # The second vif came back too, and neighbour discovery with the multicast addresses that it
         # needs.
@@ -195,12 +195,12 @@ def test_connections_survive_save_and_restore():
         until("a restored cell without work uses no processor time", lambda: rests(xen, "web"), 120)
 
         # A checkpoint: the domain goes on by itself.
-        fetch(xen, 40_000_001, meanwhile=lambda: xen.run("xl save -c web /tmp/image && rm /tmp/image", 120))
+        fetch_bytes(xen, 40_000_001, meanwhile=lambda: xen.run("xl save -c web /tmp/image && rm /tmp/image", 120))
         assert xen.console("web").count("restored") == 1
         # Once more, and then its end by the toolstack, which needs the watches of the last domain.
         xen.run("xl save web /tmp/image && xl restore /tmp/image", 200)
         until("two restores", lambda: xen.console("web").count("restored") == 2)
-        fetch(xen, 300_001)
+        fetch_bytes(xen, 300_001)
         xen.run("xl shutdown web")
         xen.wait_gone("web")
 

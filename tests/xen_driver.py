@@ -8,7 +8,7 @@ import re
 
 from lib import timeout
 from lib.process import until
-from lib.xen import PATTERN, fabric_files, host, linux_guest, linux_init, sha256, xl_config
+from lib.xen import fabric_files, host, linux_guest, linux_init, pattern, sha256, xl_config
 
 HOST, CELL, CELL_MAC = "10.87.0.3", "10.87.0.20", "00:16:3e:00:00:20"
 FETCHED = 700_001
@@ -56,7 +56,7 @@ class Driver:
         return "\n".join(re.findall(rf"^@{number}\|(.*?)\r?$", text, re.M))
 
     def fetch(self, size=FETCHED):
-        want = sha256((PATTERN * (size // len(PATTERN) + 1))[:size])
+        want = sha256(pattern(size))
         got = self.run(f"timeout 60 wget -q -O - http://{CELL}/bytes/{size} | sha256sum", 200)
         assert got.split()[:1] == [want], got
 

@@ -11,7 +11,7 @@ import re
 
 from lib import timeout
 from lib.process import until
-from xen_backend import CELL, VIF, Switch, fetch, files, host, neighbour, no_nodes_left
+from xen_backend import CELL, VIF, Switch, fetch_bytes, files, host, neighbour, no_nodes_left
 
 # What the backend does about an attack: closes with a fault, refuses to connect, counts a loss from
 # the attacker or on the way to a port, goes on, or either of these.
@@ -85,7 +85,10 @@ ATTACKS = {
     "receive-index-jump": (REFUSES, "the peer's producer index"),
     "ring-twice": (EITHER,),
     "two-queues-one-ring": (EITHER,),
-    "control-ring": (GOES_ON,),
+    "control-ring-requests": (GOES_ON,),
+    "control-ring-jump": (CLOSES, "control ring: the peer's producer index"),
+    "control-ring-twice": (REFUSES, "binding event channel [0-9]* of the control ring"),
+    "control-ring-without-channel": (REFUSES, "did not write `.*event-channel-ctrl`, or no number"),
     "ring-not-granted": (REFUSES, "mapping the transmit ring of queue 0, grant 400"),
     "ring-read-only": (REFUSES, "mapping the transmit ring of queue 0"),
     "ring-of-no-memory": (REFUSES, "mapping the transmit ring of queue 0"),
@@ -227,7 +230,7 @@ def beside_a_neighbour():
         assert answered >= 0.99 * sent
         web = Account(switch.say(), "web")
         assert web.faults == 0 and {reason for _, reason in web.drops} <= {"too_long", "unsubscribed"}, web.drops
-        fetch(xen, 1_000_001)
+        fetch_bytes(xen, 1_000_001)
 
 
 def end(xen, what):

@@ -14,7 +14,7 @@ import time
 
 from lib import scratch, timeout
 from lib.process import until
-from lib.xen import PATTERN, XenHost, fabric_files, linux_guest, linux_init, sha256, xl_config
+from lib.xen import XenHost, fabric_files, fetch, fetch_bytes, linux_guest, linux_init, pattern, sha256, xl_config
 
 HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
 CELL_MAC, LINUX_MAC, TRUNK_MAC = "00:16:3e:00:00:20", "00:16:3e:00:00:21", "00:16:3e:00:00:22"
@@ -95,10 +95,6 @@ done
 """)
 
 
-def pattern(size):
-    return (PATTERN * (size // len(PATTERN) + 1))[:size]
-
-
 @contextlib.contextmanager
 def host():
     ramdisk, kernel = linux_guest(INIT, {"data": DATA, "captured": CAPTURED}, modules=("xen_netfront", "8021q"))
@@ -124,14 +120,6 @@ def status(xen):
 
 def port(xen, name):
     return next(port for port in status(xen)["ports"] if port["name"] == name)
-
-
-def fetch(xen, address, path, want, meanwhile=lambda: None):
-    """A file by HTTP to dom0, by its checksum; `meanwhile` happens while it comes."""
-    handle = xen.start(f"wget -q -O - http://{address}/{path} | sha256sum")
-    meanwhile()
-    got = xen.finish(handle, 300).text.split()[0]
-    assert got == want, f"{address}/{path} has the checksum {got}, expected {want}"
 
 
 def fetched(xen):
@@ -278,8 +266,8 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
         for address in (CELL, LINUX):
             assert xen.ping(address, 10, seconds=40) == 1.0
             assert xen.ping(address, 3, size=1400, seconds=40) == 1.0
-        fetch(xen, CELL, "bytes/3000001", sha256(pattern(3_000_001)))
-        fetch(xen, LINUX, "data", sha256(DATA))
+        fetch_bytes(xen, 3_000_001, CELL)
+        fetch(xen, LINUX, "data", DATA)
         fetches_more(xen)
         for name in ("web", "guest"):
             seen = port(xen, name)
@@ -295,7 +283,7 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
 
         # Linux has tagged frames by its second device, and takes them only with their checksums and
         # in segments. dom0's kernel gives them without either.
-        fetch(xen, TAGGED_LINUX, "data", sha256(DATA))
+        fetch(xen, TAGGED_LINUX, "data", DATA)
         assert port(xen, "trunk")["counters"]["software_segments"] > 1000, port(xen, "trunk")["counters"]
         reached(xen, "tagged frames both ways")
 
@@ -304,7 +292,7 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
         end = b"\r\n\r\n" + CAPTURED
         from_linux = lambda frames: [frame for frame in frames if frame[6:12].hex(":") == LINUX_MAC]
         frames = captured(
-            xen, "guest", at_80, lambda: fetch(xen, LINUX, "captured", sha256(CAPTURED)), lambda frames: stream(from_linux(frames)).endswith(end)
+            xen, "guest", at_80, lambda: fetch(xen, LINUX, "captured", CAPTURED), lambda frames: stream(from_linux(frames)).endswith(end)
         )
         came = from_linux(frames)
         assert {frame[:6].hex(":") for frame in frames if frame not in came} == {LINUX_MAC}, "what went to it"
@@ -317,16 +305,16 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
 
         # The guests keep their links and connections when the daemon is killed, and when another
         # takes over.
-        fetch(xen, CELL, "bytes/20000009", sha256(pattern(20_000_009)), meanwhile=lambda: killed(xen))
+        fetch_bytes(xen, 20_000_009, CELL, meanwhile=lambda: killed(xen))
         # Much of it came through the daemon that followed.
         assert port(xen, "web")["counters"]["rx_bytes"] > 1_000_000
-        fetch(xen, LINUX, "data", sha256(DATA), meanwhile=lambda: up(xen, "--replace"))
+        fetch(xen, LINUX, "data", DATA, meanwhile=lambda: up(xen, "--replace"))
         fetches_more(xen)
         assert "gone" not in xen.console("web"), "the cell has noticed the daemon's end"
         reached(xen, "two daemons later")
 
         # A domain is saved and restored while a download runs, which goes on.
-        fetch(xen, CELL, "bytes/30000001", sha256(pattern(30_000_001)), meanwhile=lambda: save_and_restore(xen))
+        fetch_bytes(xen, 30_000_001, CELL, meanwhile=lambda: save_and_restore(xen))
         assert xen.console("web").count("restored") == 1
         fetches_more(xen)
         reached(xen, "saved and restored under a download")
@@ -336,7 +324,7 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
         until("the port waits", lambda: not port(xen, "web")["up"])
         xen.run(f"xl network-attach web mac={CELL_MAC} script=/bin/true", 120)
         answers(xen, CELL)
-        fetch(xen, CELL, "bytes/300001", sha256(pattern(300_001)))
+        fetch_bytes(xen, 300_001, CELL)
 
         reached(xen, "detached and attached")
 

@@ -10,7 +10,7 @@ import time
 
 from lib import timeout
 from lib.process import until
-from lib.xen import LINUX_LINE, PATTERN, fabric_files, host, linux_guest, linux_init, sha256, xl_config
+from lib.xen import LINUX_LINE, fabric_files, fetch, fetch_bytes, host, linux_guest, linux_init, pattern, sha256, xl_config
 
 HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
 DATA, UP = (random.Random(seed).randbytes(1_500_000) for seed in (1, 2))
@@ -80,10 +80,6 @@ done
 """)
 
 
-def pattern(size):
-    return (PATTERN * (size // len(PATTERN) + 1))[:size]
-
-
 def status(xen):
     return json.loads(xen.run("tombolo status --json").text)
 
@@ -103,14 +99,6 @@ def printed(xen, name):
 
 def wait_printed(xen, name, words, seconds=120):
     return until(f"{name} prints {words!r}", lambda: (text := printed(xen, name)) and words in text and text, seconds, 0.3)
-
-
-def fetch(xen, address, path, want, meanwhile=lambda: None):
-    """A file by HTTP to dom0, by its checksum; `meanwhile` happens while it comes."""
-    handle = xen.start(f"wget -q -O - http://{address}/{path} | sha256sum")
-    meanwhile()
-    got = xen.finish(handle, 300).text.split()[0]
-    assert got == want, f"{address}/{path} has the checksum {got}, expected {want}"
 
 
 def types(xen, line):
@@ -173,8 +161,8 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         assert (web["state"], web["accel"], web["machine"]) == ("running", "xen", "pvh"), web
         assert web["domain"] == {"name": "xen.web", "id": before["xen.web"], "suspended": False}, web
         assert f"Xen domain xen.linux, number {before['xen.linux']}" in xen.run("tombolo status").text
-        fetch(xen, CELL, "bytes/1000003", sha256(pattern(1_000_003)))
-        fetch(xen, LINUX, "data", sha256(DATA))
+        fetch_bytes(xen, 1_000_003, CELL)
+        fetch(xen, LINUX, "data", DATA)
         types(xen, f"fetch {CELL}/bytes/{FETCHED}")
         wait_printed(xen, "linux", f"fetched {sha256(pattern(FETCHED))}")
         types(xen, f"fetch {HOST}/up")
@@ -185,7 +173,7 @@ def test_a_fabric_file_runs_its_machines_as_domains():
             kill_daemon(xen)
             up(xen)
 
-        fetch(xen, CELL, "bytes/3000001", sha256(pattern(3_000_001)), meanwhile=another_daemon)
+        fetch_bytes(xen, 3_000_001, CELL, meanwhile=another_daemon)
         assert domains(xen) == before, domains(xen)
         assert all(m["adopted"] and m["state"] == "running" for m in status(xen)["machines"])
         assert "web: kept" in "\n".join(status(xen)["takeover"]), status(xen)["takeover"]
@@ -193,7 +181,7 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         # has not looked for it before.
         ping = f"ping -6 -I host -c 1 -W 2 {link_local(xen, before['xen.web'])}"
         until("the cell answers by IPv6", lambda: xen.run(ping, check=False).code == 0, 60)
-        fetch(xen, LINUX, "data", sha256(DATA), meanwhile=lambda: up(xen, more="--replace"))
+        fetch(xen, LINUX, "data", DATA, meanwhile=lambda: up(xen, more="--replace"))
         assert domains(xen) == before, domains(xen)
         types(xen, "after two daemons")
         wait_printed(xen, "linux", "typed: after two daemons")
@@ -206,7 +194,7 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         xen.run("tombolo cell run web", 60)
         wait_printed(xen, "web", f"net up {CELL}/24")
         assert domains(xen)["xen.web"] != before["xen.web"]
-        fetch(xen, CELL, "bytes/300001", sha256(pattern(300_001)))
+        fetch_bytes(xen, 300_001, CELL)
         xen.run("xl shutdown xen.web")
         end = waits(xen, "web", "stopped")["last_end"]
         assert end.startswith("the domain powered off") and "powered off by the toolstack" in end, end
