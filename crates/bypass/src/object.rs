@@ -120,7 +120,8 @@ pub(crate) fn is_as_old() -> bool {
 pub(crate) fn translates_ipv6() -> Option<bool> {
     static ANSWER: OnceLock<Option<bool>> = OnceLock::new();
     *ANSWER.get_or_init(|| {
-        let mut object = EbpfLoader::new().load(ASK_OBJECT).ok()?;
+        // It looks at none of the kernel's types, which take milliseconds to read.
+        let mut object = EbpfLoader::new().btf(None).load(ASK_OBJECT).ok()?;
         let program: &mut SchedClassifier = object.program_mut(ASK_IPV6)?.try_into().ok()?;
         program.load().ok()?;
         // An Ethernet header, IPv6's and the beginning of a transport's.

@@ -26,15 +26,17 @@ static MEMBERS: Mutex<BTreeSet<(u32, u64)>> = Mutex::new(BTreeSet::new());
 /// Grows with each member, so that what was found out before holds no more.
 static NOTED: AtomicU64 = AtomicU64::new(0);
 
-/// Takes note of a member. Those that have ended are forgotten.
-pub(crate) fn note(pid: u32) {
-    let Some(ticks) = lineage::start_ticks(pid) else { return };
+/// Takes note of a member, and gives its start time, in clock ticks after boot; `None` if it has
+/// ended. Those that have ended are forgotten.
+pub(crate) fn note(pid: u32) -> Option<u64> {
+    let ticks = lineage::start_ticks(pid)?;
     let mut members = MEMBERS.lock().unwrap_or_else(PoisonError::into_inner);
     members.retain(|(pid, ticks)| lineage::start_ticks(*pid) == Some(*ticks));
     members.insert((pid, ticks));
     // Relaxed: the lock orders it for those that look at the members, and a connection that is
     // looked at meanwhile may be from before or after.
     NOTED.fetch_add(1, Ordering::Relaxed);
+    Some(ticks)
 }
 
 /// The process at the other end of a connection.

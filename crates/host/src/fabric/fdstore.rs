@@ -271,8 +271,7 @@ impl OwnStore {
 
     /// Takes note of a machine or helper, which may not use the sockets that are for the owner.
     pub(crate) fn note_member(&self, pid: u32) {
-        members::note(pid);
-        if let Some((_, ticks)) = members::all().into_iter().find(|(member, _)| *member == pid) {
+        if let Some(ticks) = members::note(pid) {
             self.refuse(pid, ticks);
         }
     }

@@ -278,18 +278,20 @@ pub(crate) fn set_up_taps(name: &str, plan: &Plan, reset: bool) -> Result<(), Fa
             // itself.
             let own = link_local(&file::Mac::derived(&[name, &uplink.network.name, "router"]).0);
             [own, router6].into_iter().try_for_each(|ip| tap.add_address(ip.into(), 64)).map_err(failed)?;
-            kernel::set(&format!("net/ipv6/conf/{}/forwarding", uplink.device), "1")?;
-            for (key, value) in kernel::NEIGHBOURS {
-                kernel::set(&format!("net/ipv6/neigh/{}/{key}", uplink.device), value)?;
-            }
+            forwards("ipv6", &uplink.device)?;
         }
         kernel::set(&format!("net/ipv4/conf/{}/route_localnet", uplink.device), "1")?;
-        kernel::set(&format!("net/ipv4/conf/{}/forwarding", uplink.device), "1")?;
-        for (key, value) in kernel::NEIGHBOURS {
-            kernel::set(&format!("net/ipv4/neigh/{}/{key}", uplink.device), value)?;
-        }
+        forwards("ipv4", &uplink.device)?;
     }
     Ok(())
+}
+
+/// Has the kernel forward what comes from a tap, and look for its neighbours as a fabric's need it.
+fn forwards(family: &str, device: &str) -> Result<(), KernelError> {
+    kernel::set(&format!("net/{family}/conf/{device}/forwarding"), "1")?;
+    kernel::NEIGHBOURS
+        .iter()
+        .try_for_each(|(key, value)| kernel::set(&format!("net/{family}/neigh/{device}/{key}"), value))
 }
 
 impl Running {
