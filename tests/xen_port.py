@@ -10,9 +10,10 @@ import json
 import random
 import re
 import struct
+import subprocess
 import time
 
-from lib import scratch, timeout
+from lib import need_program, scratch, timeout
 from lib.process import until
 from lib.xen import XenHost, fabric_files, fetch, fetch_bytes, linux_guest, linux_init, pattern, sha256, xl_config
 
@@ -82,6 +83,15 @@ ip link set forged address {FORGED_MAC}
 ip addr add 10.89.0.1/24 dev forged
 ip link set forged up
 httpd -h /www
+# By its path: busybox's shell takes its own `ip` otherwise.
+while sleep 1; do
+    asked=$(wget -q -O - http://{HOST}/xdp)
+    case $asked in
+        on) [ "$had" = on ] || /bin/ip link set $lan xdpdrv obj /xdp.o sec xdp ;;
+        off) [ "$had" = off ] || /bin/ip link set $lan xdpdrv off ;;
+        *) false ;;
+    esac && had=$asked && echo "xdp $had"
+done &
 while :; do
     for from in {HOST}/up {CELL}/bytes/{FETCHED} {TAGGED_HOST}/up; do
         echo "fetched $from $(timeout 10 wget -q -O - http://$from | sha256sum)"
@@ -95,9 +105,35 @@ done
 """)
 
 
+# Drops what does not begin as a frame of IPv4, ARP or IPv6, and IPv4 packets that are not as long as
+# the frame. Linux gives it the bytes behind 256 of the page, wherever the frame begins.
+XDP = """
+struct xdp_md { unsigned data, data_end; };
+__attribute__((section("xdp"), used)) int whole(struct xdp_md *context)
+{
+    unsigned char *frame = (void *)(long)context->data, *end = (void *)(long)context->data_end;
+    if (frame + 34 > end)
+        return 1;
+    if (frame[12] != 8 || frame[13] != 0)
+        return (frame[12] == 8 && frame[13] == 6) || (frame[12] == 0x86 && frame[13] == 0xdd) ? 2 : 1;
+    long bytes = 14 + (frame[16] << 8 | frame[17]);
+    return frame[14] == 0x45 && (end - frame == bytes || (bytes < 60 && end - frame == 60)) ? 2 : 1;
+}
+"""
+
+
+def xdp_program():
+    need_program("clang")
+    with scratch() as folder:
+        (folder / "xdp.c").write_text(XDP)
+        subprocess.run(["clang", "-O2", "-target", "bpf", "-c", folder / "xdp.c", "-o", folder / "xdp.o"], check=True)
+        return (folder / "xdp.o").read_bytes()
+
+
 @contextlib.contextmanager
 def host():
-    ramdisk, kernel = linux_guest(INIT, {"data": DATA, "captured": CAPTURED}, modules=("xen_netfront", "8021q"))
+    www, modules = {"data": DATA, "captured": CAPTURED}, ("xen_netfront", "8021q")
+    ramdisk, kernel = linux_guest(INIT, www, programs=["ip"], modules=modules, files={"xdp.o": xdp_program()})
     files = fabric_files(FABRIC) | {"domu/kernel": kernel, "domu/ramdisk": ramdisk, "www/up": UP}
     # Xen 4.17 does not restore a domain with 32 MiB.
     files["domu/web.cfg"] = xl_config("web", CELL_MAC, 64, "/cells/httpd", line="verbose").encode()
@@ -231,6 +267,15 @@ def guarded(xen, name):
     return port(xen, name)["counters"]["rx_drops"].get("guard", 0)
 
 
+def told_xdp(xen, what, headroom):
+    """Has the Linux guest attach its XDP program ("on") or detach it ("off"), and waits until both ends say so."""
+    xen.run(f"echo {what} >/www/xdp")
+    xen.wait_console("linux", f"xdp {what}", 120)
+    until("the port knows", lambda: port(xen, "guest")["details"]["headroom"] == headroom)
+    seen = port(xen, "guest")
+    assert ("tso4" in seen["offloads"]) == (headroom == 0) and "checksum" in seen["offloads"], seen
+
+
 def save_and_restore(xen):
     before = port(xen, "web")["counters"]["rx_bytes"]
     until("the download runs", lambda: port(xen, "web")["counters"]["rx_bytes"] > before + 1_000_000, 60, 0.05)
@@ -303,6 +348,12 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
         is_guarded(xen, "trunk", "tags", TAGGED_LINUX, f"ether src {FORGED_MAC}")
         reached(xen, "captured and guarded")
 
+        # Linux attaches an XDP program: its frames come with room before them and in one page each,
+        # also from the next daemons, and it asks for all that again when it detaches the program.
+        told_xdp(xen, "on", 256)
+        fetches_more(xen)
+        fetch(xen, LINUX, "data", DATA)
+
         # The guests keep their links and connections when the daemon is killed, and when another
         # takes over.
         fetch_bytes(xen, 20_000_009, CELL, meanwhile=lambda: killed(xen))
@@ -311,6 +362,8 @@ def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
         fetch(xen, LINUX, "data", DATA, meanwhile=lambda: up(xen, "--replace"))
         fetches_more(xen)
         assert "gone" not in xen.console("web"), "the cell has noticed the daemon's end"
+        told_xdp(xen, "off", 0)
+        fetches_more(xen)
         reached(xen, "two daemons later")
 
         # A domain is saved and restored while a download runs, which goes on.

@@ -5,11 +5,13 @@ use std::sync::atomic::Ordering;
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::xen::bus::{BackAction, BusState, back_step, front_step};
 use tombolo_ring::xen::bytes::{BytePage, CONSOLE_INPUT, CONSOLE_OUTPUT, STORE_REPLIES, STORE_REQUESTS};
+use tombolo_ring::xen::ctrl::{CtrlBack, CtrlFront, CtrlRequest, CtrlResponse};
 use tombolo_ring::xen::netif::{Extra, FATAL_DATA_SLOTS, MAX_DATA_SLOTS, MAX_EXTRAS, RSP_OKAY, RxRequest};
-use tombolo_ring::xen::ring::{REQ_PROD, RSP_PROD};
+use tombolo_ring::xen::ring::{CTRL_SLOTS, REQ_PROD, RSP_PROD};
 use tombolo_ring::xen::store::{self, Content, Inbox, Request};
 use tombolo_ring::xen::{
-    Checksum, Gso, GsoKind, PAGE_BYTES, Packet, RING_SLOTS, RingPage, RxBack, RxFront, TxBack, TxFront, TxPart, back,
+    Checksum, Gso, GsoKind, PAGE_BYTES, Packet, PacketHash, RING_SLOTS, RingPage, RxBack, RxContent, RxFront, TxBack,
+    TxFront, TxPart,
 };
 
 use crate::{Behaviour, records};
@@ -132,11 +134,13 @@ pub fn xen_receive(input: &[u8], behaviour: &mut Behaviour) {
             2 | 3 => {
                 let gso = (step & 8 != 0).then_some(Gso { kind: GsoKind::TcpV4, size: 1448 });
                 let len = many as usize * 4369;
-                let mut requests = vec![RxRequest::default(); back::rx_slots(len, gso.is_some())];
+                let hash = (step & 16 != 0).then_some(PacketHash { kind: 1, algorithm: 1, value: many });
+                let content = RxContent { len, checksum: Checksum::Valid, gso, hash, headroom: u16::from(step) * 7 };
+                let mut requests = vec![RxRequest::default(); content.slots()];
                 let reserved = back.reserve(&page, &mut requests);
                 behaviour.note(reserved.map_err(|error| std::mem::discriminant(&error)));
                 if reserved == Ok(true) {
-                    let answered = back.respond(&page, &requests, (len, Checksum::Valid, gso), step & 1 != 0);
+                    let answered = back.respond(&page, &requests, &content, step & 1 != 0);
                     assert!(answered.is_ok(), "as many as were reserved");
                 }
                 broken = reserved.is_err();
@@ -171,6 +175,52 @@ pub fn xen_receive(input: &[u8], behaviour: &mut Behaviour) {
         }
         assert!(back.ring().held() <= RING_SLOTS && front.free() <= RING_SLOTS);
         assert!(front.outstanding().count() == front.ring().outstanding() as usize);
+    }
+}
+
+/// Both ends of a control ring on one page, over which each record is written first. After an error
+/// an end starts again.
+pub fn xen_control(input: &[u8], behaviour: &mut Behaviour) {
+    let mut bytes = Vec::new();
+    let memory = page_of(&mut bytes);
+    let Ok(page) = RingPage::new(memory) else { panic!("a page is a page") };
+    page.initialise();
+    let (mut front, mut held) = (CtrlFront::new(), Vec::new());
+    let Ok(mut back) = CtrlBack::attach(&page) else { panic!("a new ring can be attached") };
+    for (step, write) in records(input) {
+        write_over(memory, write);
+        let many = u32::from(step >> 4);
+        let mut broken = false;
+        match step & 7 {
+            0 | 1 => {
+                for n in 0..=many {
+                    behaviour.note(front.ask(&page, CtrlRequest { id: n as u16, kind: 6, data: [n, many, 0] }));
+                }
+            }
+            2 | 3 => {
+                let taken = back.take(&page);
+                behaviour.note(taken.as_ref().map(Option::is_some).map_err(std::mem::discriminant));
+                broken = taken.is_err();
+                held.extend(taken.ok().flatten());
+                assert!(held.len() <= CTRL_SLOTS as usize);
+            }
+            4 | 5 => {
+                let answered = back.answer(&page, CtrlResponse { status: many, ..CtrlResponse::default() });
+                assert_eq!(answered.is_ok(), !held.is_empty(), "as many as were taken");
+                held.truncate(held.len().saturating_sub(1));
+            }
+            6 => behaviour.note(back.arm(&page).is_ok()),
+            _ => {
+                let answer = front.answer(&page);
+                behaviour.note(answer.as_ref().map(Option::is_some).map_err(std::mem::discriminant));
+                broken = answer.is_err();
+            }
+        }
+        if broken {
+            page.initialise();
+            held.clear();
+            (front, back) = (CtrlFront::new(), CtrlBack::attach(&page).unwrap_or_else(|_| panic!("new")));
+        }
     }
 }
 

@@ -19,4 +19,4 @@ fuzz!(targets: ring ivshmem gateway nat nat6 offload stream typed vxlan);
 fuzz!(calls: calls_link calls_stream calls_hello);
 fuzz!(merge: merge);
 fuzz!(span: span span_stream);
-fuzz!(xen: xen_transmit xen_receive xen_store);
+fuzz!(xen: xen_transmit xen_receive xen_control xen_store);

@@ -1,7 +1,7 @@
 //! The attacks. What the backend counts or says about each is in `tests/xen_hostile.py`.
 
 use crate::rings::{
-    BLANK, EXTRA, FRAME_BYTES, MORE, REQ_EVENT, RING_SLOTS, RSP_EVENT, RSP_PROD,
+    BLANK, EXTRA, FRAME_BYTES, MORE, REQ_EVENT, REQ_PROD, RING_SLOTS, RSP_EVENT, RSP_PROD,
     RingSlot::{self, Info, Request},
     Rings,
 };
@@ -32,6 +32,32 @@ const NO_DOMAIN: u16 = 0x7000;
 const CONSOLE_GRANT: &str = "0";
 /// The event channel of XenStore: of this domain and dom0, but not of a vif.
 const STORE_CHANNEL: &str = "1";
+
+/// Of a connection's pages the one that is a control ring in attacks by it.
+const CONTROL_PAGE: usize = 4;
+/// Requests on the control ring (xen/include/public/io/netif.h): kind, data, and the status that is
+/// due. The key and the table come from a page with a frame, which names no queue.
+const CONTROL_REQUESTS: [(u16, [u32; 3], u32); 14] = [
+    // No algorithm was chosen.
+    (1, [0, 0, 0], 1),
+    (2, [15, 0, 0], 2),
+    (7, [99, 0, 0], 2),
+    (7, [1, 0, 0], 0),
+    (2, [0xffff_ffff, 0, 0], 2),
+    (5, [0xffff_ffff, 0, 0], 2),
+    (5, [128, 0, 0], 0),
+    // A part behind the table's end, also where the sum has more than 32 bits, or four times the
+    // number has (advisory 270).
+    (6, [GOOD, 2, 127], 2),
+    (6, [GOOD, 2, 0xffff_ffff], 2),
+    (6, [GOOD, 0x4000_0001, 0], 2),
+    (6, [NO_GRANT, 128, 0], 2),
+    (6, [GOOD, 128, 0], 2),
+    (3, [GOOD, 0xffff_ffff, 0], 3),
+    (0xffff, [0xffff_ffff; 3], 1),
+];
+/// Stands for the grant of the page with a frame.
+const GOOD: u32 = 0xffff_0000;
 
 /// What a backend has to do about an attack.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -76,6 +102,8 @@ fn is_refused(name: &str) -> bool {
             | "no-copy"
             | "no-notify"
             | "receive-index-jump"
+            | "control-ring-twice"
+            | "control-ring-without-channel"
             | "connected-at-once"
     )
 }
@@ -86,7 +114,8 @@ fn has_own_rings(name: &str) -> bool {
         name,
         "ring-twice"
             | "two-queues-one-ring"
-            | "control-ring"
+            | "control-ring-requests"
+            | "control-ring-jump"
             | "receive-nothing"
             | "receive-index-jump-later"
             | "receive-index-back"
@@ -147,6 +176,50 @@ impl Foe {
         }
     }
 
+    /// Adds a control ring.
+    fn control_ring(&self, nodes: &mut Vec<(String, String)>, rings: &mut Rings) {
+        let page = self.pages[CONTROL_PAGE];
+        let _ = page.store_u32(REQ_EVENT, 1, Ordering::Relaxed);
+        let _ = page.store_u32(RSP_EVENT, 1, Ordering::Relaxed);
+        let grant = self.xen.grant(self.domain, page, false).unwrap_or(NO_GRANT);
+        let channel = self.xen.channel(self.domain).unwrap_or(rings.channel);
+        rings.grants.push(grant);
+        rings.channels.push(channel);
+        set(nodes, "ctrl-ring-ref", &grant.to_string());
+        set(nodes, "event-channel-ctrl", &channel.to_string());
+    }
+
+    fn notify_all(&self, rings: &Rings) {
+        rings.channels.iter().for_each(|channel| self.xen.notify(*channel));
+    }
+
+    /// Asks for what may not be; whether each request is answered as it should be.
+    async fn ask_control(&self, rings: &Rings) -> Due {
+        let page = self.pages[CONTROL_PAGE];
+        for (n, (kind, mut data, _)) in CONTROL_REQUESTS.into_iter().enumerate() {
+            if data[0] == GOOD {
+                data[0] = rings.gref;
+            }
+            let mut slot = [0; 16];
+            slot[..2].copy_from_slice(&(n as u16).to_le_bytes());
+            slot[2..4].copy_from_slice(&kind.to_le_bytes());
+            for (at, value) in data.into_iter().enumerate() {
+                slot[4 + 4 * at..8 + 4 * at].copy_from_slice(&value.to_le_bytes());
+            }
+            let _ = page.write_array(64 + 16 * n, slot);
+        }
+        let _ = page.store_u32(REQ_PROD, CONTROL_REQUESTS.len() as u32, Ordering::Release);
+        self.notify_all(rings);
+        let answered =
+            || page.as_foreign().load_u32(RSP_PROD, Ordering::Acquire) == Some(CONTROL_REQUESTS.len() as u32);
+        if !self.wait_for(answered).await {
+            return Due::Failed;
+        }
+        let status = |n: usize| page.as_foreign().load_u32(64 + 16 * n + 4, Ordering::Acquire);
+        let is_as_due = CONTROL_REQUESTS.iter().enumerate().all(|(n, (.., due))| status(n) == Some(*due));
+        if is_as_due { Due::GoOn } else { Due::Failed }
+    }
+
     /// Changes the rings, or the nodes about them, before the backend knows of them.
     fn lie(&self, name: &str, nodes: &mut Vec<(String, String)>, rings: &mut Rings) {
         let (tx, channel) = (rings.references[0].to_string(), rings.channel.to_string());
@@ -195,10 +268,12 @@ impl Foe {
             "no-notify" => set(nodes, "feature-rx-notify", "0"),
             "ring-twice" => set(nodes, "rx-ring-ref", &tx),
             "ring-of-the-console" => set(nodes, "rx-ring-ref", CONSOLE_GRANT),
-            "control-ring" => {
+            "control-ring-twice" => {
                 set(nodes, "ctrl-ring-ref", &tx);
                 set(nodes, "event-channel-ctrl", &channel);
             }
+            "control-ring-without-channel" => set(nodes, "ctrl-ring-ref", &tx),
+            "control-ring-requests" | "control-ring-jump" => self.control_ring(nodes, rings),
             "receive-index-jump" => rings.post(0x8000_0000),
             "receive-nothing" => rings.post(0),
             "receive-index-jump-later" | "receive-index-back" => rings.post(2),
@@ -534,7 +609,12 @@ impl Foe {
                 (Vec::new(), Due::Either)
             }
             "ring-twice" | "two-queues-one-ring" => (Vec::from([rings.sound()]), Due::Either),
-            "control-ring" => (Vec::new(), Due::GoOn),
+            "control-ring-jump" => {
+                let _ = self.pages[CONTROL_PAGE].store_u32(REQ_PROD, 0x8000_0000, Ordering::Release);
+                self.notify_all(rings);
+                (Vec::new(), Due::Close)
+            }
+            "control-ring-requests" => (Vec::new(), self.ask_control(rings).await),
             other => fail(format_args!("no attack is called {other}")),
         };
         for slot in slots {

@@ -146,7 +146,8 @@ impl Foe {
         .map(|(name, value): (&str, u32)| (name.to_string(), value.to_string()))
         .into();
         // What an earlier connection may have written.
-        nodes.extend(["event-channel-tx", "event-channel-rx"].map(|name| (name.to_string(), String::new())));
+        let others = ["event-channel-tx", "event-channel-rx", "ctrl-ring-ref", "event-channel-ctrl"];
+        nodes.extend(others.map(|name| (name.to_string(), String::new())));
         lie(&mut nodes, &mut rings);
         nodes.iter().all(|(name, value)| self.write(name, value)).then_some(rings)
     }

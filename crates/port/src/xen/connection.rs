@@ -5,6 +5,7 @@
 //! lies in an arena of the port's, so the guest gets its pages back in the same turn and cannot
 //! change a frame that is being judged.
 
+use super::hash::{ControlRing, Hashing};
 use super::platform::{Guest, Page};
 use super::transport;
 use crate::spread;
@@ -12,7 +13,9 @@ use crate::sys::{GrantCopy, recycle_copies};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::xen::back::Piece;
 use tombolo_ring::xen::netif::{Extra, RSP_DROPPED, RSP_ERROR, RSP_OKAY, RxRequest};
-use tombolo_ring::xen::{Checksum, Gso, PAGE_BYTES, Packet, RingPage, RxBack, TxBack, XenError, back};
+use tombolo_ring::xen::{
+    Checksum, Gso, GsoKind, PAGE_BYTES, Packet, PacketHash, RingPage, RxBack, RxContent, TxBack, XenError, back,
+};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, Mac};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Rechecked, Sent};
@@ -25,8 +28,11 @@ const LONGEST_BYTES: usize = 65_536 + PAGE_BYTES;
 /// Memory for the first pages of the frames of one turn to the guest. Frames that find no room are
 /// copied in more pieces.
 pub(super) const FIRSTS_BYTES: usize = 32 * PAGE_BYTES;
-/// Slots of the longest frame to a guest: 17 pages, and its segmentation.
-const MAX_RX_SLOTS: usize = 18;
+/// Slots of the longest frame to a guest: 17 pages, its segmentation and its hash.
+const MAX_RX_SLOTS: usize = 19;
+/// Most bytes that stay free before a frame, of which Linux asks for 256: half a page, so that a
+/// frame of an Ethernet's MTU has room behind them.
+const MAX_HEADROOM: u32 = PAGE_BYTES as u32 / 2;
 /// Multicast addresses that a guest may ask for, as many as with Linux's backend.
 const MAX_ADDRESSES: usize = 64;
 
@@ -41,18 +47,35 @@ pub(super) struct Features {
     pub(super) tso6: bool,
     /// Blank checksums.
     pub(super) checksum: bool,
+}
+
+/// What a frontend asks for, and may change while it is connected.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Requested {
     /// Only the multicast frames that it asks for. Not where another backend was asked: then it
     /// gets all of them.
     pub(super) multicast: bool,
+    /// Bytes that stay free before each frame, for its XDP program; 0 where it has none. Linux's
+    /// driver drops frames of several slots while it has a program, so segments are cut. It asks for
+    /// the bytes also when a program has gone, so whole frames of a large MTU are not refused.
+    pub(super) headroom: u16,
+}
+
+impl Requested {
+    /// From what the frontend wrote.
+    pub(super) fn new(multicast: bool, headroom: u32) -> Requested {
+        Requested { multicast, headroom: headroom.min(MAX_HEADROOM) as u16 }
+    }
 }
 
 impl Features {
-    fn caps(self, mtu: u32) -> Caps {
+    fn caps(self, mtu: u32, headroom: u16) -> Caps {
         let checksum = self.checksum;
         let caps = Caps::plain(mtu);
-        let max_frame_bytes = if self.sg { caps.max_frame_bytes } else { caps.max_frame_bytes.min(PAGE_BYTES as u32) };
+        let page = (PAGE_BYTES - usize::from(headroom)) as u32;
+        let max_frame_bytes = if self.sg { caps.max_frame_bytes } else { caps.max_frame_bytes.min(page) };
         // Segmentation implies a blank checksum, and several slots.
-        let tso = self.sg && checksum;
+        let tso = self.sg && checksum && headroom == 0;
         // The ring does not say where a blank checksum is. Linux's frontend looks for it behind the
         // Ethernet header and drops the frame if that is followed by a VLAN tag.
         Caps { checksum, tso4: self.tso4 && tso, tso6: self.tso6 && tso, tagged: false, max_frame_bytes, ..caps }
@@ -71,7 +94,7 @@ pub(super) struct Queue {
 }
 
 /// The ring in a mapped page.
-fn ring(page: &dyn Page) -> Result<RingPage<'_>, XenError> {
+pub(super) fn ring(page: &dyn Page) -> Result<RingPage<'_>, XenError> {
     RingPage::new(page.bytes())
 }
 
@@ -101,23 +124,27 @@ struct Taken {
 struct Staged {
     queue: usize,
     requests: [RxRequest; MAX_RX_SLOTS],
-    slots: usize,
     copies: usize,
-    content: (usize, Checksum, Option<Gso>),
+    content: RxContent,
 }
 
 /// What the worker runs. Dropping it unmaps the rings and closes the event channels.
 pub(super) struct Connection {
     /// First, so that pages are unmapped before the guest's descriptors close.
     queues: Vec<Queue>,
+    control: Option<ControlRing>,
     guest: Box<dyn Guest>,
     domain: u16,
     features: Features,
+    requested: Requested,
+    mtu: u32,
     caps: Caps,
     /// Multicast addresses that the guest asked for.
     addresses: Vec<Mac>,
     /// The queue that is looked at first.
     first: usize,
+    /// How the guest wants its frames spread.
+    hashing: Hashing,
     copies: Vec<GrantCopy<'static>>,
     taken: Vec<Taken>,
     staged: Vec<Staged>,
@@ -127,7 +154,7 @@ pub(super) struct Connection {
 }
 
 #[cold]
-fn ring_fault(queue: usize, side: &str, error: XenError) -> Fault {
+pub(super) fn ring_fault(queue: usize, side: &str, error: XenError) -> Fault {
     Fault { kind: FaultKind::Ring, detail: format!("queue {queue}, {side} ring: {error}") }
 }
 
@@ -146,9 +173,10 @@ fn place(at: usize, pieces: &[Piece]) -> usize {
     }
 }
 
-/// The queue of a frame to the guest.
-fn spread_to(frame: &Frame, queues: usize) -> usize {
-    if queues > 1 { spread::queue_of(frame, queues) } else { 0 }
+/// The queue of a frame to the guest, and the hash that led to it.
+fn spread_to(hashing: &Hashing, frame: &Frame, queues: usize) -> (usize, Option<PacketHash>) {
+    let ours = || if queues > 1 { spread::queue_of(frame, queues) } else { 0 };
+    hashing.place(frame.head(), queues).unwrap_or_else(|| (ours(), None))
 }
 
 impl Connection {
@@ -157,8 +185,8 @@ impl Connection {
     pub(super) fn new(
         guest: Box<dyn Guest>,
         domain: u16,
-        queues: Vec<Queue>,
-        features: Features,
+        (queues, control): (Vec<Queue>, Option<ControlRing>),
+        (features, requested): (Features, Requested),
         mtu: u32,
         watch: Watch,
     ) -> Connection {
@@ -168,14 +196,21 @@ impl Connection {
                 guest.notify(queue.rx_port);
             }
         }
+        if let Some(control) = &control {
+            guest.notify(control.port());
+        }
         Connection {
             queues,
             guest,
             domain,
             features,
-            caps: features.caps(mtu),
+            requested,
+            mtu,
+            caps: features.caps(mtu, requested.headroom),
             addresses: Vec::new(),
             first: 0,
+            control,
+            hashing: Hashing::new(),
             copies: Vec::new(),
             taken: Vec::new(),
             staged: Vec::new(),
@@ -196,6 +231,16 @@ impl Connection {
         self.features
     }
 
+    pub(super) fn requested(&self) -> Requested {
+        self.requested
+    }
+
+    /// From the next frame on.
+    pub(super) fn change(&mut self, requested: Requested) {
+        self.requested = requested;
+        self.caps = self.features.caps(self.mtu, requested.headroom);
+    }
+
     pub(super) fn domain(&self) -> u16 {
         self.domain
     }
@@ -212,7 +257,16 @@ impl Connection {
                 addresses.retain(|one| *one != address);
                 RSP_OKAY
             }
-            Extra::MulticastAdd(_) | Extra::Gso(_) => RSP_ERROR,
+            Extra::MulticastAdd(_) | Extra::Gso(_) | Extra::Hash(_) | Extra::Headroom(_) => RSP_ERROR,
+        }
+    }
+
+    /// Serves requests on the control ring, if there is one.
+    #[inline]
+    fn serve_control(&mut self) -> Result<(), Fault> {
+        match &mut self.control {
+            Some(control) => control.serve(&*self.guest, self.domain, self.queues.len(), &mut self.hashing),
+            None => Ok(()),
         }
     }
 
@@ -225,6 +279,7 @@ impl Connection {
         batch: &mut Batch<'m>,
         drops: &mut Drops,
     ) -> Result<usize, Fault> {
+        self.serve_control()?;
         let Connection { queues, guest, domain, addresses, first, copies, taken, .. } = self;
         let mut ops: Vec<GrantCopy<'_>> = recycle_copies(std::mem::take(copies));
         taken.clear();
@@ -333,7 +388,7 @@ impl Connection {
     }
 
     pub(super) fn queue_of(&self, frame: &Frame) -> usize {
-        spread_to(frame, self.queues.len())
+        spread_to(&self.hashing, frame, self.queues.len()).0
     }
 
     /// Copies frames into the guest's pages, all in one call. `firsts` is memory that begins at a
@@ -359,7 +414,7 @@ impl Connection {
             }
             let destination = frame.destination();
             let is_multicast = destination[0] & 1 != 0 && destination != [0xff; 6];
-            if self.features.multicast && is_multicast && !self.addresses.contains(&destination) {
+            if self.requested.multicast && is_multicast && !self.addresses.contains(&destination) {
                 drops.count(Reason::Unsubscribed, 1);
                 continue;
             }
@@ -370,9 +425,11 @@ impl Connection {
                     continue;
                 }
             };
-            let index = spread_to(frame, self.queues.len());
-            let slots = back::rx_slots(frame.len(), gso.is_some());
-            if slots > MAX_RX_SLOTS || (slots > 1 && !self.features.sg) {
+            let (index, hash) = spread_to(&self.hashing, frame, self.queues.len());
+            let content = RxContent { len: frame.len(), checksum, gso, hash, headroom: self.requested.headroom };
+            let slots = content.slots();
+            let pages = slots - content.extras();
+            if slots > MAX_RX_SLOTS || (pages > 1 && !self.features.sg) {
                 drops.count(Reason::TooLong, 1);
                 continue;
             }
@@ -392,12 +449,12 @@ impl Connection {
                 }
                 Err(error) => return Err(ring_fault(index, "receive", error)),
             }
-            let content = (frame.len(), checksum, gso);
             let before = ops.len();
-            let mut fill = Fill { domain: self.domain, requests: &requests[..slots], gso: gso.is_some(), at: 0 };
+            let (extras, at) = (content.extras(), content.headroom.into());
+            let mut fill = Fill { domain: self.domain, requests: &requests[..slots], extras, at };
             fill.add_frame(batch, frame, &mut firsts, &mut ops);
             let copies = ops.len() - before;
-            self.staged.push(Staged { queue: index, requests, slots, copies, content });
+            self.staged.push(Staged { queue: index, requests, copies, content });
         }
         drops.refuse(&self.refused);
         let copied = if ops.is_empty() { Ok(()) } else { self.guest.copy(&mut ops) };
@@ -419,12 +476,12 @@ impl Connection {
                 drops.count(Reason::BadGrant, 1);
             } else {
                 sent.frames += 1;
-                sent.bytes += staged.content.0 as u64;
+                sent.bytes += staged.content.len as u64;
             }
             let queue = &mut self.queues[staged.queue];
-            let requests = &staged.requests[..staged.slots];
+            let requests = &staged.requests[..staged.content.slots()];
             let answered =
-                ring(&*queue.rx_page).and_then(|page| queue.rx.respond(&page, requests, staged.content, failed));
+                ring(&*queue.rx_page).and_then(|page| queue.rx.respond(&page, requests, &staged.content, failed));
             if let Err(error) = answered {
                 fault = Some(ring_fault(staged.queue, "receive", error));
             }
@@ -458,16 +515,23 @@ impl Connection {
             more |= !armed.map_err(|error| ring_fault(index, "transmit", error))?;
             queue.wants_recheck = true;
         }
+        if let Some(control) = &mut self.control {
+            more |= !control.arm()?;
+        }
         Ok(more)
     }
 
     pub(super) fn take_recheck(&mut self) -> bool {
-        self.queues.iter_mut().fold(false, |wanted, queue| wanted | std::mem::take(&mut queue.wants_recheck))
+        let control = self.control.as_mut().is_some_and(ControlRing::take_recheck);
+        self.queues.iter_mut().fold(control, |wanted, queue| wanted | std::mem::take(&mut queue.wants_recheck))
     }
 
     /// Looks again, some time after [`Connection::take_recheck`].
     pub(super) fn recheck(&mut self) -> Result<Rechecked, Fault> {
         let mut found = Rechecked::default();
+        if let Some(control) = &mut self.control {
+            (found.work, found.signalled) = control.recheck(&*self.guest)?;
+        }
         for (index, queue) in self.queues.iter_mut().enumerate() {
             let broken = |side| move |error| ring_fault(index, side, error);
             let (tx, rx) = (ring(&*queue.tx_page), ring(&*queue.rx_page));
@@ -522,9 +586,9 @@ impl<'a> Firsts<'a> {
 struct Fill<'r> {
     domain: u16,
     requests: &'r [RxRequest],
-    /// The second page stays empty.
-    gso: bool,
-    /// Bytes so far.
+    /// Pages behind the first one that stay empty.
+    extras: usize,
+    /// Bytes so far, with those before the frame.
     at: usize,
 }
 
@@ -548,8 +612,8 @@ impl Fill<'_> {
     fn add<'m>(&mut self, mut piece: Foreign<'m>, ops: &mut Vec<GrantCopy<'m>>) {
         while !piece.is_empty() {
             let (page, offset) = (self.at / PAGE_BYTES, self.at % PAGE_BYTES);
-            let slot = page + usize::from(self.gso && page > 0);
-            // `rx_slots` counted a page for each of the frame's bytes.
+            let slot = page + if page > 0 { self.extras } else { 0 };
+            // `RxContent::slots` counted a page for each of the frame's bytes.
             let Some(request) = self.requests.get(slot) else { return };
             let part = piece.take(PAGE_BYTES - offset);
             ops.push(GrantCopy::to_guest(self.domain, request.gref, offset as u16, part));
@@ -559,7 +623,14 @@ impl Fill<'_> {
     }
 }
 
-const _: () = assert!(back::rx_slots(tombolo_switch::frame::MAX_FRAME_BYTES, true) == MAX_RX_SLOTS);
+const LONGEST: RxContent = RxContent {
+    len: tombolo_switch::frame::MAX_FRAME_BYTES,
+    checksum: Checksum::Blank,
+    gso: Some(Gso { kind: GsoKind::TcpV4, size: 1 }),
+    hash: Some(PacketHash { kind: 0, algorithm: 1, value: 0 }),
+    headroom: 0,
+};
+const _: () = assert!(LONGEST.slots() == MAX_RX_SLOTS);
 const _: () = assert!(ETHERNET_HEADER_BYTES == tombolo_ring::xen::netif::MIN_PACKET_BYTES as usize);
 
 #[cfg(test)]
@@ -596,7 +667,7 @@ mod tests {
             let mut batch = Batch::with_capacity(1);
             batch.push(Foreign::from(&source[..len]), Offload::NONE);
             let mut firsts = Firsts { free: &mut memory };
-            let mut fill = Fill { domain: 1, requests: &requests, gso, at: 0 };
+            let mut fill = Fill { domain: 1, requests: &requests, extras: gso.into(), at: 0 };
             fill.add_frame(&batch, &batch.frames()[0], &mut firsts, &mut ops);
             assert_eq!((ops.len(), fill.at), (copies, len), "{len} bytes");
         }

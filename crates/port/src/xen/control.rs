@@ -12,8 +12,9 @@
 //! that looks whether they are still there, so nothing is left of a device that was removed
 //! meanwhile.
 
-use super::connection::{Connection, Features, Queue};
+use super::connection::{Connection, Features, Queue, Requested};
 use super::exchange::{Exchange, Gone};
+use super::hash::ControlRing;
 use super::platform::Machine;
 use super::store::{AskError, Store};
 use super::{MAX_QUEUES, XenConfig};
@@ -31,12 +32,20 @@ use tombolo_switch::port::FaultKind;
 const FOLDER: &str = "backend/vif";
 /// A node that each vif's backend has from the toolstack; without it the device is gone.
 const GUARD: &str = "frontend";
+/// Nodes of a frontend that it may change while it is connected.
+const MULTICAST: &str = "request-multicast-control";
+const HEADROOM: &str = "xdp-headroom";
+const CHANGING: [&str; 3] = ["state", MULTICAST, HEADROOM];
+/// Token of the watch of a frontend's folder. One watch is enough for all of its nodes, and a driver
+/// domain may have few.
+const FRONTEND: &str = "frontend";
 /// How long XenStore is left alone when it refused something, or its connection failed.
 const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// How long what the backend before this one held is waited for. A process that is ending lets go
 /// of an event channel only when its last descriptor is closed.
 const HELD: Duration = Duration::from_secs(10);
-/// How often it is looked whether that is over, or whether XenStore is less busy.
+/// How often it is looked whether that is over, or whether XenStore is less busy; and how long what
+/// a frontend writes right after its state may take.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Steps that may follow each other at once. Where there were more, the event about what the last
 /// one wrote leads to the next look.
@@ -81,12 +90,12 @@ enum ConnectError {
     Unserved(&'static str),
     #[error("the frontend asks for {wanted} queues; at most {offered} are offered")]
     Queues { wanted: u32, offered: u32 },
-    #[error("mapping the {side} ring of queue {queue}, grant {gref}: {source}")]
-    Map { side: &'static str, queue: u32, gref: u32, source: Errno },
-    #[error("binding event channel {port} of queue {queue}: {source}")]
-    Bind { queue: u32, port: u32, source: Errno },
-    #[error("queue {queue}: {source}")]
-    Ring { queue: u32, source: XenError },
+    #[error("mapping the {ring}, grant {gref}: {source}")]
+    Map { ring: String, gref: u32, source: Errno },
+    #[error("binding event channel {port} of {of}: {source}")]
+    Bind { of: String, port: u32, source: Errno },
+    #[error("{of}: {source}")]
+    Ring { of: String, source: XenError },
     #[error("the device files of Xen: {0}")]
     Device(Errno),
 }
@@ -107,6 +116,10 @@ struct Vif {
     held_until: Option<Instant>,
     /// The frontend is connected already, and is not to notice that its backend is another one.
     goes_on: bool,
+    /// It was so when it was connected: what it asked the backend before for is not known.
+    was_taken_over: bool,
+    /// What the worker's connection does for it.
+    requested: Requested,
 }
 
 /// How often events make the thread look.
@@ -183,6 +196,13 @@ fn watch(store: &mut Store, path: &str, token: &str) -> Result<(), AskError> {
     }
 }
 
+/// Whether an event is to be looked after. Of what a frontend writes only the nodes that it may
+/// change are, and its folder itself, which goes with its domain.
+fn counts(token: &str, path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    token != FRONTEND || CHANGING.contains(&name) || name.parse::<u32>().is_ok()
+}
+
 /// Ends a watch, if it is there.
 fn unwatch(store: &mut Store, path: &str, token: &str) -> Result<(), AskError> {
     match store.ask(&Request::Unwatch(path, token)) {
@@ -195,13 +215,21 @@ impl Vif {
     /// Watches what the toolstack and the guest change about it.
     fn watch(&self, store: &mut Store) -> Result<(), AskError> {
         watch(store, &self.back, "backend")?;
-        watch(store, &format!("{}/state", self.front), "frontend")
+        watch(store, &self.front, FRONTEND)
     }
 
     /// Ends that. A watch does not end with its node.
     fn unwatch(&self, store: &mut Store) -> Result<(), AskError> {
         unwatch(store, &self.back, "backend")?;
-        unwatch(store, &format!("{}/state", self.front), "frontend")
+        unwatch(store, &self.front, FRONTEND)
+    }
+
+    /// What the frontend asks for now.
+    fn requested(&self, store: &mut Store) -> Result<Requested, AskError> {
+        let mut number = |name: &str| store.number(&format!("{}/{name}", self.front));
+        // One that was taken over has asked another backend for addresses, and will not ask again.
+        let multicast = number(MULTICAST)?.is_some_and(|value| value != 0) && !self.was_taken_over;
+        Ok(Requested::new(multicast, number(HEADROOM)?.unwrap_or(0)))
     }
 }
 
@@ -209,7 +237,7 @@ impl Control<'_> {
     /// Over one connection to XenStore, until it fails or the port is gone.
     fn serve(&mut self) -> Result<(), StepError> {
         let stream = self.machine.store().map_err(AskError::from)?;
-        let mut store = Store::new(stream);
+        let mut store = Store::hearing(stream, counts);
         match &self.vif {
             Some(vif) => vif.watch(&mut store)?,
             None => watch(&mut store, FOLDER, "backends")?,
@@ -254,7 +282,10 @@ impl Control<'_> {
         if self.vif.is_none()
             && let Some(vif) = self.find(store)?
         {
-            vif.watch(store)?;
+            if let Err(error) = vif.watch(store) {
+                vif.unwatch(store)?;
+                return Err(error.into());
+            }
             unwatch(store, FOLDER, "backends")?;
             self.vif = Some(vif);
             self.backoff = LookBackoff::default();
@@ -296,12 +327,13 @@ impl Control<'_> {
             let own = store.read(&format!("{back}/state"))?.map_or(BusState::Unknown, |text| BusState::parse(&text));
             // Connected was the backend before this one; what it had is to be connected again. One
             // that was about to write so has bound the channels already.
-            let may_hold = matches!(own, BusState::Connected | BusState::InitWait);
+            let may_hold = own.has_rings() || own == BusState::InitWait;
             let held_until = may_hold.then(|| Instant::now() + HELD);
             let its_state = store.read(&format!("{front}/state"))?.map(|text| BusState::parse(&text));
-            let goes_on = may_hold && its_state == Some(BusState::Connected);
-            let own = if own == BusState::Connected { BusState::Initialising } else { own };
-            return Ok(Some(Vif { domain, back, front, own, trouble: None, held_until, goes_on }));
+            let goes_on = may_hold && matches!(its_state, Some(BusState::Connected | BusState::Reconfiguring));
+            let own = if own.has_rings() { BusState::Initialising } else { own };
+            let (trouble, was_taken_over, requested) = (None, false, Requested::default());
+            return Ok(Some(Vif { domain, back, front, own, trouble, held_until, goes_on, was_taken_over, requested }));
         }
         self.exchange.say(if is_nameless && self.config.mac.is_none() {
             "waiting for the domain, whose name cannot be read here: the port needs the `mac` of its vif line".into()
@@ -319,11 +351,11 @@ impl Control<'_> {
             match fault.kind {
                 // Not the guest's doing: as another process would, this one attaches to the rings
                 // where they stand.
-                FaultKind::System if vif.own == BusState::Connected => {
+                FaultKind::System if vif.own.has_rings() => {
                     (vif.own, vif.goes_on) = (BusState::Initialising, true);
                     vif.held_until = Some(Instant::now() + HELD);
                 }
-                _ if vif.own == BusState::Connected => {
+                _ if vif.own.has_rings() => {
                     vif.trouble = Some(format!("the frontend broke the protocol: {}", fault.detail));
                 }
                 _ => {}
@@ -357,8 +389,10 @@ impl Control<'_> {
                 }
                 BackAction::Connect => match connect(self.machine, self.config, self.exchange, store, vif) {
                     Ok(connection) => {
-                        (vif.held_until, vif.goes_on) = (None, false);
+                        vif.requested = connection.requested();
                         drop(self.exchange.hand_over(Some(Box::new(connection)))?);
+                        // Should the next write fail, the worker has had requests of this frontend.
+                        vif.goes_on = true;
                     }
                     Err(ConnectError::Ask(error)) => return Err(error.into()),
                     Err(ConnectError::Bind { .. }) if vif.held_until.is_some_and(|until| Instant::now() < until) => {
@@ -371,10 +405,29 @@ impl Control<'_> {
                 },
                 BackAction::Wait | BackAction::Forget => {}
             }
+        }
+        let is_connected = vif.own.has_rings() || (changes && step.action == BackAction::Connect);
+        if is_connected && step.next.has_rings() {
+            let mut requested = vif.requested(store)?;
+            if changes && step.next == BusState::Reconfigured && requested == vif.requested {
+                // Linux's frontend writes its state first, and what it wants after it.
+                sleep(self.exchange.doorbell(), &LOOK);
+                requested = vif.requested(store)?;
+            }
+            if requested != vif.requested {
+                self.exchange.change(requested)?;
+                vif.requested = requested;
+            }
+        }
+        if changes {
+            // Now that all is done that the state promises.
             nodes.push(("state", step.next.text().to_owned()));
             store.write_below(&vif.back, GUARD, &nodes)?;
             // Only now: a write that failed is tried again with the next look.
             vif.own = step.next;
+            if vif.own.has_rings() {
+                (vif.held_until, vif.goes_on) = (None, false);
+            }
         }
         let trouble = vif.trouble.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
         self.exchange.say(format!("domain {}, {}{trouble}", vif.domain, vif.own));
@@ -404,6 +457,9 @@ fn advertise(config: &XenConfig) -> Vec<(&'static str, String)> {
         ("feature-rx-copy", "1"),
         ("feature-rx-flip", "0"),
         ("feature-multicast-control", "1"),
+        ("feature-dynamic-multicast-control", "1"),
+        ("feature-xdp-headroom", "1"),
+        ("feature-ctrl-ring", "1"),
         ("feature-split-event-channels", "1"),
     ]
     .map(|(name, value)| (name, value.to_owned()))
@@ -420,7 +476,7 @@ fn connect(
     config: &XenConfig,
     exchange: &Exchange,
     store: &mut Store,
-    vif: &Vif,
+    vif: &mut Vif,
 ) -> Result<Connection, ConnectError> {
     let mut flag = |name: &str, absent: bool| -> Result<bool, AskError> {
         Ok(store.number(&format!("{}/{name}", vif.front))?.map_or(absent, |value| value != 0))
@@ -435,9 +491,9 @@ fn connect(
         tso4: flag("feature-gso-tcpv4", false)?,
         tso6: flag("feature-gso-tcpv6", false)?,
         checksum: !flag("feature-no-csum-offload", false)? && flag("feature-ipv6-csum-offload", false)?,
-        // What it asked the backend before this one for is not known, and it will not ask again.
-        multicast: flag("request-multicast-control", false)? && !vif.goes_on,
     };
+    vif.was_taken_over = vif.goes_on;
+    let requested = vif.requested(store)?;
     let wanted = store.number(&format!("{}/multi-queue-num-queues", vif.front))?.unwrap_or(1);
     // What the one before offered may have been more.
     let offered = if vif.goes_on { MAX_QUEUES } else { config.max_queues };
@@ -445,6 +501,8 @@ fn connect(
         return Err(ConnectError::Queues { wanted, offered });
     }
     let guest = machine.guest(vif.domain).map_err(ConnectError::Device)?;
+    let bind = |of: &str, port| guest.bind(port).map_err(|source| ConnectError::Bind { of: of.into(), port, source });
+    let map = |ring: String, gref| guest.map(gref).map_err(|source| ConnectError::Map { ring, gref, source });
     let mut queues = Vec::new();
     for queue in 0..wanted {
         let folder = if wanted == 1 { vif.front.clone() } else { format!("{}/queue-{queue}", vif.front) };
@@ -455,18 +513,27 @@ fn connect(
         let rx_ref = rx_ref.ok_or_else(|| missing("rx-ring-ref"))?;
         let split = (number("event-channel-tx")?, number("event-channel-rx")?);
         let shared = number("event-channel")?;
-        let bind = |port| guest.bind(port).map_err(|source| ConnectError::Bind { queue, port, source });
+        let of = format!("queue {queue}");
         let ports = match (split, shared) {
-            ((Some(tx), Some(rx)), _) => [bind(tx)?, bind(rx)?],
-            (_, Some(both)) => [bind(both)?; 2],
+            ((Some(tx), Some(rx)), _) => [bind(&of, tx)?, bind(&of, rx)?],
+            (_, Some(both)) => [bind(&of, both)?; 2],
             _ => return Err(missing("event-channel")),
         };
-        let map = |side, gref| guest.map(gref).map_err(|source| ConnectError::Map { side, queue, gref, source });
-        let pages = [map("transmit", tx_ref)?, map("receive", rx_ref)?];
-        queues.push(Queue::attach(pages, ports).map_err(|source| ConnectError::Ring { queue, source })?);
+        let pages = [map(format!("transmit ring of {of}"), tx_ref)?, map(format!("receive ring of {of}"), rx_ref)?];
+        queues.push(Queue::attach(pages, ports).map_err(|source| ConnectError::Ring { of, source })?);
     }
+    let mut number = |name: &str| store.number(&format!("{}/{name}", vif.front));
+    let control = match (number("ctrl-ring-ref")?, number("event-channel-ctrl")?) {
+        (None, _) => None,
+        (Some(_), None) => return Err(ConnectError::Missing(format!("{}/event-channel-ctrl", vif.front))),
+        (Some(gref), Some(port)) => {
+            let of = "the control ring";
+            let (port, page) = (bind(of, port)?, map("control ring".into(), gref)?);
+            Some(ControlRing::attach(page, port).map_err(|source| ConnectError::Ring { of: of.into(), source })?)
+        }
+    };
     let watch = exchange.registration().watch(guest.events()).map_err(ConnectError::Device)?;
-    Ok(Connection::new(guest, vif.domain, queues, features, config.mtu, watch))
+    Ok(Connection::new(guest, vif.domain, (queues, control), (features, requested), config.mtu, watch))
 }
 
 /// How long the end of a port waits for that of its control thread.

@@ -1,7 +1,7 @@
 //! Between a port's control thread and its worker: one connection handed over at a time, or
-//! withdrawn.
+//! withdrawn, and what the frontend changes about it meanwhile.
 
-use super::connection::Connection;
+use super::connection::{Connection, Requested};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tombolo_shm::doorbell::Doorbell;
@@ -18,6 +18,8 @@ struct ConnectionSlot {
     next: Option<Option<Box<Connection>>>,
     /// What it ran before, once it has taken `next`.
     old: Option<Option<Box<Connection>>>,
+    /// What its connection is to do from now on.
+    requested: Option<Requested>,
     /// The worker gave its connection up, and why.
     given_up: Option<(Box<Connection>, Fault)>,
     gone: bool,
@@ -26,7 +28,7 @@ struct ConnectionSlot {
 }
 
 pub(super) struct Exchange {
-    /// Whether `next` waits. A hint to look; the slot's lock orders everything.
+    /// Whether `next` or `requested` wait. A hint to look; the slot's lock orders everything.
     waiting: AtomicBool,
     slot: Mutex<ConnectionSlot>,
     taken: Condvar,
@@ -72,6 +74,21 @@ impl Exchange {
         slot.old.take().ok_or(Gone)
     }
 
+    /// Control side: has the worker's connection do what the frontend asks for now. Blocks until it
+    /// does, or has none.
+    pub(super) fn change(&self, requested: Requested) -> Result<(), Gone> {
+        let mut slot = self.lock();
+        slot.requested = Some(requested);
+        // Relaxed: see `hand_over`.
+        self.waiting.store(true, Ordering::Relaxed);
+        self.registration.wake();
+        let slot = self
+            .taken
+            .wait_while(slot, |slot| slot.requested.is_some() && !slot.gone)
+            .unwrap_or_else(PoisonError::into_inner);
+        if slot.requested.is_some() { Err(Gone) } else { Ok(()) }
+    }
+
     /// Control side: what the worker gave up, and why.
     pub(super) fn given_up(&self) -> Option<(Box<Connection>, Fault)> {
         self.lock().given_up.take()
@@ -101,8 +118,13 @@ impl Exchange {
             self.waiting.store(false, Ordering::Relaxed);
             if let Some(next) = slot.next.take() {
                 slot.old = Some(std::mem::replace(running, next));
-                self.taken.notify_one();
             }
+            if let Some(requested) = slot.requested.take()
+                && let Some(connection) = running
+            {
+                connection.change(requested);
+            }
+            self.taken.notify_one();
         }
     }
 

@@ -26,7 +26,9 @@
 //!
 //! Frames in up to 18 slots, blank checksums and segmentation of TCP over IPv4 and IPv6 both ways;
 //! several queues, one event channel or two for each; only the multicast frames that the frontend
-//! asks for, where it wants that.
+//! asks for, where it wants that; room before each frame for the frontend's XDP program; frames
+//! spread over the queues by a hash and a table of the frontend's, which it gives by a control ring.
+//! All of these it may change while it is connected.
 //!
 //! # Copies
 //!
@@ -42,8 +44,8 @@
 //! kernel closes its event channels, mappings and watches. The next port finds the frontend
 //! connected and attaches to its rings where they stand: the guest is told nothing and keeps its
 //! link. Frames that were answered are not taken again. Which multicast frames the guest asked for
-//! is not known to it, so all of them pass until the guest connects again. It may have more queues
-//! than are offered now.
+//! is not known to it, so all of them pass until the guest connects again, nor how it wanted its
+//! frames spread. It may have more queues than are offered now.
 //!
 //! A frontend that breaks the protocol is disconnected and told to close; others notice nothing.
 //! Where this system refuses an operation, the port attaches to the rings again, as another process
@@ -54,14 +56,12 @@
 //! `/dev/xen/xenbus`, `/dev/xen/evtchn` and `/dev/xen/gntdev`, which belong to root, and a kernel
 //! in which xen-netback is not loaded: it would take every vif. The `vif=` line names a script that
 //! does nothing, such as `script=/bin/true`, since no interface of this kernel is to be configured.
-//!
-//! Not offered: the control ring (hashing by the guest's choice), headroom for XDP, changes of
-//! multicast control while connected.
 
 mod connection;
 mod control;
 mod domains;
 mod exchange;
+mod hash;
 mod platform;
 mod store;
 #[cfg(test)]
@@ -274,6 +274,9 @@ impl Port for XenPort {
             details.push(("domain_id", connection.domain().into()));
             details.push(("queues", connection.queues().into()));
             details.push(("features", format!("{:?}", connection.features()).into()));
+            let requested = connection.requested();
+            details.push(("multicast", if requested.multicast { "what the guest asks for" } else { "all" }.into()));
+            details.push(("headroom", requested.headroom.into()));
         }
         details
     }

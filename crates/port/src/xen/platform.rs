@@ -87,7 +87,7 @@ impl Guest for LinuxGuest {
     }
 
     fn unmask(&self) {
-        // A vif has two ports per queue, so a few calls take all.
+        // A vif has two ports per queue and one for its control ring, so a few calls take all.
         let mut ports = [0; 4 * 64];
         while let Ok(bytes @ 4..) = rustix::io::read(&self.evtchn, &mut ports) {
             let _ = rustix::io::write(&self.evtchn, &ports[..bytes]);

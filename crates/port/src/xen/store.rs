@@ -55,6 +55,8 @@ pub(super) struct Store {
     number: u32,
     /// Tokens of watches that had an event.
     events: BTreeSet<String>,
+    /// Whether an event counts, by its watch's token and the node that changed.
+    counts: fn(&str, &str) -> bool,
     transaction: u32,
 }
 
@@ -67,7 +69,13 @@ impl AsFd for Store {
 impl Store {
     /// Over a stream that does not block.
     pub(super) fn new(stream: OwnedFd) -> Store {
-        Store { stream, inbox: Box::new(Inbox::new()), number: 0, events: BTreeSet::new(), transaction: 0 }
+        let (inbox, events) = (Box::new(Inbox::new()), BTreeSet::new());
+        Store { stream, inbox, number: 0, events, counts: |_, _| true, transaction: 0 }
+    }
+
+    /// Only these events count: of which this is true for the token and the node.
+    pub(super) fn hearing(stream: OwnedFd, counts: fn(&str, &str) -> bool) -> Store {
+        Store { counts, ..Store::new(stream) }
     }
 
     /// Asks, and waits for the answer.
@@ -120,8 +128,10 @@ impl Store {
             let Some(message) = self.inbox.message()? else { continue };
             let number = message.header.request;
             let answer = match message.content()? {
-                Content::Event { token, .. } => {
-                    self.events.insert(token.to_owned());
+                Content::Event { path, token } => {
+                    if (self.counts)(token, path) {
+                        self.events.insert(token.to_owned());
+                    }
                     None
                 }
                 Content::Reply(payload) => Some(Ok(payload.to_vec())),

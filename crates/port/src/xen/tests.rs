@@ -5,6 +5,7 @@ mod world;
 use super::{XenConfig, XenPort};
 use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, partial_frame, plain, same};
 use crate::pair::OwnedFrame;
+use tombolo_ring::xen::PacketHash;
 use tombolo_ring::xen::netif::Extra;
 use tombolo_switch::Nanos;
 use tombolo_switch::detail::Detail;
@@ -281,7 +282,11 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     // The next one is told to offer fewer, which counts for the next guest.
     let registration = rig.port_registration();
     drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+    // Its first writes of the state come to nothing; it is the one that took over all the same.
+    world.conflict(70);
     rig.port = port(&world, 2, registration);
+    rig.until("the state is written", |_| world.conflicts() == 0);
+    until_connected(&mut rig);
     rig.until_woken("the port has them", |rig| rig.port.link() == Carrier::Up);
     assert!(rig.port.details().contains(&("queues", 4u64.into())), "{:?}", rig.port.details());
     assert_eq!(rig.send(&frames), 2, "what was asked for is not known, so all of it");
@@ -420,7 +425,7 @@ fn a_port_that_has_its_vif_hears_of_no_other() {
     let mut rig = rig(1, true);
     until_connected(&mut rig);
     let world = rig.peer.world.clone();
-    let own = ["backend/vif/1/0", "/local/domain/1/device/vif/0/state"];
+    let own = ["backend/vif/1/0", "/local/domain/1/device/vif/0"];
     rig.until("it watches what is its own", |_| world.watched() == own);
     // Until the last step's own write has come back.
     rig.settle();
@@ -659,6 +664,156 @@ fn grants_that_were_revoked_cost_their_own_frames() {
     assert!(rig.peer.frontend.failed_pages() >= 3 && rig.peer.frontend.failed_pieces() >= 3);
     both_ways(&mut rig);
     assert!(rig.faults.is_empty());
+}
+
+#[test]
+fn a_frontend_asks_for_other_multicast_frames_while_it_is_connected() {
+    let mut rig = rig(1, true);
+    until_connected(&mut rig);
+    let address = [0x33, 0x33, 0xff, 0, 0, 2];
+    let mut frames = plain(0, [60, 60]);
+    frames[0].bytes[..6].copy_from_slice(&address);
+    frames[1].bytes[..6].copy_from_slice(&[0x33, 0x33, 0, 0, 0, 9]);
+    // The list may be made before it is to count.
+    rig.peer.frontend.subscribe(Extra::MulticastAdd(address));
+    rig.settle();
+    rig.deliver(&frames);
+    for round in 1..=3 {
+        rig.peer.frontend.ask("request-multicast-control", "1");
+        rig.until_woken("it counts", |rig| has(rig, "multicast", "what the guest asks for"));
+        assert_eq!((rig.send(&frames), rig.tx_drops.of(Reason::Unsubscribed)), (1, round));
+        same(&frames[..1], &rig.collect(1));
+        rig.peer.frontend.ask("request-multicast-control", "0");
+        rig.until_woken("all pass", |rig| has(rig, "multicast", "all"));
+        rig.deliver(&frames);
+    }
+    assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("4"));
+}
+
+#[test]
+fn a_guest_says_by_its_control_ring_how_its_frames_are_spread() {
+    use tombolo_ring::xen::ctrl::*;
+    let mut rig = rig(4, true);
+    let world = rig.peer.world.clone();
+    rig.peer.frontend.vanish();
+    rig.until("the link goes down", |rig| rig.seen == Some(Carrier::Down));
+    rig.peer.frontend.make(1);
+    rig.until("offered", |rig| rig.peer.frontend.back("feature-ctrl-ring").as_deref() == Some("1"));
+    rig.peer.frontend.publish_control();
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Carrier::Up));
+    until_connected(&mut rig);
+    assert_eq!((world.mapped(), world.bound()), (9, 9));
+    let frame = || vec![partial_frame(9, 1400, SegmentKind::Tcp4, None)];
+    let queue_of = |rig: &mut Rig<XenFixture>| -> usize {
+        assert_eq!(rig.send(&frame()), 1);
+        let came: Vec<_> = (0..4).filter(|queue| rig.peer.frontend.receive(*queue).is_some()).collect();
+        assert_eq!(came.len(), 1);
+        came[0]
+    };
+    let ours = queue_of(&mut rig);
+    let ask = |rig: &mut Rig<XenFixture>, kind, data| {
+        rig.peer.frontend.request(kind, data);
+        let mut answer = None;
+        rig.until_woken("an answer", |rig| {
+            answer = rig.peer.frontend.answered();
+            answer.is_some()
+        });
+        answer.unwrap()
+    };
+    assert_eq!(ask(&mut rig, GET_HASH_FLAGS, [0; 3]), (GET_HASH_FLAGS, STATUS_NOT_SUPPORTED, 0));
+    assert_eq!(ask(&mut rig, SET_HASH_ALGORITHM, [1, 0, 0]), (SET_HASH_ALGORITHM, STATUS_SUCCESS, 0));
+    assert_eq!(ask(&mut rig, GET_HASH_FLAGS, [0; 3]), (GET_HASH_FLAGS, STATUS_SUCCESS, 15));
+    assert_eq!(ask(&mut rig, GET_HASH_MAPPING_SIZE, [0; 3]), (GET_HASH_MAPPING_SIZE, STATUS_SUCCESS, 128));
+    let gref = rig.peer.frontend.granted(&[0x6d; 40]);
+    assert_eq!(ask(&mut rig, SET_HASH_KEY, [gref, 40, 0]), (SET_HASH_KEY, STATUS_SUCCESS, 0));
+    assert_eq!(ask(&mut rig, SET_HASH_KEY, [5000, 40, 0]), (SET_HASH_KEY, STATUS_INVALID_PARAMETER, 0), "no grant");
+    assert_eq!(ask(&mut rig, SET_HASH_FLAGS, [15, 0, 0]), (SET_HASH_FLAGS, STATUS_SUCCESS, 0));
+    assert_eq!(ask(&mut rig, SET_HASH_MAPPING_SIZE, [128, 0, 0]), (SET_HASH_MAPPING_SIZE, STATUS_SUCCESS, 0));
+    for queue in [3, 1, 2, 0] {
+        let gref = rig.peer.frontend.granted(&[queue as u8, 0, 0, 0].repeat(128));
+        assert_eq!(ask(&mut rig, SET_HASH_MAPPING, [gref, 128, 0]), (SET_HASH_MAPPING, STATUS_SUCCESS, 0));
+        assert_eq!(queue_of(&mut rig), queue);
+        assert_eq!(usize::from(rig.port.ring_of(&rig_frame(&frame()[0]))), queue);
+    }
+    assert_eq!(queue_of(&mut rig), 0);
+    let bytes = frame()[0].bytes.clone();
+    let value = toeplitz(&[0x6d; 40], &bytes[26..38]);
+    assert_eq!(rig.peer.frontend.taken_hash(), Some(PacketHash { kind: 1, algorithm: 1, value }));
+    // Each remainder its own queue, so that the hash decides.
+    let table: Vec<u8> = (0..128u32).flat_map(|at| ((at / 3 + at / 50) % 4).to_le_bytes()).collect();
+    let gref = rig.peer.frontend.granted(&table);
+    assert_eq!(ask(&mut rig, SET_HASH_MAPPING, [gref, 128, 0]), (SET_HASH_MAPPING, STATUS_SUCCESS, 0));
+    assert_eq!(queue_of(&mut rig), usize::from(table[4 * (value as usize % 128)]));
+    // Another daemon knows nothing of it, and takes requests where the ring stands.
+    let registration = rig.port_registration();
+    drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+    assert_eq!((world.mapped(), world.bound()), (0, 0));
+    rig.peer.frontend.request(GET_HASH_MAPPING_SIZE, [0; 3]);
+    rig.port = port(&world, 4, registration);
+    rig.until_woken("an answer", |rig| rig.peer.frontend.answered().is_some());
+    assert_eq!((queue_of(&mut rig), rig.peer.frontend.taken_hash()), (ours, None));
+    until_connected(&mut rig);
+    // What is not a request closes the device.
+    rig.peer.frontend.jump_control();
+    rig.until_woken("the fault is seen", |rig| !rig.faults.is_empty());
+    assert!(rig.faults[0].detail.contains("control ring"), "{:?}", rig.faults);
+    rig.until("closing", |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
+    rig.until("all is let go of", |_| (world.mapped(), world.bound()) == (0, 0));
+}
+
+fn rig_frame(frame: &OwnedFrame) -> tombolo_switch::frame::Frame {
+    let mut batch = Batch::with_capacity(1);
+    batch.push(tombolo_ring::mem::Foreign::from(&frame.bytes[..]), frame.offload);
+    batch.frames()[0].clone()
+}
+
+fn has(rig: &Rig<XenFixture>, key: &'static str, value: impl Into<Detail>) -> bool {
+    rig.port.details().contains(&(key, value.into()))
+}
+
+#[test]
+fn a_frontend_with_an_xdp_program_has_room_before_its_frames() {
+    let mut rig = rig(1, true);
+    until_connected(&mut rig);
+    both_ways(&mut rig);
+    let world = rig.peer.world.clone();
+    let before = rig.port.caps();
+    // As Linux's does it: it says what it wants, waits until that was read, and goes on.
+    let reconfigure = |rig: &mut Rig<XenFixture>, headroom: &str| {
+        rig.peer.frontend.set_state("7");
+        rig.peer.frontend.ask("xdp-headroom", headroom);
+        rig.until("it was read", |rig| rig.peer.frontend.back("state").as_deref() == Some("8"));
+        assert!(has(rig, "headroom", headroom.parse::<u64>().unwrap().min(2048)), "before it is answered");
+    };
+    for (round, (asked, got)) in [("256", 256u16), ("32767", 2048), ("256", 256)].into_iter().enumerate() {
+        reconfigure(&mut rig, asked);
+        // A daemon that was killed here leaves a guest that waits for ever, if the next one does
+        // not answer.
+        if asked != "256" {
+            let registration = rig.port_registration();
+            drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+            rig.peer.frontend.write_back("state", "4");
+            rig.port = port(&world, 4, registration);
+            rig.until("it is answered", |rig| rig.peer.frontend.back("state").as_deref() == Some("8"));
+            assert!(has(&rig, "headroom", got));
+        }
+        assert_eq!(rig.port.caps(), Caps { tso4: false, tso6: false, ..before });
+        rig.peer.frontend.set_state("4");
+        until_connected(&mut rig);
+        let frames: Vec<_> =
+            plain(7, [60, 1514]).into_iter().chain([partial_frame(9, 1400, SegmentKind::Tcp4, None)]).collect();
+        rig.deliver(&frames);
+        assert_eq!(rig.peer.frontend.taken_offset(), got, "where the last one began");
+        let long = plain(3, [1519]);
+        assert_eq!(rig.send(&long), 0);
+        assert_eq!(rig.tx_drops.of(Reason::TooLong), round as u64 + 1);
+    }
+    reconfigure(&mut rig, "0");
+    rig.peer.frontend.set_state("4");
+    until_connected(&mut rig);
+    assert_eq!(rig.port.caps(), before);
+    both_ways(&mut rig);
+    assert_eq!((rig.peer.frontend.taken_offset(), rig.faults.len()), (0, 0));
 }
 
 #[test]

@@ -11,7 +11,9 @@
 use core::fmt;
 
 use super::XenError;
-use super::netif::{self, Checksum, Extra, FATAL_DATA_SLOTS, Gso, MAX_DATA_SLOTS, MAX_EXTRAS, MIN_PACKET_BYTES};
+use super::netif::{
+    self, Checksum, Extra, FATAL_DATA_SLOTS, Gso, MAX_DATA_SLOTS, MAX_EXTRAS, MIN_PACKET_BYTES, PacketHash,
+};
 use super::netif::{RSP_ERROR, RSP_NULL, RxRequest, RxResponse, SLOT_BYTES, TX_REQUEST_BYTES, TxRequest, TxResponse};
 use super::ring::{BackIndices, PAGE_BYTES, RX_SLOT_BYTES, RingPage, TX_SLOT_BYTES};
 
@@ -164,6 +166,8 @@ impl TxBack {
             match extra {
                 Extra::Gso(gso) => packet.gso = Some(gso),
                 Extra::MulticastAdd(_) | Extra::MulticastDel(_) => packet.multicast = Some(extra),
+                // Nothing that is needed of a packet that is sent. Linux's backend takes them too.
+                Extra::Hash(_) | Extra::Headroom(_) => {}
             }
             packet.extras += 1;
             slots += 1;
@@ -273,12 +277,42 @@ fn check_piece(index: u32, piece: Piece) -> Result<(), XenError> {
     Ok(())
 }
 
-/// Slots of a receive ring that a packet of `len` bytes takes: one per page, and one for
-/// segmentation.
-#[inline]
-pub const fn rx_slots(len: usize, gso: bool) -> usize {
-    let pages = len.div_ceil(PAGE_BYTES);
-    (if pages == 0 { 1 } else { pages }) + gso as usize
+/// What the slots of a packet to the frontend say of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RxContent {
+    /// Its length in bytes.
+    pub len: usize,
+    /// What is known of its checksum.
+    pub checksum: Checksum,
+    /// How it is to be cut, where it is too large for one frame.
+    pub gso: Option<Gso>,
+    /// The hash by which it was given to its queue.
+    pub hash: Option<PacketHash>,
+    /// Bytes that stay free before it, in its first page; below [`PAGE_BYTES`].
+    pub headroom: u16,
+}
+
+impl RxContent {
+    /// Slots that it takes: one per page, and one for each extra info.
+    #[inline]
+    pub const fn slots(&self) -> usize {
+        let pages = (self.len + self.headroom as usize).div_ceil(PAGE_BYTES);
+        (if pages == 0 { 1 } else { pages }) + self.extras()
+    }
+
+    /// Its extra infos. Their slots are the second and those behind it; their pages stay unused.
+    #[inline]
+    pub const fn extras(&self) -> usize {
+        self.gso.is_some() as usize + self.hash.is_some() as usize + (self.headroom > 0) as usize
+    }
+
+    /// The extra info of slot `at`, and whether another one follows.
+    fn extra(&self, at: usize) -> Option<(Extra, bool)> {
+        let headroom = (self.headroom > 0).then_some(Extra::Headroom(self.headroom));
+        let all = [self.gso.map(Extra::Gso), self.hash.map(Extra::Hash), headroom];
+        let extra = all.into_iter().flatten().nth(at.checked_sub(1)?)?;
+        Some((extra, at < self.extras()))
+    }
 }
 
 /// The backend's end of a receive ring.
@@ -303,8 +337,8 @@ impl RxBack {
     /// none and returns `false`. What is taken is answered by [`RxBack::respond`], in the same
     /// groups and the same order.
     ///
-    /// With segmentation ([`rx_slots`]) the second request is the extra info's: its page stays
-    /// unused.
+    /// With extra infos ([`RxContent::extras`]) the second request is the first one's, and so on:
+    /// their pages stay unused.
     ///
     /// # Errors
     /// The frontend broke the protocol: the vif is to be disconnected.
@@ -321,25 +355,25 @@ impl RxBack {
         Ok(true)
     }
 
-    /// Answers the requests of one packet, visible at once: its `len` bytes fill their pages one
-    /// after the other from offset 0. A packet that could not be copied is `failed`: its pages go
-    /// back with an error.
+    /// Answers the requests of one packet, visible at once: its bytes fill their pages one after
+    /// the other, the first one from its headroom on. A packet that could not be copied is
+    /// `failed`: its pages go back with an error.
     ///
     /// # Errors
-    /// [`XenError::OutOfOrder`] where `requests` are not as many as [`rx_slots`] says, or more than
-    /// are held; nothing is written.
+    /// [`XenError::OutOfOrder`] where `requests` are not as many as [`RxContent::slots`] says, or
+    /// more than are held; nothing is written.
     pub fn respond(
         &mut self,
         page: &RingPage<'_>,
         requests: &[RxRequest],
-        (len, checksum, gso): (usize, Checksum, Option<Gso>),
+        content: &RxContent,
         failed: bool,
     ) -> Result<(), XenError> {
         let index = self.ring.next_response();
-        if requests.len() != rx_slots(len, gso.is_some()) || requests.len() > self.ring.held() as usize {
+        if requests.len() != content.slots() || requests.len() > self.ring.held() as usize {
             return Err(XenError::OutOfOrder { got: requests.len() as u32, expected: index });
         }
-        let mut left = len;
+        let mut left = content.len;
         for (at, request) in requests.iter().enumerate() {
             if failed {
                 // Each slot by itself, so that nothing is left for the frontend to put together.
@@ -347,17 +381,18 @@ impl RxBack {
                 self.ring.respond(page, RX_SLOT_BYTES, response.emit());
                 continue;
             }
-            if let (1, Some(gso)) = (at, gso) {
-                self.ring.respond(page, RX_SLOT_BYTES, Extra::Gso(gso).emit(false));
+            if let Some((extra, more)) = content.extra(at) {
+                self.ring.respond(page, RX_SLOT_BYTES, extra.emit(more));
                 continue;
             }
-            let piece = left.min(PAGE_BYTES);
+            let offset = if at == 0 { content.headroom } else { 0 };
+            let piece = left.min(PAGE_BYTES.saturating_sub(offset.into()));
             left -= piece;
             let mut flags = if left > 0 { netif::RX_MORE_DATA } else { 0 };
             if at == 0 {
-                flags |= checksum.rx_flags() | if gso.is_some() { netif::RX_EXTRA_INFO } else { 0 };
+                flags |= content.checksum.rx_flags() | if content.extras() > 0 { netif::RX_EXTRA_INFO } else { 0 };
             }
-            let response = RxResponse { id: request.id, offset: 0, flags, status: piece as i16 };
+            let response = RxResponse { id: request.id, offset, flags, status: piece as i16 };
             self.ring.respond(page, RX_SLOT_BYTES, response.emit());
         }
         self.ring.reveal(page);

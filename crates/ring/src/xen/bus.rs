@@ -41,9 +41,10 @@ pub enum BusState {
     Closing = 5,
     /// Everything is let go of.
     Closed = 6,
-    /// Other devices than vifs use it.
+    /// A frontend has changed what it asks of its backend while it was connected, as Linux's does
+    /// for an XDP program.
     Reconfiguring = 7,
-    /// Other devices than vifs use it.
+    /// A backend has read that. The frontend goes Connected again.
     Reconfigured = 8,
 }
 
@@ -67,6 +68,11 @@ impl BusState {
             [digit @ b'1'..=b'8'] => BusState::ALL[usize::from(digit - b'0')],
             _ => BusState::Unknown,
         }
+    }
+
+    /// Whether a backend in this state has its frontend's rings.
+    pub const fn has_rings(self) -> bool {
+        matches!(self, BusState::Connected | BusState::Reconfigured)
     }
 
     /// The number as XenStore holds it.
@@ -123,34 +129,45 @@ pub struct BackStep {
 /// | --- | --- | --- | --- | --- | --- |
 /// | any | gone | any | yes | forget | Closed |
 /// | any | Closed | no | yes | forget | Closed |
-/// | Connected | Initialising | no | yes | wait | Closing |
+/// | Connected, Reconfigured | Initialising | no | yes | wait | Closing |
 /// | any other | Initialising | no | yes | forget | Closed |
 /// | any | Closed | yes | yes | wait | Closed |
 /// | any | Closing | any | yes | wait | Closing |
 /// | InitWait | Initialising | yes | no | wait | InitWait |
 /// | any other | Initialising | yes | yes | advertise | InitWait |
 /// | Connected | Connected | any | no | wait | Connected |
+/// | Reconfigured | Connected | yes | no | wait | Connected |
+/// | Reconfigured | Connected | no | yes | wait | Closing |
 /// | any other | Connected | yes | yes | connect | Connected |
+/// | Connected, Reconfigured | Reconfiguring | any | no | wait | Reconfigured |
+/// | any other | Reconfiguring | yes | yes | connect | Reconfigured |
 /// | any | any other | any | no | wait | the same |
 ///
-/// A backend that starts takes the state in its node as its own, except Connected, for which it
-/// passes
+/// A frontend that is Reconfiguring waits for its answer, so it has one also when the device is not
+/// wanted any more, over the Closing that the toolstack has written; that is written again after it.
+///
+/// Before it writes Reconfigured, a backend does what the frontend's nodes ask for now. One that
+/// starts takes the state in its node as its own. If that one says that it has the rings, it passes
 /// [`BusState::Initialising`]: what a dead backend had is to be connected again.
 pub const fn back_step(own: BusState, front: BusState, online: bool) -> BackStep {
     use BackAction::{Advertise, Connect, Forget, Wait};
     use BusState as S;
     let (disconnect, action, next) = match (own, front, online) {
         (_, S::Unknown, _) | (_, S::Closed, false) => (true, Forget, S::Closed),
-        (S::Connected, S::Initialising, false) => (true, Wait, S::Closing),
+        (S::Connected | S::Reconfigured, S::Initialising, false) => (true, Wait, S::Closing),
         (_, S::Initialising, false) => (true, Forget, S::Closed),
         (_, S::Closed, true) => (true, Wait, S::Closed),
         (_, S::Closing, _) => (true, Wait, S::Closing),
         (S::InitWait, S::Initialising, true) => (false, Wait, S::InitWait),
         // The first step, or the frontend has started again, with or without closing before.
         (_, S::Initialising, true) => (true, Advertise, S::InitWait),
-        (S::Connected, S::Connected, _) => (false, Wait, S::Connected),
+        (S::Connected, S::Connected, _) | (S::Reconfigured, S::Connected, true) => (false, Wait, S::Connected),
+        (S::Reconfigured, S::Connected, false) => (true, Wait, S::Closing),
+        (S::Connected | S::Reconfigured, S::Reconfiguring, _) => (false, Wait, S::Reconfigured),
         // The frontend has written its rings; or the last backend died while it was connected.
         (_, S::Connected, true) => (true, Connect, S::Connected),
+        // The same while the frontend waits for an answer, which it does for ever.
+        (_, S::Reconfiguring, true) => (true, Connect, S::Reconfigured),
         (own, _, _) => (false, Wait, own),
     };
     BackStep { disconnect, action, next }
@@ -222,17 +239,24 @@ mod tests {
     /// Rows as the documentation has them; the first that matches counts.
     type BackRow = (&'static [S], &'static [S], &'static [bool], (bool, BackAction, Option<S>));
 
-    const BACK: [BackRow; 11] = [
+    /// States with rings.
+    const HAS: &[S] = &[S::Connected, S::Reconfigured];
+
+    const BACK: [BackRow; 15] = [
         (ANY, &[S::Unknown], &[true, false], (true, BackAction::Forget, Some(S::Closed))),
         (ANY, &[S::Closed], &[false], (true, BackAction::Forget, Some(S::Closed))),
-        (&[S::Connected], &[S::Initialising], &[false], (true, BackAction::Wait, Some(S::Closing))),
+        (HAS, &[S::Initialising], &[false], (true, BackAction::Wait, Some(S::Closing))),
         (ANY, &[S::Initialising], &[false], (true, BackAction::Forget, Some(S::Closed))),
         (ANY, &[S::Closed], &[true], (true, BackAction::Wait, Some(S::Closed))),
         (ANY, &[S::Closing], &[true, false], (true, BackAction::Wait, Some(S::Closing))),
         (&[S::InitWait], &[S::Initialising], &[true], (false, BackAction::Wait, Some(S::InitWait))),
         (ANY, &[S::Initialising], &[true], (true, BackAction::Advertise, Some(S::InitWait))),
         (&[S::Connected], &[S::Connected], &[true, false], (false, BackAction::Wait, Some(S::Connected))),
+        (&[S::Reconfigured], &[S::Connected], &[true], (false, BackAction::Wait, Some(S::Connected))),
+        (&[S::Reconfigured], &[S::Connected], &[false], (true, BackAction::Wait, Some(S::Closing))),
         (ANY, &[S::Connected], &[true], (true, BackAction::Connect, Some(S::Connected))),
+        (HAS, &[S::Reconfiguring], &[true, false], (false, BackAction::Wait, Some(S::Reconfigured))),
+        (ANY, &[S::Reconfiguring], &[true], (true, BackAction::Connect, Some(S::Reconfigured))),
         (ANY, ANY, &[true, false], (false, BackAction::Wait, None)),
     ];
 
@@ -290,7 +314,7 @@ mod tests {
             let step = front_step(front.0, back.0);
             front.1 = (front.1 && !step.disconnect) || step.action == FrontAction::Publish;
             front.0 = step.next;
-            assert!(back.0 != S::Connected || back.1, "connected without rings: {path:?}");
+            assert!(!back.0.has_rings() || back.1, "connected without rings: {path:?}");
             if path.last() == Some(&(front.0, back.0)) {
                 return path;
             }
@@ -315,6 +339,16 @@ mod tests {
         back = (S::Initialising, false);
         settle(&mut front, &mut back, true);
         assert_eq!((front, back), ((S::Connected, true), (S::Connected, true)));
+        // The frontend changes what it wants, once with a backend that dies before it answers.
+        for rings in [true, false] {
+            front.0 = S::Reconfiguring;
+            back = (if rings { S::Connected } else { S::Initialising }, rings);
+            settle(&mut front, &mut back, true);
+            assert_eq!((front, back), ((S::Reconfiguring, true), (S::Reconfigured, true)));
+            front.0 = S::Connected;
+            settle(&mut front, &mut back, true);
+            assert_eq!((front, back), ((S::Connected, true), (S::Connected, true)));
+        }
         // A frontend that starts again without leaving.
         front = (S::Initialising, false);
         settle(&mut front, &mut back, true);
@@ -332,8 +366,7 @@ mod tests {
     fn the_two_ends_settle_from_wherever_they_are() {
         for (own, other) in ANY.iter().flat_map(|a| ANY.iter().map(move |b| (*a, *b))) {
             for online in [true, false] {
-                let holds = |state| state == S::Connected;
-                settle(&mut (own, holds(own)), &mut (other, holds(other)), online);
+                settle(&mut (own, own == S::Connected), &mut (other, other.has_rings()), online);
             }
         }
     }

@@ -11,7 +11,7 @@
 
 use super::XenError;
 use super::netif::{self, Checksum, Extra, Gso, MAX_DATA_SLOTS, MAX_EXTRAS, RSP_NULL, RxRequest, RxResponse};
-use super::netif::{SLOT_BYTES, TX_RESPONSE_BYTES, TxRequest, TxResponse};
+use super::netif::{PacketHash, SLOT_BYTES, TX_RESPONSE_BYTES, TxRequest, TxResponse};
 use super::ring::{FrontIndices, PAGE_BYTES, RING_SLOTS, RX_SLOT_BYTES, RingPage, TX_SLOT_BYTES, slot_of};
 
 /// A piece of a packet to send: bytes of one granted page.
@@ -151,10 +151,10 @@ impl TxFront {
     /// room for its two slots.
     ///
     /// # Errors
-    /// [`XenError::ExtraType`] for segmentation, which belongs to a packet.
+    /// [`XenError::ExtraType`] for what belongs to a packet.
     pub fn push_multicast(&mut self, page: &RingPage<'_>, extra: Extra) -> Result<bool, XenError> {
-        if matches!(extra, Extra::Gso(_)) {
-            return Err(XenError::ExtraType { got: netif::EXTRA_GSO });
+        if !matches!(extra, Extra::MulticastAdd(_) | Extra::MulticastDel(_)) {
+            return Err(XenError::ExtraType { got: extra.emit(false)[0] });
         }
         if self.free() < 2 {
             return Ok(false);
@@ -234,6 +234,8 @@ pub struct Received {
     pub checksum: Checksum,
     /// How it is to be cut, where it is too large for one frame.
     pub gso: Option<Gso>,
+    /// The hash by which the backend chose the queue, where it was asked for one.
+    pub hash: Option<PacketHash>,
     /// Whether the backend reported an error for one of its pieces: the packet is to be dropped.
     pub failed: bool,
 }
@@ -321,7 +323,7 @@ impl RxFront {
             return Ok(None);
         }
         let first_index = self.ring.next_response();
-        let mut received = Received { len: 0, checksum: Checksum::None, gso: None, failed: false };
+        let mut received = Received { len: 0, checksum: Checksum::None, gso: None, hash: None, failed: false };
         let (mut pieces, mut extras) = (0usize, 0usize);
         loop {
             let index = self.next_of_packet(page, first_index)?;
@@ -351,10 +353,14 @@ impl RxFront {
                     }
                     let index = self.next_of_packet(page, first_index)?;
                     let (extra, another) = Extra::parse(&page.read::<SLOT_BYTES>(RX_SLOT_BYTES, index))?;
-                    let Extra::Gso(gso) = extra else {
-                        return Err(XenError::ExtraType { got: netif::EXTRA_MCAST_ADD });
-                    };
-                    received.gso = Some(gso);
+                    match extra {
+                        Extra::Gso(gso) => received.gso = Some(gso),
+                        Extra::Hash(hash) => received.hash = Some(hash),
+                        // Where the packet begins is told by its offset too, by a backend that was
+                        // not asked for room.
+                        Extra::Headroom(_) => {}
+                        other => return Err(XenError::ExtraType { got: other.emit(false)[0] }),
+                    }
                     part(RxPart { token: self.tokens[slot_of(index)], offset: 0, len: 0 });
                     more = another;
                 }

@@ -51,6 +51,7 @@
 pub mod back;
 pub mod bus;
 pub mod bytes;
+pub mod ctrl;
 pub mod events;
 pub mod front;
 pub mod netif;
@@ -62,9 +63,9 @@ mod loom;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-pub use back::{Packet, RxBack, TxBack};
+pub use back::{Packet, RxBack, RxContent, TxBack};
 pub use front::{Completed, Received, RxFront, TxFront, TxPart};
-pub use netif::{Checksum, Gso, GsoKind};
+pub use netif::{Checksum, Gso, GsoKind, PacketHash};
 pub use ring::{PAGE_BYTES, RING_SLOTS, RingPage};
 
 /// Why a ring, a message or a peer was refused.

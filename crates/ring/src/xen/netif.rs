@@ -8,6 +8,8 @@
 //!   rx response    | id        | offset    | flags     | status    |
 //!   GSO            | 1   |flags| size      | kind| pad | features  |
 //!   multicast      | 2/3 |flags| address                           |
+//!   hash           | 4   |flags| kind| alg.| value                 |
+//!   headroom       | 5   |flags| bytes     | padding               |
 //! ```
 //!
 //! Little-endian (the frontend's own order; only x86 and arm64 guests exist). The size of a
@@ -42,6 +44,10 @@ mod field {
     pub(super) const GSO_SIZE: Range<usize> = 2..4;
     pub(super) const GSO_KIND: usize = 4;
     pub(super) const ADDRESS: Range<usize> = 2..8;
+    pub(super) const HEADROOM: Range<usize> = 2..4;
+    pub(super) const HASH_KIND: usize = 2;
+    pub(super) const HASH_ALGORITHM: usize = 3;
+    pub(super) const HASH_VALUE: Range<usize> = 4..8;
 }
 
 // --- the header's ---
@@ -90,6 +96,10 @@ pub const EXTRA_GSO: u8 = 1;
 pub const EXTRA_MCAST_ADD: u8 = 2;
 /// Type of an extra info: do not let packets to a multicast address pass.
 pub const EXTRA_MCAST_DEL: u8 = 3;
+/// Type of an extra info: a packet's hash.
+pub const EXTRA_HASH: u8 = 4;
+/// Type of an extra info: room before a received packet, for the frontend's XDP program.
+pub const EXTRA_XDP: u8 = 5;
 /// Flag of an extra info: another one follows.
 pub const EXTRA_MORE: u8 = 1;
 
@@ -98,7 +108,7 @@ pub const MAX_DATA_SLOTS: usize = 18;
 
 // --- ours ---
 
-/// Extra infos per packet. No known peer sends more than one; the header names four types.
+/// Extra infos per packet. Linux's backend sends up to three; the header names five types.
 pub const MAX_EXTRAS: usize = 4;
 /// Slots of data after which a frontend is broken, and not merely generous: those above
 /// [`MAX_DATA_SLOTS`] are dropped, not fatal. Linux's backend draws the line at 20 by default.
@@ -347,6 +357,17 @@ pub struct Gso {
     pub size: u16,
 }
 
+/// A packet's hash, by which it was given to its queue ([`ctrl`](super::ctrl)).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PacketHash {
+    /// What it is of, as the number of the bit in [`SET_HASH_FLAGS`](super::ctrl::SET_HASH_FLAGS).
+    pub kind: u8,
+    /// [`ALGORITHM_TOEPLITZ`](super::ctrl::ALGORITHM_TOEPLITZ).
+    pub algorithm: u8,
+    /// Its value.
+    pub value: u32,
+}
+
 /// An extra info.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extra {
@@ -356,6 +377,10 @@ pub enum Extra {
     MulticastAdd([u8; 6]),
     /// Do not let packets to this multicast address pass.
     MulticastDel([u8; 6]),
+    /// The packet's hash.
+    Hash(PacketHash),
+    /// A received packet begins so many bytes behind the beginning of its page.
+    Headroom(u16),
 }
 
 impl Extra {
@@ -382,6 +407,12 @@ impl Extra {
             }
             EXTRA_MCAST_ADD => Extra::MulticastAdd(address()),
             EXTRA_MCAST_DEL => Extra::MulticastDel(address()),
+            EXTRA_HASH => Extra::Hash(PacketHash {
+                kind: bytes[field::HASH_KIND],
+                algorithm: bytes[field::HASH_ALGORITHM],
+                value: long(bytes, field::HASH_VALUE),
+            }),
+            EXTRA_XDP => Extra::Headroom(word(bytes, field::HEADROOM)),
             got => return Err(XenError::ExtraType { got }),
         };
         Ok((extra, bytes[field::EXTRA_FLAGS] & EXTRA_MORE != 0))
@@ -406,6 +437,15 @@ impl Extra {
                 bytes[field::TYPE] = EXTRA_MCAST_DEL;
                 bytes[field::ADDRESS].copy_from_slice(address);
             }
+            Extra::Hash(hash) => {
+                bytes[field::TYPE] = EXTRA_HASH;
+                (bytes[field::HASH_KIND], bytes[field::HASH_ALGORITHM]) = (hash.kind, hash.algorithm);
+                bytes[field::HASH_VALUE].copy_from_slice(&hash.value.to_le_bytes());
+            }
+            Extra::Headroom(len) => {
+                bytes[field::TYPE] = EXTRA_XDP;
+                bytes[field::HEADROOM].copy_from_slice(&len.to_le_bytes());
+            }
         }
         bytes
     }
@@ -417,6 +457,8 @@ impl fmt::Display for Extra {
             Extra::Gso(gso) => write!(f, "extra gso {:?} size={}", gso.kind, gso.size),
             Extra::MulticastAdd(address) => write!(f, "extra multicast add {address:02x?}"),
             Extra::MulticastDel(address) => write!(f, "extra multicast del {address:02x?}"),
+            Extra::Hash(hash) => write!(f, "extra hash {:#x} of kind {}", hash.value, hash.kind),
+            Extra::Headroom(len) => write!(f, "extra headroom {len}"),
         }
     }
 }
@@ -480,6 +522,13 @@ mod tests {
                 true,
                 "extra multicast del [01, 00, 5e, 00, 00, fb]",
             ),
+            (
+                [4, 1, 3, 1, 0x78, 0xc1, 0xcc, 0x51],
+                Extra::Hash(PacketHash { kind: 3, algorithm: 1, value: 0x51cc_c178 }),
+                true,
+                "extra hash 0x51ccc178 of kind 3",
+            ),
+            ([5, 1, 0x00, 0x01, 0, 0, 0, 0], Extra::Headroom(256), true, "extra headroom 256"),
         ] {
             assert_eq!(Extra::parse(&golden), Ok((extra, more)));
             assert_eq!(within(extra.emit(more)), within(golden));
@@ -489,7 +538,7 @@ mod tests {
 
     #[test]
     fn extra_infos_that_nobody_defined_are_refused() {
-        for got in (0..=255u8).filter(|got| !(1..=3).contains(got)) {
+        for got in (0..=255u8).filter(|got| !(1..=5).contains(got)) {
             assert_eq!(Extra::parse(&[got, 0, 1, 1, 1, 0, 0, 0]), Err(XenError::ExtraType { got }));
         }
         for kind in (0..=255u8).filter(|kind| !(1..=2).contains(kind)) {

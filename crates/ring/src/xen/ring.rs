@@ -1,6 +1,6 @@
 //! The shared page of a ring (xen/include/public/io/ring.h), and how each side counts in it.
 //!
-//! Indices are 32 bits and run free; the low 8 bits name the slot. `req_event` and `rsp_event` hold
+//! Indices are 32 bits and run free; the low 8 bits name the slot, and the low 7 on the control ring. `req_event` and `rsp_event` hold
 //! the value of the index at which their writer wants to be notified. This is one more than
 //! VirtIO's event index would be. The wake-up protocol is that of
 //! [`virtio::notify`](crate::virtio::notify), and so is the second look at
@@ -34,17 +34,21 @@ pub const SLOTS: usize = 64;
 pub const TX_SLOT_BYTES: usize = 12;
 /// Bytes of a slot on the receive ring.
 pub const RX_SLOT_BYTES: usize = 8;
-/// Slots of either ring: the largest power of two that fits.
-pub const RING_SLOTS: u32 = 256;
+/// Bytes of a slot on the control ring.
+pub const CTRL_SLOT_BYTES: usize = 16;
+/// Slots of the transmit and of the receive ring.
+pub const RING_SLOTS: u32 = slots_of(TX_SLOT_BYTES);
+/// Slots of the control ring.
+pub const CTRL_SLOTS: u32 = slots_of(CTRL_SLOT_BYTES);
 
-const _: () = {
-    const fn fit(slot: usize) -> u32 {
-        1 << ((PAGE_BYTES - SLOTS) / slot).ilog2()
-    }
-    assert!(fit(TX_SLOT_BYTES) == RING_SLOTS && fit(RX_SLOT_BYTES) == RING_SLOTS);
-};
+/// Slots of a ring: the largest power of two that fits.
+const fn slots_of(slot_bytes: usize) -> u32 {
+    1 << ((PAGE_BYTES - SLOTS) / slot_bytes).ilog2()
+}
 
-/// Maps a free-running index to its place in the ring.
+const _: () = assert!(RING_SLOTS == 256 && slots_of(RX_SLOT_BYTES) == RING_SLOTS && CTRL_SLOTS == 128);
+
+/// Maps a free-running index to its place in the transmit or receive ring.
 #[inline]
 pub const fn slot_of(index: u32) -> usize {
     (index % RING_SLOTS) as usize
@@ -114,14 +118,20 @@ impl<'m> RingPage<'m> {
     /// Copies the first `N` bytes of an index's slot, on a ring with slots of `slot_bytes`.
     #[inline]
     pub(super) fn read<const N: usize>(&self, slot_bytes: usize, index: u32) -> [u8; N] {
-        // Never outside (see the constructor and RING_SLOTS), so the default is never taken.
-        self.0.as_foreign().read_array(SLOTS + slot_bytes * slot_of(index)).unwrap_or([0; N])
+        // Never outside (see the constructor and `slots_of`), so the default is never taken.
+        self.0.as_foreign().read_array(Self::place(slot_bytes, index)).unwrap_or([0; N])
     }
 
     /// Writes the first `N` bytes of an index's slot.
     #[inline]
     pub(super) fn write<const N: usize>(&self, slot_bytes: usize, index: u32, bytes: [u8; N]) {
-        let _ = self.0.write_array(SLOTS + slot_bytes * slot_of(index), bytes);
+        let _ = self.0.write_array(Self::place(slot_bytes, index), bytes);
+    }
+
+    /// Where in the page an index's slot begins.
+    #[inline]
+    const fn place(slot_bytes: usize, index: u32) -> usize {
+        SLOTS + slot_bytes * (index % slots_of(slot_bytes)) as usize
     }
 }
 
@@ -138,9 +148,9 @@ fn check_index(got: u32, from: Wrapping<u32>, room: u32) -> Result<u32, XenError
     if entries > room { Err(XenError::IndexJump { got, from: from.0, room }) } else { Ok(entries) }
 }
 
-/// The frontend's count: it produces requests and consumes responses.
+/// The frontend's count on a ring of so many slots: it produces requests and consumes responses.
 #[derive(Clone, Debug)]
-pub struct FrontIndices {
+pub struct FrontIndices<const COUNT: u32 = RING_SLOTS> {
     /// The next request to write.
     req: Wrapping<u32>,
     /// `req_prod` as last published.
@@ -152,13 +162,13 @@ pub struct FrontIndices {
     signals: Signals,
 }
 
-impl Default for FrontIndices {
+impl<const COUNT: u32> Default for FrontIndices<COUNT> {
     fn default() -> Self {
         FrontIndices::new()
     }
 }
 
-impl FrontIndices {
+impl<const COUNT: u32> FrontIndices<COUNT> {
     /// For a page that was [`RingPage::initialise`]d.
     pub const fn new() -> Self {
         let zero = Wrapping(0);
@@ -168,7 +178,7 @@ impl FrontIndices {
     /// Slots that are free for requests.
     #[inline]
     pub fn free(&self) -> u32 {
-        RING_SLOTS - self.outstanding()
+        COUNT - self.outstanding()
     }
 
     /// Requests whose response was not consumed, published or not.
@@ -259,9 +269,9 @@ impl FrontIndices {
     }
 }
 
-/// The backend's count: it consumes requests and produces responses.
+/// The backend's count on a ring of so many slots: it consumes requests and produces responses.
 #[derive(Clone, Debug)]
-pub struct BackIndices {
+pub struct BackIndices<const COUNT: u32 = RING_SLOTS> {
     /// The next request to read.
     req: Wrapping<u32>,
     /// `req_prod` as last read and checked.
@@ -275,7 +285,7 @@ pub struct BackIndices {
     signals: Signals,
 }
 
-impl BackIndices {
+impl<const COUNT: u32> BackIndices<COUNT> {
     /// Attaches to a ring: a new one, or one whose last backend is gone. Everything before
     /// `rsp_prod` is answered; requests behind it are taken (again).
     ///
@@ -315,8 +325,8 @@ impl BackIndices {
     }
 
     fn accept(&mut self, req_prod: u32) -> Result<(), XenError> {
-        // A frontend has at most RING_SLOTS requests without a published response.
-        let room = RING_SLOTS - (self.seen - self.published).0.min(RING_SLOTS);
+        // A frontend has at most so many requests without a published response.
+        let room = COUNT - (self.seen - self.published).0.min(COUNT);
         check_index(req_prod, self.seen, room)?;
         self.seen = Wrapping(req_prod);
         Ok(())
@@ -386,7 +396,7 @@ impl BackIndices {
     /// Asks to be notified when `after` requests are there that were not taken (at least 1), and
     /// looks once more. Returns whether the caller may sleep; otherwise so many are there.
     pub fn arm(&mut self, page: &RingPage<'_>, after: u32) -> Result<bool, XenError> {
-        let after = after.clamp(1, RING_SLOTS);
+        let after = after.clamp(1, COUNT);
         let event = self.req + Wrapping(after);
         let req_prod = notify::arm(&page.req_event(), event.0, &page.req_prod());
         self.accept(req_prod)?;

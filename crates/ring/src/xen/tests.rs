@@ -8,7 +8,7 @@ use std::vec::Vec;
 use core::sync::atomic::Ordering;
 use proptest::prelude::*;
 
-use super::back::{self, Refusal};
+use super::back::Refusal;
 use super::netif::{Extra, RSP_ERROR, RSP_OKAY, RxRequest, TX_CSUM_BLANK, TX_EXTRA_INFO, TX_MORE_DATA, TxRequest};
 use super::ring::{REQ_EVENT, REQ_PROD, RSP_EVENT, RSP_PROD, RX_SLOT_BYTES, TX_SLOT_BYTES};
 use super::*;
@@ -26,6 +26,10 @@ fn fresh() -> (ForeignMut<'static>, RingPage<'static>) {
     let page = RingPage::new(memory).unwrap();
     page.initialise();
     (memory, page)
+}
+
+fn content(len: usize, checksum: Checksum, gso: Option<Gso>) -> RxContent {
+    RxContent { len, checksum, gso, ..RxContent::default() }
 }
 
 fn word(memory: ForeignMut<'_>, at: usize) -> u32 {
@@ -102,22 +106,23 @@ fn a_received_packet_stands_in_the_page_as_the_header_has_it() {
     assert!(front.publish(&page));
     assert_eq!(slot(memory, RX_SLOT_BYTES, 5), [5, 0, 0, 0, 5, 0, 1, 0]);
     let mut requests = [RxRequest::default(); 3];
-    assert_eq!(back::rx_slots(5000, true), 3);
+    let what = content(5000, Checksum::Blank, Some(GSO));
+    assert_eq!(what.slots(), 3);
     assert_eq!(back.reserve(&page, &mut requests), Ok(true));
     assert_eq!(requests.map(|request| request.gref), [0x1_0000, 0x1_0001, 0x1_0002]);
-    back.respond(&page, &requests, (5000, Checksum::Blank, Some(GSO)), false).unwrap();
+    back.respond(&page, &requests, &what, false).unwrap();
     assert!(back.publish(&page));
     assert_eq!(slot(memory, RX_SLOT_BYTES, 0), [0, 0, 0, 0, 0x0f, 0, 0, 0x10]);
     assert_eq!(slot(memory, RX_SLOT_BYTES, 1), [1, 0, 0xa8, 5, 1, 0, 0, 0]);
     assert_eq!(slot(memory, RX_SLOT_BYTES, 2), [2, 0, 0, 0, 0, 0, 0x88, 3]);
     let mut parts = Vec::new();
     let received = front.receive(&page, |part| parts.push((part.token, part.offset, part.len))).unwrap().unwrap();
-    assert_eq!(received, Received { len: 5000, checksum: Checksum::Blank, gso: Some(GSO), failed: false });
+    assert_eq!(received, Received { len: 5000, checksum: Checksum::Blank, gso: Some(GSO), hash: None, failed: false });
     assert_eq!(parts, [(70, 0, 4096), (71, 0, 0), (72, 0, 904)]);
     // A packet that could not be copied gives its pages back.
     assert_eq!(back.reserve(&page, &mut requests), Ok(true));
     assert_eq!(back.reserve(&page, &mut requests[..1]), Ok(false));
-    back.respond(&page, &requests, (5000, Checksum::Blank, Some(GSO)), true).unwrap();
+    back.respond(&page, &requests, &what, true).unwrap();
     back.publish(&page);
     for token in 73..76 {
         let mut parts = Vec::new();
@@ -128,6 +133,30 @@ fn a_received_packet_stands_in_the_page_as_the_header_has_it() {
     assert_eq!(front.receive(&page, |_| ()), Ok(None));
     assert_eq!((front.arm(&page), back.arm(&page, 18)), (Ok(true), Ok(true)));
     assert_eq!((word(memory, RSP_EVENT), word(memory, REQ_EVENT)), (7, 24));
+    // With room for an XDP program, and segmentation beside it.
+    for n in 0..6 {
+        assert!(front.post(&page, n, 80 + n));
+    }
+    front.publish(&page);
+    let mut requests = [RxRequest::default(); 6];
+    let small = RxContent { headroom: 256, ..content(60, Checksum::None, None) };
+    let hash = PacketHash { kind: 1, algorithm: 1, value: 0x51cc_c178 };
+    let large = RxContent { headroom: 256, hash: Some(hash), ..content(3840, Checksum::Blank, Some(GSO)) };
+    assert_eq!((small.slots(), large.slots(), back.reserve(&page, &mut requests)), (2, 4, Ok(true)));
+    back.respond(&page, &requests[..2], &small, false).unwrap();
+    back.respond(&page, &requests[2..], &large, false).unwrap();
+    assert_eq!(slot(memory, RX_SLOT_BYTES, 6), [6, 0, 0, 1, 0x08, 0, 60, 0]);
+    assert_eq!(slot(memory, RX_SLOT_BYTES, 7), [5, 0, 0, 1, 0, 0, 0, 0]);
+    assert_eq!(slot(memory, RX_SLOT_BYTES, 8), [8, 0, 0, 1, 0x0b, 0, 0, 0x0f]);
+    assert_eq!(slot(memory, RX_SLOT_BYTES, 9), [1, 1, 0xa8, 5, 1, 0, 0, 0]);
+    assert_eq!(slot(memory, RX_SLOT_BYTES, 10), [4, 1, 1, 1, 0x78, 0xc1, 0xcc, 0x51]);
+    assert_eq!(slot(memory, RX_SLOT_BYTES, 11), [5, 0, 0, 1, 0, 0, 0, 0]);
+    let (mut parts, mut hashes) = (Vec::new(), Vec::new());
+    while let Some(received) = front.receive(&page, |part| parts.push((part.token, part.offset, part.len))).unwrap() {
+        hashes.push((received.gso, received.hash));
+    }
+    assert_eq!(parts, [(80, 256, 60), (81, 0, 0), (82, 256, 3840), (83, 0, 0), (84, 0, 0), (85, 0, 0)]);
+    assert_eq!(hashes, [(None, None), (Some(GSO), Some(hash))]);
 }
 
 #[test]
@@ -310,7 +339,7 @@ fn answers_out_of_order_are_the_callers_mistake() {
     assert!(back.answer(&page, &first, 0).is_ok() && back.answer(&page, &second, 0).is_ok());
     let mut rx = RxBack::attach(&page).unwrap();
     let requests = [RxRequest::default(); 2];
-    assert!(rx.respond(&page, &requests, (5000, Checksum::None, None), false).is_err(), "none is held");
+    assert!(rx.respond(&page, &requests, &content(5000, Checksum::None, None), false).is_err(), "none is held");
 }
 
 // --- what a backend can do to a frontend ---
@@ -446,30 +475,32 @@ proptest! {
 
     #[test]
     fn a_receive_ring_is_a_queue_of_packets(
-        packets in prop::collection::vec((14usize..=65535, any::<bool>(), any::<bool>()), 1..100),
+        packets in prop::collection::vec((14usize..=65535, any::<bool>(), any::<bool>(), 0u16..=2048), 1..100),
         post in 1u32..=256,
     ) {
         let (_, page) = fresh();
         let (mut front, mut back) = (RxFront::new(), RxBack::attach(&page).unwrap());
         let (mut posted, mut next, mut waiting) = (VecDeque::new(), 0u32, VecDeque::new());
         let mut queue = VecDeque::from(packets);
-        while let Some((len, gso, failed)) = queue.front().copied() {
-            while posted.len() < post.max(18) as usize && front.post(&page, next, next ^ 0xffff) {
+        while let Some((len, gso, failed, headroom)) = queue.front().copied() {
+            while posted.len() < post.max(20) as usize && front.post(&page, next, next ^ 0xffff) {
                 posted.push_back(next);
                 next += 1;
             }
             front.publish(&page);
             let gso = gso.then_some(GSO);
-            let mut requests = [RxRequest::default(); 17];
-            let requests = &mut requests[..back::rx_slots(len, gso.is_some())];
+            let mut requests = [RxRequest::default(); 20];
+            let hash = (headroom % 2 == 1).then_some(PacketHash { kind: 1, algorithm: 1, value: 7 });
+            let what = RxContent { headroom, hash, ..content(len, Checksum::Blank, gso) };
+            let requests = &mut requests[..what.slots()];
             if back.reserve(&page, requests).unwrap() {
                 queue.pop_front();
-                back.respond(&page, requests, (len, Checksum::Blank, gso), failed).unwrap();
+                back.respond(&page, requests, &what, failed).unwrap();
                 back.publish(&page);
                 waiting.push_back((len, gso, failed, requests.len()));
                 continue;
             }
-            prop_assert!(!waiting.is_empty(), "18 pages are enough for each packet");
+            prop_assert!(!waiting.is_empty(), "20 pages are enough for each packet");
             drain(&page, &mut front, &mut posted, &mut waiting)?;
         }
         drain(&page, &mut front, &mut posted, &mut waiting)?;
@@ -502,7 +533,7 @@ proptest! {
         }
         let mut requests = [RxRequest::default(); 3];
         while let Ok(true) = rx.reserve(&page, &mut requests) {
-            rx.respond(&page, &requests, (9000, Checksum::None, None), false).unwrap();
+            rx.respond(&page, &requests, &content(9000, Checksum::None, None), false).unwrap();
         }
         memory.skip(64).write_from(&bytes);
         rx_front.publish(&page);

@@ -4,11 +4,10 @@ use super::super::grants::Access;
 use super::super::queue::{Granted, Queue};
 use super::*;
 use tombolo_ring::mem::ForeignMut;
-use tombolo_ring::xen::back::rx_slots;
 use tombolo_ring::xen::bus::BusState;
 use tombolo_ring::xen::netif::Extra;
 use tombolo_ring::xen::netif::{RSP_DROPPED, RSP_OKAY, RxRequest};
-use tombolo_ring::xen::{Packet, RxBack, TxBack};
+use tombolo_ring::xen::{Packet, RxBack, RxContent, TxBack};
 
 const BACKEND: u16 = 7;
 const EVERYTHING: Features = Features {
@@ -66,14 +65,14 @@ fn page_of(pool: &Granted, reference: u32) -> ForeignMut<'static> {
 
 /// The backend gives the frontend a packet.
 fn give(queue: &Queue, backend: &mut Backend, bytes: &[u8], checksum: Checksum, gso: Option<Gso>, failed: bool) {
-    let mut requests = std::vec![RxRequest::default(); rx_slots(bytes.len(), gso.is_some())];
+    let what = RxContent { len: bytes.len(), checksum, gso, ..RxContent::default() };
+    let mut requests = std::vec![RxRequest::default(); what.slots()];
     assert!(backend.receive.reserve(&queue.receive_page, &mut requests).unwrap());
     let pages = requests.iter().enumerate().filter(|(at, _)| gso.is_none() || *at != 1);
     for (part, (_, request)) in bytes.chunks(PAGE).zip(pages) {
         page_of(&queue.receive_pool, request.gref).write_from(part);
     }
-    let what = (bytes.len(), checksum, gso);
-    backend.receive.respond(&queue.receive_page, &requests, what, failed).unwrap();
+    backend.receive.respond(&queue.receive_page, &requests, &what, failed).unwrap();
     backend.receive.publish(&queue.receive_page);
 }
 

@@ -12,8 +12,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use tombolo_ring::mem::ForeignMut;
+use tombolo_ring::xen::ctrl::{CtrlFront, CtrlRequest};
 use tombolo_ring::xen::netif::{Extra, RSP_ERROR};
-use tombolo_ring::xen::{Checksum, PAGE_BYTES, RingPage, RxFront, TxFront, TxPart};
+use tombolo_ring::xen::{Checksum, PAGE_BYTES, PacketHash, RingPage, RxFront, TxFront, TxPart};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::frame::Offload;
 
@@ -102,6 +103,11 @@ impl World {
     /// Has the next transactions meet others.
     pub(super) fn conflict(&self, transactions: usize) {
         self.lock().conflicts = transactions;
+    }
+
+    /// How many of these are to come.
+    pub(super) fn conflicts(&self) -> usize {
+        self.lock().conflicts
     }
 
     /// From now on XenStore refuses to tell the names of domains, as in a driver domain.
@@ -387,7 +393,17 @@ pub(super) struct Frontend {
     failed_pages: usize,
     /// Pieces of packets that were answered with an error.
     failed_pieces: usize,
+    /// Where in its page the last frame that was taken began.
+    taken_offset: u16,
+    /// Its hash.
+    taken_hash: Option<PacketHash>,
+    control_page: ForeignMut<'static>,
+    control: CtrlFront,
 }
+
+/// Grant and event channel of the control ring.
+const CONTROL_GREF: u32 = 900;
+const CONTROL_CHANNEL: u32 = 90;
 
 fn tx_gref(queue: usize) -> u32 {
     1 + 2 * queue as u32
@@ -415,7 +431,22 @@ impl Frontend {
                 FrontQueue { tx_page, rx_page, tx: TxFront::new(), rx: RxFront::new(), free: Vec::new() }
             })
             .collect();
-        Frontend { world, domain: 0, device: 0, split, queues, sent: 0, failed_pages: 0, failed_pieces: 0 }
+        let (control_page, control) = (page(CONTROL_GREF), CtrlFront::new());
+        let (domain, device, sent, failed_pages, failed_pieces, taken_offset) = (0, 0, 0, 0, 0, 0);
+        Frontend {
+            world,
+            domain,
+            device,
+            split,
+            queues,
+            sent,
+            failed_pages,
+            failed_pieces,
+            taken_offset,
+            taken_hash: None,
+            control_page,
+            control,
+        }
     }
 
     fn front_path(&self) -> String {
@@ -436,7 +467,12 @@ impl Frontend {
     }
 
     pub(super) fn set_state(&self, state: &str) {
-        self.world.write(&[(format!("{}/state", self.front_path()), state.into())]);
+        self.ask("state", state);
+    }
+
+    /// Writes a node of its own.
+    pub(super) fn ask(&self, name: &str, value: &str) {
+        self.world.write(&[(format!("{}/{name}", self.front_path()), value.into())]);
     }
 
     /// As the toolstack makes a new domain with a vif.
@@ -498,12 +534,50 @@ impl Frontend {
             let mut state = self.world.lock();
             state.unbound.extend([(self.domain, tx), (self.domain, rx)]);
         }
+        RingPage::new(self.control_page).unwrap().initialise();
+        self.control = CtrlFront::new();
+        self.world.lock().unbound.push((self.domain, CONTROL_CHANNEL));
         for (name, value) in others {
             nodes.insert((*name).into(), (*value).into());
         }
         let mut nodes: Vec<_> = nodes.into_iter().map(|(name, value)| (format!("{front}/{name}"), value)).collect();
         nodes.push((format!("{front}/state"), "4".into()));
         self.world.write(&nodes);
+    }
+
+    /// As [`Frontend::publish`], with a control ring.
+    pub(super) fn publish_control(&mut self) {
+        let (gref, channel) = (CONTROL_GREF.to_string(), CONTROL_CHANNEL.to_string());
+        self.publish_with(&[("ctrl-ring-ref", &gref), ("event-channel-ctrl", &channel)]);
+    }
+
+    /// Sends a request on the control ring.
+    pub(super) fn request(&mut self, kind: u16, data: [u32; 3]) {
+        let page = RingPage::new(self.control_page).unwrap();
+        let request = CtrlRequest { id: kind + 100, kind, data };
+        if self.control.ask(&page, request).unwrap() {
+            self.notify(CONTROL_CHANNEL);
+        }
+    }
+
+    /// The next answer on the control ring: its kind, status and data.
+    pub(super) fn answered(&mut self) -> Option<(u16, u32, u32)> {
+        let answer = self.control.answer(&RingPage::new(self.control_page).unwrap()).unwrap()?;
+        assert_eq!(answer.id, answer.kind + 100);
+        Some((answer.kind, answer.status, answer.data))
+    }
+
+    /// Moves the control ring's index where it may not be.
+    pub(super) fn jump_control(&mut self) {
+        self.control_page.store_u32(tombolo_ring::xen::ring::REQ_PROD, 1000, Ordering::Release).unwrap();
+        self.notify(CONTROL_CHANNEL);
+    }
+
+    /// Writes bytes to the beginning of a page for packets, and gives its grant.
+    pub(super) fn granted(&self, bytes: &[u8]) -> u32 {
+        let gref = buffer_gref(0, 0);
+        self.world.lock().pages[&gref].write_from(bytes);
+        gref
     }
 
     /// A new domain whose frontend waits for nothing.
@@ -609,7 +683,7 @@ impl Frontend {
         let queue = &mut self.queues[index];
         let page = RingPage::new(queue.rx_page).unwrap();
         loop {
-            let (mut bytes, mut grefs) = (Vec::new(), Vec::new());
+            let (mut bytes, mut grefs, mut offset) = (Vec::new(), Vec::new(), None);
             let received = queue
                 .rx
                 .receive(&page, |part| {
@@ -618,6 +692,7 @@ impl Frontend {
                     from.as_foreign().skip(part.offset.into()).read_into(&mut piece);
                     bytes.extend(piece);
                     grefs.push(part.token);
+                    offset.get_or_insert(part.offset);
                 })
                 .unwrap()?;
             for gref in grefs {
@@ -629,9 +704,20 @@ impl Frontend {
                 continue;
             }
             assert_eq!(received.len, bytes.len());
+            (self.taken_offset, self.taken_hash) = (offset.unwrap_or(0), received.hash);
             let offload = transport::from_ring(&bytes, received.checksum, received.gso).unwrap();
             return Some(OwnedFrame { bytes, offload });
         }
+    }
+
+    /// Where in its page the last frame that was taken began.
+    pub(super) fn taken_offset(&self) -> u16 {
+        self.taken_offset
+    }
+
+    /// Its hash.
+    pub(super) fn taken_hash(&self) -> Option<PacketHash> {
+        self.taken_hash
     }
 
     /// Pages that came back with an error.
