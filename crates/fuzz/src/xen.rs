@@ -23,6 +23,14 @@ fn page_of(bytes: &mut Vec<u8>) -> ForeignMut<'_> {
     ForeignMut::from(&mut bytes[skip..skip + PAGE_BYTES])
 }
 
+/// The same, for a new ring.
+fn ring_of(bytes: &mut Vec<u8>) -> (ForeignMut<'_>, RingPage<'_>) {
+    let memory = page_of(bytes);
+    let Ok(page) = RingPage::new(memory) else { panic!("a page is a page") };
+    page.initialise();
+    (memory, page)
+}
+
 /// Writes a record over the page: two bytes of place, then what goes there. With no place, moves
 /// one of the indices.
 fn write_over(memory: ForeignMut<'_>, write: &[u8]) {
@@ -39,9 +47,7 @@ fn write_over(memory: ForeignMut<'_>, write: &[u8]) {
 /// error an end starts again.
 pub fn xen_transmit(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = Vec::new();
-    let memory = page_of(&mut bytes);
-    let Ok(page) = RingPage::new(memory) else { panic!("a page is a page") };
-    page.initialise();
+    let (memory, page) = ring_of(&mut bytes);
     let mut front = TxFront::new();
     let Ok(mut back) = TxBack::attach(&page) else { panic!("a new ring can be attached") };
     let mut held: Vec<Packet> = Vec::new();
@@ -115,9 +121,7 @@ pub fn xen_transmit(input: &[u8], behaviour: &mut Behaviour) {
 /// an end starts again.
 pub fn xen_receive(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = Vec::new();
-    let memory = page_of(&mut bytes);
-    let Ok(page) = RingPage::new(memory) else { panic!("a page is a page") };
-    page.initialise();
+    let (memory, page) = ring_of(&mut bytes);
     let mut front = RxFront::new();
     let Ok(mut back) = RxBack::attach(&page) else { panic!("a new ring can be attached") };
     for (step, write) in records(input) {
@@ -182,9 +186,7 @@ pub fn xen_receive(input: &[u8], behaviour: &mut Behaviour) {
 /// an end starts again.
 pub fn xen_control(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = Vec::new();
-    let memory = page_of(&mut bytes);
-    let Ok(page) = RingPage::new(memory) else { panic!("a page is a page") };
-    page.initialise();
+    let (memory, page) = ring_of(&mut bytes);
     let (mut front, mut held) = (CtrlFront::new(), Vec::new());
     let Ok(mut back) = CtrlBack::attach(&page) else { panic!("a new ring can be attached") };
     for (step, write) in records(input) {

@@ -10,6 +10,7 @@ use super::platform::{Guest, Page};
 use super::transport;
 use crate::spread;
 use crate::sys::{GrantCopy, recycle_copies};
+use rustix::io::Errno;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::xen::back::Piece;
 use tombolo_ring::xen::netif::{Extra, RSP_DROPPED, RSP_ERROR, RSP_OKAY, RxRequest};
@@ -156,6 +157,12 @@ pub(super) struct Connection {
 #[cold]
 pub(super) fn ring_fault(queue: usize, side: &str, error: XenError) -> Fault {
     Fault { kind: FaultKind::Ring, detail: format!("queue {queue}, {side} ring: {error}") }
+}
+
+#[cold]
+pub(super) fn copy_fault(errno: Errno) -> Fault {
+    let detail = format!("the system refused to copy from the guest's pages: {errno}");
+    Fault { kind: FaultKind::System, detail }
 }
 
 /// Where in the arena, whose first byte begins a page, a packet is put: at `at` or soon behind it,
@@ -333,11 +340,7 @@ impl Connection {
         if let Err(errno) = copied {
             // Not the guest's doing, so nothing is answered: the port takes these packets again
             // when it has attached again.
-            let refused = || Fault {
-                kind: FaultKind::System,
-                detail: format!("the system refused to copy from the guest's pages: {errno}"),
-            };
-            return Err(fault.unwrap_or_else(refused));
+            return Err(fault.unwrap_or_else(|| copy_fault(errno)));
         }
         // Nothing is written to the arena any more in this turn.
         let arena: &'m [u8] = arena;

@@ -61,32 +61,29 @@ impl Exchange {
     /// Control side: has the worker run `next` and nothing else. Blocks until it does. Returns what
     /// it ran before, which is released here, since unmapping takes long.
     pub(super) fn hand_over(&self, next: Option<Box<Connection>>) -> Result<Option<Box<Connection>>, Gone> {
-        let mut slot = self.lock();
-        slot.next = Some(next);
-        slot.old = None;
-        // Relaxed: the worker that sees it takes the lock, and the wake-up makes it look.
-        self.waiting.store(true, Ordering::Relaxed);
-        self.registration.wake();
-        let mut slot = self
-            .taken
-            .wait_while(slot, |slot| slot.old.is_none() && !slot.gone)
-            .unwrap_or_else(PoisonError::into_inner);
-        slot.old.take().ok_or(Gone)
+        let put = |slot: &mut ConnectionSlot| (slot.next, slot.old) = (Some(next), None);
+        self.ask(put, |slot| slot.old.is_none()).old.take().ok_or(Gone)
     }
 
     /// Control side: has the worker's connection do what the frontend asks for now. Blocks until it
     /// does, or has none.
     pub(super) fn change(&self, requested: Requested) -> Result<(), Gone> {
+        let slot = self.ask(|slot| slot.requested = Some(requested), |slot| slot.requested.is_some());
+        if slot.requested.is_some() { Err(Gone) } else { Ok(()) }
+    }
+
+    /// Leaves something for the worker, and waits until it has taken that, or the port is gone.
+    fn ask(
+        &self,
+        put: impl FnOnce(&mut ConnectionSlot),
+        waits: impl Fn(&ConnectionSlot) -> bool,
+    ) -> MutexGuard<'_, ConnectionSlot> {
         let mut slot = self.lock();
-        slot.requested = Some(requested);
-        // Relaxed: see `hand_over`.
+        put(&mut slot);
+        // Relaxed: the worker that sees it takes the lock, and the wake-up makes it look.
         self.waiting.store(true, Ordering::Relaxed);
         self.registration.wake();
-        let slot = self
-            .taken
-            .wait_while(slot, |slot| slot.requested.is_some() && !slot.gone)
-            .unwrap_or_else(PoisonError::into_inner);
-        if slot.requested.is_some() { Err(Gone) } else { Ok(()) }
+        self.taken.wait_while(slot, |slot| waits(slot) && !slot.gone).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Control side: what the worker gave up, and why.
@@ -112,7 +109,7 @@ impl Exchange {
     /// Worker side: takes what waits, if anything does.
     #[inline]
     pub(super) fn serve(&self, running: &mut Option<Box<Connection>>) {
-        // Relaxed: a hint; see `hand_over`.
+        // Relaxed: a hint; see `ask`.
         if self.waiting.load(Ordering::Relaxed) {
             let mut slot = self.lock();
             self.waiting.store(false, Ordering::Relaxed);

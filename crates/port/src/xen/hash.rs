@@ -3,7 +3,7 @@
 //! Linux's backend has the same limits. Linux's frontend has no control ring; Windows drivers use
 //! it for receive-side scaling.
 
-use super::connection::ring;
+use super::connection::{copy_fault, ring};
 use super::platform::{Guest, Page};
 use crate::sys::GrantCopy;
 use tombolo_ring::mem::ForeignMut;
@@ -194,10 +194,7 @@ impl ControlRing {
             let Some(request) = self.ring.take(&page).map_err(broken)? else { break };
             let copy = |gref, to: &mut [u8]| -> Result<bool, Fault> {
                 let mut copies = [GrantCopy::from_guest(domain, gref, 0, ForeignMut::from(to))];
-                guest.copy(&mut copies).map_err(|errno| Fault {
-                    kind: FaultKind::System,
-                    detail: format!("the system refused to copy from the guest's pages: {errno}"),
-                })?;
+                guest.copy(&mut copies).map_err(copy_fault)?;
                 Ok(copies[0].is_done())
             };
             let response = hashing.serve(&request, queues as u32, copy)?;

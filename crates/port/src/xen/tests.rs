@@ -262,6 +262,15 @@ fn a_port_that_takes_over_goes_on_where_the_rings_stand() {
     assert_eq!((world.mapped(), world.bound()), (2, 2));
 }
 
+/// A frame to an address that a guest may ask for, that address, and a frame to another one.
+fn multicast_frames() -> ([u8; 6], Vec<OwnedFrame>) {
+    let address = [0x33, 0x33, 0xff, 0, 0, 2];
+    let mut frames = plain(0, [60, 60]);
+    frames[0].bytes[..6].copy_from_slice(&address);
+    frames[1].bytes[..6].copy_from_slice(&[0x33, 0x33, 0, 0, 0, 9]);
+    (address, frames)
+}
+
 #[test]
 fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     let mut rig = Rig::<XenFixture>::up();
@@ -271,10 +280,7 @@ fn a_port_that_takes_over_keeps_multicast_and_as_many_queues_as_there_are() {
     rig.peer.frontend.make(20);
     rig.peer.frontend.publish_with(&[("request-multicast-control", "1")]);
     rig.until("the link comes up", |rig| rig.port.details().contains(&("domain_id", 20u64.into())));
-    let address = [0x33, 0x33, 0xff, 0, 0, 2];
-    let mut frames = plain(0, [60, 60]);
-    frames[0].bytes[..6].copy_from_slice(&address);
-    frames[1].bytes[..6].copy_from_slice(&[0x33, 0x33, 0, 0, 0, 9]);
+    let (address, frames) = multicast_frames();
     rig.peer.frontend.subscribe(Extra::MulticastAdd(address));
     rig.settle();
     assert_eq!((rig.send(&frames), rig.tx_drops.of(Reason::Unsubscribed)), (1, 1));
@@ -670,10 +676,7 @@ fn grants_that_were_revoked_cost_their_own_frames() {
 fn a_frontend_asks_for_other_multicast_frames_while_it_is_connected() {
     let mut rig = rig(1, true);
     until_connected(&mut rig);
-    let address = [0x33, 0x33, 0xff, 0, 0, 2];
-    let mut frames = plain(0, [60, 60]);
-    frames[0].bytes[..6].copy_from_slice(&address);
-    frames[1].bytes[..6].copy_from_slice(&[0x33, 0x33, 0, 0, 0, 9]);
+    let (address, frames) = multicast_frames();
     // The list may be made before it is to count.
     rig.peer.frontend.subscribe(Extra::MulticastAdd(address));
     rig.settle();

@@ -11,6 +11,7 @@
 //! long as a request, so the ring has 128 of them.
 
 use super::XenError;
+use super::netif::{long, word};
 use super::ring::{BackIndices, CTRL_SLOT_BYTES, CTRL_SLOTS, FrontIndices, RingPage};
 
 mod field {
@@ -84,8 +85,9 @@ pub struct CtrlRequest {
 impl CtrlRequest {
     /// The request in a slot's bytes. Every bit pattern is one.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Self {
-        let data = core::array::from_fn(|n| long(bytes, field::DATA.start + 4 * n));
-        CtrlRequest { id: word(bytes, field::ID.start), kind: word(bytes, field::KIND.start), data }
+        let at = |n: usize| field::DATA.start + 4 * n;
+        let data = core::array::from_fn(|n| long(bytes, at(n)..at(n + 1)));
+        CtrlRequest { id: word(bytes, field::ID), kind: word(bytes, field::KIND), data }
     }
 
     /// Serialises into the layout of a ring slot.
@@ -117,10 +119,10 @@ impl CtrlResponse {
     /// The response in the first bytes of a slot.
     pub fn parse(bytes: &[u8; RESPONSE_BYTES]) -> Self {
         CtrlResponse {
-            id: word(bytes, field::ID.start),
-            kind: word(bytes, field::KIND.start),
-            status: long(bytes, field::STATUS.start),
-            data: long(bytes, field::ANSWER.start),
+            id: word(bytes, field::ID),
+            kind: word(bytes, field::KIND),
+            status: long(bytes, field::STATUS),
+            data: long(bytes, field::ANSWER),
         }
     }
 
@@ -133,14 +135,6 @@ impl CtrlResponse {
         bytes[field::ANSWER].copy_from_slice(&self.data.to_le_bytes());
         bytes
     }
-}
-
-fn word(bytes: &[u8], at: usize) -> u16 {
-    u16::from_le_bytes([bytes[at], bytes[at + 1]])
-}
-
-fn long(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
 /// The Toeplitz hash of `data` under a key whose missing bytes are zero. For each bit of the data
@@ -267,11 +261,9 @@ impl CtrlFront {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::mem::ForeignMut;
-    use crate::xen::ring::{PAGE_BYTES, REQ_PROD};
+    use crate::xen::ring::REQ_PROD;
+    use crate::xen::tests::fresh;
     use core::sync::atomic::Ordering;
-    use std::boxed::Box;
-    use std::vec;
 
     #[test]
     fn golden_messages_both_ways() {
@@ -301,15 +293,6 @@ mod tests {
         assert_eq!(toeplitz(&KEY, &data[..8]), 0xd718_262a);
         assert_eq!(toeplitz(&KEY, &data), 0xc626_b0ea);
         assert_eq!((toeplitz(&[], &data), toeplitz(&KEY, &[])), (0, 0));
-    }
-
-    fn fresh() -> (ForeignMut<'static>, RingPage<'static>) {
-        let memory = Box::leak(vec![0xa5u8; PAGE_BYTES + 64].into_boxed_slice());
-        let skip = memory.as_ptr().align_offset(64);
-        let memory = ForeignMut::from(&mut memory[skip..skip + PAGE_BYTES]);
-        let page = RingPage::new(memory).unwrap();
-        page.initialise();
-        (memory, page)
     }
 
     #[test]

@@ -117,12 +117,12 @@ pub const FATAL_DATA_SLOTS: usize = 20;
 pub const MIN_PACKET_BYTES: u16 = 14;
 
 #[inline]
-fn word(bytes: &[u8], at: core::ops::Range<usize>) -> u16 {
+pub(super) fn word(bytes: &[u8], at: core::ops::Range<usize>) -> u16 {
     u16::from_le_bytes([bytes[at.start], bytes[at.start + 1]])
 }
 
 #[inline]
-fn long(bytes: &[u8], at: core::ops::Range<usize>) -> u32 {
+pub(super) fn long(bytes: &[u8], at: core::ops::Range<usize>) -> u32 {
     u32::from_le_bytes([bytes[at.start], bytes[at.start + 1], bytes[at.start + 2], bytes[at.start + 3]])
 }
 

@@ -21,7 +21,7 @@ fn memory() -> ForeignMut<'static> {
     ForeignMut::from(&mut memory[skip..skip + PAGE_BYTES])
 }
 
-fn fresh() -> (ForeignMut<'static>, RingPage<'static>) {
+pub(super) fn fresh() -> (ForeignMut<'static>, RingPage<'static>) {
     let memory = memory();
     let page = RingPage::new(memory).unwrap();
     page.initialise();
