@@ -224,6 +224,7 @@ def compare(h, mode="tcx"):
     for name, header, frame in frames(h):
         expected[name] = h.across(frame, header)
         assert expected[name], f"{name}: the kernel does not forward it"
+    attached = time.monotonic()
     h.attach(words=("--lease", "10000", "--mode", mode))
     for name, header, frame in frames(h):
         for _ in range(3):
@@ -232,9 +233,10 @@ def compare(h, mode="tcx"):
             got = h.across(frame, header)
             assert same(got, expected[name], mode), f"{name}:\nkernel {expected[name]}\nbypass {got}"
             after = h.status("ta")
-            # On an emulated machine ten seconds may pass between the two frames.
             if after["by_reason"].get("up_lease", 0) == before["by_reason"].get("up_lease", 0):
                 break
+            # On an emulated machine ten seconds may pass between the two frames.
+            assert time.monotonic() > attached + 10, f"{name}: a lease ended early: {after}"
         assert after["taken"] == before["taken"] + 1, f"{name} was not taken: {after}"
     return h.status("ta")["by_reason"]
 
