@@ -51,7 +51,7 @@ MEMORY_MIB = 2048
 SECONDS = 10800
 LEFT_OUT = ("bypass_bench", "bypass_old")
 END = "@end "
-LINE = re.compile(r"^(ok|FAIL|skip) +(\S+)  ([\d.]+) s(?:: (.*))?$")
+LINE = re.compile(r"^(ok|FAIL|skip) +(\S+)  ([\d.]+) s(?:, CPU [\d.]+ s)?(?:: (.*))?$")
 
 
 class Kernel:

@@ -4,9 +4,10 @@
 usage: tests/run.py [--jobs N] GROUP [PART-OF-A-NAME...]
 
 GROUP may be a path, as for the samples of tests/runner_tells.py. With --jobs N, N tests run at the same time; those marked
-`@alone` (tests/lib/machine.py) run after the others, one at a time, and no other stage's test runs beside them. Prints one line per test. The last line is 'N passed, N
-failed, N skipped', followed by ', N passed on a second run' if there were any. A test must leave no process and no network namespace: leftovers
-are found, ended and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
+`@alone` (tests/lib/machine.py) run after the others, one at a time, and no other stage's test runs beside them. Prints one
+line per test, with its seconds and the CPU time of all that it started and waited for. The last line is 'N passed, N failed,
+N skipped', followed by ', N passed on a second run' if there were any. A test must leave no process and no network namespace:
+leftovers are found, ended and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
 
 With CI=true a skip fails unless tests/expected-skips names it, and a failed test runs once more, alone, when the others are
 done (docs/decisions/0016-second-run-in-ci.md).
@@ -20,6 +21,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -209,6 +211,12 @@ def turn(is_alone):
             fcntl.flock(door, fcntl.LOCK_UN)
 
 
+def cpu_s():
+    """CPU time of all that this process has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def lane(tests, orders, reports, parent):
     """A process that runs one test after the other, as it is told: its orphans are its own, so that it counts nothing of another lane's."""
     # So that it ends its test when the runner is killed.
@@ -219,10 +227,10 @@ def lane(tests, orders, reports, parent):
     for line in orders:
         name, is_alone = json.loads(line)
         with turn(is_alone):
-            start = time.monotonic()
+            start, used = time.monotonic(), cpu_s()
             verdict, text = run(name, tests[name])
-            took = time.monotonic() - start
-        reports.write(json.dumps([name, verdict, text, took]) + "\n")
+            took, used = time.monotonic() - start, cpu_s() - used
+        reports.write(json.dumps([name, verdict, text, took, used]) + "\n")
         reports.flush()
 
 
@@ -256,7 +264,7 @@ class Lanes:
             self.lanes.append((pid, os.fdopen(told, "w"), os.fdopen(reports)))
 
     def run(self, names, alone=()):
-        """Yields name, verdict, text and seconds of each of these tests as they end; those in `alone` have no other stage's beside them."""
+        """Yields name, verdict, text, seconds and CPU time of each of these tests as they end; those in `alone` have no other stage's beside them."""
         waiting, busy = list(reversed(names)), {}
         while waiting or busy:
             for _, orders, reports in self.lanes:
@@ -283,8 +291,8 @@ class Lanes:
                 os.waitpid(pid, 0)
 
 
-def tell(name, verdict, text, took):
-    print(f"{verdict:4} {name}  {took:.1f} s" + (f": {text}" if verdict == "skip" else ""), flush=True)
+def tell(name, verdict, text, took, used):
+    print(f"{verdict:4} {name}  {took:.1f} s" + (f": {text}" if verdict == "skip" else f", CPU {used:.1f} s"), flush=True)
     if verdict == "FAIL":
         print("\n".join(f"     {line}" for line in text.strip().splitlines()[-60:]), flush=True)
 
@@ -300,8 +308,8 @@ def run_all(tests, jobs, in_ci):
             continue
         lanes = Lanes(tests, min(count, len(names)))
         try:
-            for name, verdict, text, took in lanes.run(names, alone):
-                tell(name, verdict, text, took)
+            for name, verdict, text, *times in lanes.run(names, alone):
+                tell(name, verdict, text, *times)
                 verdicts[name] = verdict
                 if verdict == "FAIL":
                     failed.append(name)
@@ -312,8 +320,8 @@ def run_all(tests, jobs, in_ci):
         print("once more:", flush=True)
         lanes = Lanes(tests, 1)
         try:
-            for name, verdict, text, took in lanes.run(failed, failed):
-                tell(name, verdict, text, took)
+            for name, verdict, text, *times in lanes.run(failed, failed):
+                tell(name, verdict, text, *times)
                 verdicts[name] = verdict
                 if verdict != "FAIL":
                     second_runs.append(name)

@@ -253,6 +253,23 @@ def test_stages_run_side_by_side_each_after_those_it_uses():
 
 
 @timeout(60)
+def test_a_stage_that_mostly_waits_runs_beside_those_that_compute():
+    with scratch() as folder:
+        # Each notes how many run beside it; the three that compute, two at most at a time.
+        note = "touch run-{0}; sleep 1; ls -d run-* | wc -l > most-{0}; sleep 1; rm run-{0}"
+        recipes = {name: note.format(name) for name in ("fmt", "paths", "doc", "cni", "daytwo")}
+
+        def most(*words):
+            done = subprocess.run(stages(folder, recipes, *words, *recipes), capture_output=True, text=True)
+            assert done.returncode == 0, done
+            return {name: int((folder / f"most-{name}").read_text()) for name in recipes}
+
+        found = most("--lanes", "2")
+        assert found["fmt"] == found["paths"] == found["cni"] == 3 and max(found.values()) == 3, found
+        assert set(most("--lanes", "1").values()) == {1}
+
+
+@timeout(60)
 def test_stopped_stages_end_what_they_have_started():
     with scratch() as folder:
         recipes = {name: f"echo $$ > {name}; exec sleep 600" for name in ("fmt", "paths")}

@@ -4,10 +4,11 @@
 usage: tests/stages.py [--lanes N] [STAGE...]
 
 A stage is a recipe of ./x. All stages run, even after a failure, so that one run shows everything that needs fixing. N of them
-run at the same time (two where there are two CPUs), each after those whose results it uses. Output goes to build/test/STAGE.log
-and, in one piece per stage, to the terminal. At the end come the slowest tests, the output of repeated failures, and a table:
-the tests of each stage that passed, were skipped, or passed only on a second run (tests/run.py), and how many CPUs the stage
-kept busy. The last line counts stages and skipped tests. A stopped stage ends all that it has started.
+run at the same time (two where there are two CPUs), each after those whose results it uses. Beside two or more runs one of the
+stages that mostly wait. Output goes to build/test/STAGE.log and, in one piece per stage, to the terminal. At the end come the
+slowest tests, the output of repeated failures, and a table: the tests of each stage that passed, were skipped, or passed only
+on a second run (tests/run.py), and how many CPUs the stage kept busy. The last line counts stages and skipped tests. A stopped
+stage ends all that it has started.
 """
 
 import argparse
@@ -38,7 +39,7 @@ SLOWEST = 12
 LAST_LINES = 40
 # All stages on a fresh clone write 9 GB below it, and up to 1 GB of scratch at a time.
 NEEDED_GB = {ROOT: 10, Path(tempfile.gettempdir()): 2}
-TEST = re.compile(r"^(ok  |FAIL|skip) (\S+)  ([\d.]+) s")
+TEST = re.compile(r"^(ok  |FAIL|skip) (\S+)  ([\d.]+) s(?:, CPU ([\d.]+) s)?")
 COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, (\d+) passed on a second run)?$")
 # A test of cargo's that could not run, or not wholly; the harness counts it among those that passed
 # (crates/testing).
@@ -55,6 +56,8 @@ class Stage(NamedTuple):
     minutes: int
     # The stages whose results it uses.
     after: tuple = ()
+    # It mostly waits: it keeps less than half of a CPU busy.
+    waits: bool = False
 
 
 PROGRAMS = ("build", "cells")
@@ -70,23 +73,23 @@ STAGES = {
     "lint": Stage(45),
     "cells": Stage(30),
     "doc": Stage(30),
-    "runner": Stage(15),
+    "runner": Stage(15, waits=True),
     "bypass": Stage(45, ("build",)),
     "unit": Stage(60),
     # Packages have it too.
     "span-program": Stage(45),
-    "faults": Stage(60, PROGRAMS),
+    "faults": Stage(60, PROGRAMS, waits=True),
     "loom": Stage(45),
-    "span": Stage(45, (*PROGRAMS, "span-program")),
+    "span": Stage(45, (*PROGRAMS, "span-program"), waits=True),
     "cell-unit": Stage(30),
-    "cni": Stage(30, PROGRAMS),
+    "cni": Stage(30, PROGRAMS, waits=True),
     "xen": Stage(45, PROGRAMS),
-    "package-test": Stage(45, (*PROGRAMS, "span-program")),
-    "daytwo": Stage(30, (*PROGRAMS, "span-program")),
+    "package-test": Stage(45, (*PROGRAMS, "span-program"), waits=True),
+    "daytwo": Stage(30, (*PROGRAMS, "span-program"), waits=True),
     "guests": Stage(60, PROGRAMS),
     "lab-unit": Stage(30, ("build",)),
     "lab-quick": Stage(45, PROGRAMS),
-    "cell-boot": Stage(30, PROGRAMS),
+    "cell-boot": Stage(30, PROGRAMS, waits=True),
     "bindings": Stage(30, ("build",)),
 }
 
@@ -172,8 +175,8 @@ def holders(pipe):
 
 
 def run_all(names, lanes):
-    """Runs these stages, at most `lanes` at a time; gives them as they were started. SIGTERM, SIGINT and SIGHUP end those that run, and the
-    program. So does an error of its own, such as a terminal that is gone."""
+    """Runs these stages in so many lanes (`has_room`); gives them as they were started. SIGTERM, SIGINT and SIGHUP end those that run, and
+    the program. So does an error of its own, such as a terminal that is gone."""
     interrupted, running = [], []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: interrupted.append(True))
@@ -199,13 +202,20 @@ def end_all(running):
             time.sleep(TICK_S)
 
 
+def has_room(name, running, lanes):
+    """Whether a stage may run beside those that run: `lanes` of them, and where that is more than one, another one that mostly waits."""
+    more = 1 if lanes > 1 and any(STAGES[one].waits for one in (name, *running)) else 0
+    return len(running) < lanes + more
+
+
 def run_in_lanes(names, lanes, running, interrupted):
     waiting, begun = list(names), []
     shown = 0
     while running or (waiting and not interrupted):
         for name in list(waiting):
             unfinished = {*waiting, *(stage.name for stage in running)}
-            if len(running) < lanes and not interrupted and unfinished.isdisjoint(STAGES[name].after):
+            beside = [stage.name for stage in running]
+            if has_room(name, beside, lanes) and not interrupted and unfinished.isdisjoint(STAGES[name].after):
                 waiting.remove(name)
                 running.append(Running(name, STAGES[name].minutes))
                 begun.append(running[-1])
@@ -232,11 +242,11 @@ class Tests:
     def __init__(self, stage):
         self.lines = (LOGS / f"{stage}.log").read_text(errors="replace").splitlines()
         self.passed = self.skipped = self.second_runs = 0
-        # Seconds and name of each that tells them.
+        # Seconds, CPU time and name of each that tells them.
         self.times = []
         for line in self.lines:
             if test := TEST.match(line):
-                self.times.append((float(test[3]), test[2]))
+                self.times.append((float(test[3]), float(test[4] or 0), test[2]))
             counts = COUNTS.match(line) or CARGO_COUNTS.match(line)
             if counts:
                 self.passed += int(counts[1])
@@ -276,7 +286,7 @@ def need_room():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lanes", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N", help="stages that run at the same time (%(default)s)")
+    parser.add_argument("--lanes", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N", help="stages that run at the same time (%(default)s), and one more that mostly waits where N is more than 1")
     parser.add_argument("stages", nargs="*", metavar="STAGE")
     options = parser.parse_args()
     stages = options.stages or list(STAGES)
@@ -293,9 +303,9 @@ def main():
     took = time.monotonic() - start
     slowest = sorted((test for _, tests in rows for test in tests.times), reverse=True)[:SLOWEST]
     if slowest:
-        print("\nthe slowest tests, in seconds")
-        for seconds, name in slowest:
-            print(f"{seconds:8.1f} {name}")
+        print("\nthe slowest tests: seconds, seconds of CPU time")
+        for seconds, cpu_s, name in slowest:
+            print(f"{seconds:8.1f} {cpu_s:6.1f} {name}")
     for stage, tests in rows:
         if stage.status:
             print(f"\n=== {stage.name} failed:")
