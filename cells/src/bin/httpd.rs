@@ -27,8 +27,11 @@ tombolo_cell::app!(httpd);
 
 const PORT: u16 = 80;
 const RECEIVE_BYTES: usize = 8 << 10;
-/// What a connection may have written and not yet acknowledged: less where there is little memory.
+/// What a connection may have written and not yet acknowledged, on average where there are as many
+/// as may be: less where there is little memory.
 const SEND_BYTES: core::ops::RangeInclusive<usize> = 8 << 10..=128 << 10;
+/// The same of one connection where there are few.
+const MOST_SEND_BYTES: usize = 256 << 10;
 /// Half of the memory is for connections: so many at least, as long as each gets the smallest
 /// buffers, and so many at most.
 const CONNECTIONS: core::ops::RangeInclusive<usize> = 256..=1024;
@@ -52,7 +55,12 @@ async fn httpd(net: Net) {
     let fair = (memory / CONNECTIONS.start()).saturating_sub(RECEIVE_BYTES);
     let send_bytes = fair.clamp(*SEND_BYTES.start(), *SEND_BYTES.end());
     let limit = (memory / (RECEIVE_BYTES + send_bytes)).clamp(4, *CONNECTIONS.end());
-    let options = TcpOptions { receive_bytes: RECEIVE_BYTES, send_bytes, limit };
+    let options = TcpOptions {
+        receive_bytes: RECEIVE_BYTES,
+        send_bytes: MOST_SEND_BYTES,
+        send_all_bytes: limit * send_bytes,
+        limit,
+    };
     let server = Rc::new(Server {
         net: net.clone(),
         piece_bytes: send_bytes,

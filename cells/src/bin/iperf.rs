@@ -63,7 +63,7 @@ async fn iperf(net: Net) {
 fn stream_options(net: &Net) -> TcpOptions {
     let bytes = (net.memory_bytes() / 2 / STREAMS / 2).clamp(*STREAM_BYTES.start(), *STREAM_BYTES.end());
     let limit = (net.memory_bytes() / 2 / (2 * bytes)).clamp(4, STREAMS);
-    TcpOptions { receive_bytes: bytes, send_bytes: bytes, limit }
+    TcpOptions { receive_bytes: bytes, send_bytes: bytes, send_all_bytes: limit * bytes, limit }
 }
 
 /// The same for a socket of datagrams.

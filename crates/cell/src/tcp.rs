@@ -45,21 +45,27 @@ const MIN_SHARE_BYTES: usize = 4096;
 /// A window that a socket gets however many there are.
 const MIN_WINDOW_BYTES: usize = 4096;
 
+/// What a socket may have written and not yet acknowledged however many there are.
+const MIN_SEND_BYTES: usize = 8192;
+
 /// What a listener gives each of its connections, and how many there may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpOptions {
     /// Bytes received and not yet read: the window that the peer sees; less where there are many
     /// connections.
     pub receive_bytes: usize,
-    /// Bytes written and not yet acknowledged.
+    /// Bytes written and not yet acknowledged: as long as a round trip takes, no more are sent.
     pub send_bytes: usize,
+    /// The same of all sockets of the cell together. A connection that comes gets an eighth of what
+    /// is left, at most `send_bytes`, and 8 KiB however many there are.
+    pub send_all_bytes: usize,
     /// Connections at a time; further ones are refused.
     pub limit: usize,
 }
 
 impl Default for TcpOptions {
     fn default() -> Self {
-        TcpOptions { receive_bytes: 16 << 10, send_bytes: 64 << 10, limit: 128 }
+        TcpOptions { receive_bytes: 16 << 10, send_bytes: 64 << 10, send_all_bytes: 8 << 20, limit: 128 }
     }
 }
 
@@ -97,6 +103,13 @@ pub(crate) struct ListenState {
     accepted: usize,
 }
 
+impl ListenState {
+    /// How many there are of it, in whatever state.
+    fn sockets(&self) -> usize {
+        self.backlog.len() + self.ready.len() + self.accepted
+    }
+}
+
 /// A connection whose stream was dropped.
 pub(crate) struct Closing {
     handle: Handle,
@@ -118,9 +131,26 @@ fn windows(sockets: &SocketSet<'static>) -> usize {
     sockets.iter().map(|(_, socket)| window(socket)).sum()
 }
 
-fn new_socket(options: TcpOptions, window_bytes: usize) -> tcp::Socket<'static> {
+/// What a new socket of a listener may send before it is acknowledged, where those of all sockets
+/// take `taken` bytes and the listener has `sockets`. As many as the limit allows get the least.
+fn send_bytes(options: &TcpOptions, taken: usize, sockets: usize) -> usize {
+    let least = MIN_SEND_BYTES.min(options.send_bytes);
+    let kept = options.limit.saturating_sub(sockets + 1).saturating_mul(least);
+    let left = options.send_all_bytes.saturating_sub(taken).saturating_sub(kept);
+    (left / 8).clamp(least, options.send_bytes)
+}
+
+fn all_sends(nics: &[Nic]) -> usize {
+    let bytes = |socket: &Socket<'static>| match socket {
+        Socket::Tcp(socket) => socket.send_capacity(),
+        _ => 0,
+    };
+    nics.iter().flat_map(|nic| nic.sockets.iter()).map(|(_, socket)| bytes(socket)).sum()
+}
+
+fn new_socket(window_bytes: usize, send_bytes: usize) -> tcp::Socket<'static> {
     let buffer = |bytes: usize| tcp::SocketBuffer::new(heap::buffer(bytes));
-    let mut socket = tcp::Socket::new(buffer(window_bytes), buffer(options.send_bytes));
+    let mut socket = tcp::Socket::new(buffer(window_bytes), buffer(send_bytes));
     socket.set_nagle_enabled(false);
     socket.set_ack_delay(None);
     socket.set_timeout(Some(PEER_TIMEOUT));
@@ -156,10 +186,11 @@ impl Stack {
             for at in 0..nics.len() {
                 let mut idle = idle_at(nics, listener, at);
                 while idle < *BACKLOG.start() && idle < room {
+                    let sends = send_bytes(&listener.options, all_sends(nics), listener.sockets());
                     let nic = &mut nics[at];
                     let window =
                         window_bytes(listener.options.receive_bytes, nic.receive_bytes(), windows(&nic.sockets));
-                    let mut socket = new_socket(listener.options, window);
+                    let mut socket = new_socket(window, sends);
                     // Cannot fail: the socket is new and the port is not 0.
                     let _ = socket.listen(listener.port);
                     listener.backlog.push(Handle { nic: at, socket: nic.sockets.add(socket) });
@@ -218,7 +249,9 @@ impl Stack {
         let Stack { nics, listeners, .. } = self;
         let mut renewed = false;
         let mut taken: Vec<usize> = nics.iter().map(|nic| windows(&nic.sockets)).collect();
+        let mut sends_taken = all_sends(nics);
         for listener in listeners {
+            let sockets = listener.sockets();
             listener.backlog.retain(|handle| {
                 let nic = &mut nics[handle.nic];
                 let whole = nic.receive_bytes();
@@ -226,11 +259,14 @@ impl Stack {
                 let socket = nic.sockets.get::<tcp::Socket<'_>>(handle.socket);
                 let window = socket.recv_capacity();
                 let fresh = window_bytes(listener.options.receive_bytes, whole, *taken - window);
+                let sends = socket.send_capacity();
+                let fresh_sends = send_bytes(&listener.options, sends_taken - sends, sockets - 1);
                 // Half of it is good enough, so that not each end of a connection costs two
                 // sockets.
-                let keep = !socket.is_listening() || 2 * window > fresh;
+                let keep = !socket.is_listening() || 2 * window > fresh && 2 * sends > fresh_sends;
                 if !keep {
                     *taken -= window;
+                    sends_taken -= sends;
                     renewed = true;
                     nic.sockets.remove(handle.socket);
                 }
@@ -252,7 +288,6 @@ impl Stack {
         while at < self.closing.len() {
             let Closing { handle, listener, deadline_ns } = self.closing[at];
             let nic = &mut self.nics[handle.nic];
-            let whole = nic.receive_bytes();
             let socket = nic.sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
             // TIME-WAIT is left at once: the peer has said its last word and was answered in the
             // turn before; one that says it again gets a reset.
@@ -269,7 +304,10 @@ impl Stack {
                 continue;
             }
             self.closing.swap_remove(at);
-            let window = socket.recv_capacity();
+            let (window, sends) = (socket.recv_capacity(), socket.send_capacity());
+            let sends_taken = all_sends(&self.nics) - sends;
+            let nic = &mut self.nics[handle.nic];
+            let whole = nic.receive_bytes();
             let taken = windows(&nic.sockets) - window;
             let socket = nic.sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
             let reused = listener.is_some_and(|index| {
@@ -277,7 +315,8 @@ impl Stack {
                 listener.accepted -= 1;
                 // One that was made when there were many others has too small a window for its
                 // successor.
-                let fits = window == window_bytes(listener.options.receive_bytes, whole, taken);
+                let fits = window == window_bytes(listener.options.receive_bytes, whole, taken)
+                    && 2 * sends > send_bytes(&listener.options, sends_taken, listener.sockets());
                 let waiting = listener.backlog.iter().filter(|other| other.nic == handle.nic).count();
                 let keep = fits && waiting < *BACKLOG.end() && socket.listen(listener.port).is_ok();
                 if keep {
@@ -365,7 +404,7 @@ impl TcpStream {
             let port = stack.ephemeral_port();
             let nic = &mut stack.nics[at];
             let window = window_bytes(options.receive_bytes, nic.receive_bytes(), windows(&nic.sockets));
-            let mut socket = new_socket(options, window);
+            let mut socket = new_socket(window, options.send_bytes);
             socket.connect(nic.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;
             Ok(Handle { nic: at, socket: nic.sockets.add(socket) })
         })?;
@@ -573,5 +612,29 @@ mod tests {
             assert!(taken <= RING_BYTES, "32 windows of up to {wanted} bytes come to {taken}");
         }
         assert_eq!(window_bytes(256 << 10, usize::MAX, 1 << 30), 256 << 10);
+    }
+
+    #[test]
+    fn few_connections_send_much_and_as_many_as_may_be_stay_within_what_all_have() {
+        for (all, limit) in [(12 << 20, 256), (256 * MIN_SEND_BYTES, 256), (64 << 20, 1024), (1 << 20, 4)] {
+            let options = TcpOptions { receive_bytes: 8192, send_bytes: 256 << 10, send_all_bytes: all, limit };
+            let (mut taken, mut last) = (0, usize::MAX);
+            for sockets in 0..limit {
+                let bytes = send_bytes(&options, taken, sockets);
+                assert!((MIN_SEND_BYTES..=options.send_bytes).contains(&bytes) && bytes <= last, "{sockets}: {bytes}");
+                (taken, last) = (taken + bytes, bytes);
+            }
+            assert!(taken <= all, "{limit} connections have {taken} of {all}");
+        }
+        let options =
+            TcpOptions { send_bytes: 256 << 10, send_all_bytes: 12 << 20, limit: 256, ..TcpOptions::default() };
+        let mut taken = 0;
+        for sockets in 0..24 {
+            assert_eq!(send_bytes(&options, taken, sockets), 256 << 10, "connection {sockets}");
+            taken += 256 << 10;
+        }
+        // Where an app gives each less than the least, it has that.
+        let small = TcpOptions { send_bytes: 1024, ..options };
+        assert_eq!(send_bytes(&small, 0, 0), 1024);
     }
 }
