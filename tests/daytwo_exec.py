@@ -61,6 +61,9 @@ def standing(qga="yes", machine="microvm", attach="vhost-user", agent=True):
             boots(fabric, console)
             if qga == "yes" and agent:
                 until("the agent", lambda: execute(fabric, "true").returncode == 0, PATIENCE_S)
+            elif qga != "no" and agent:
+                # One that may run no commands answers with that.
+                until("the agent", lambda: b"does not answer" not in execute(fabric, "true").stderr, PATIENCE_S)
             yield fabric, console
             fabric.down()
 
