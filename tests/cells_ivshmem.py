@@ -405,6 +405,24 @@ def test_a_channel_peer_that_is_none():
         region.close()
 
 
+def test_a_first_ring_that_gets_lost_is_made_up_for():
+    """A peer's QEMU drops its ring for a cell of which the server has not told it yet. This peer rings later, or not at all."""
+    for wait in ("sleep", "tasks"):
+        with scratch() as folder:
+            region = Region(header(CHANNEL, vectors=2, name="control"))
+            words = f"role=plant what=doorbell wait={wait} {PATIENCE}"
+            with Server(folder / "s", region), cell("control", "q35", device("doorbell", region, folder / "s"), words) as guest:
+                # The app's words for this: state 3, and a number in each section.
+                region.state(0).value = 3
+                until("the plant", lambda: region.state(1).value == 3)
+                # Longer than any look that follows on its last.
+                time.sleep(0.5)
+                region.u32(region.output(0)).value = 1
+                until("its answer", lambda: region.u32(region.output(1)).value == 1, 10)
+                assert guest.alive()
+            region.close()
+
+
 def test_links_that_are_not_there_are_named():
     with scratch() as folder:
         region = Region(header(CHANNEL, name="left"))

@@ -30,6 +30,11 @@ use core::task::{Poll, Waker};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::notify::RECHECK_NS;
 
+/// Where no ring has come yet, looks that find nothing follow each other at intervals that double
+/// up to this one. QEMU drops a ring for a peer of which the server has not told it yet, and it may
+/// be told late: its main loop shares a busy machine with the peer's processor.
+const UNHEARD_NS: u64 = 4_000_000_000;
+
 /// A link is not to be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkError {
@@ -67,7 +72,10 @@ struct Taken {
     has_moved: Cell<bool>,
     /// When to look again. Where peers ring: once, a little after a look that found nothing, since
     /// a machine's memory fences may do nothing ([`tombolo_ring::virtio::notify`]); then `None`.
+    /// Before the first ring it is more often ([`UNHEARD_NS`]).
     look_at_ns: Cell<Option<u64>>,
+    /// How long after a look that found nothing the next one was.
+    looked_after_ns: Cell<u64>,
     waker: RefCell<Option<Waker>>,
 }
 
@@ -114,6 +122,7 @@ impl Links {
             has_moved: Cell::new(true),
             poll_interval: Cell::new(PollInterval::new(shared.config.pauses)),
             look_at_ns: Cell::new(None),
+            looked_after_ns: Cell::new(RECHECK_NS),
             waker: RefCell::new(None),
             device,
         });
@@ -226,11 +235,15 @@ impl Link {
         let now_ns = self.now_ns();
         if self.has_doorbell() {
             // Where nothing has moved since the look before, a look at its time was the second one.
-            let next = match self.taken.look_at_ns.get().filter(|at| *at > now_ns) {
-                _ if self.taken.has_moved.replace(false) => Some(now_ns + RECHECK_NS),
-                due => due,
-            };
-            self.taken.look_at_ns.set(next);
+            let Taken { look_at_ns, looked_after_ns, has_moved, .. } = &*self.taken;
+            if has_moved.replace(false) {
+                looked_after_ns.set(RECHECK_NS);
+                look_at_ns.set(Some(now_ns + RECHECK_NS));
+            } else if look_at_ns.get().is_some_and(|at| at <= now_ns) {
+                looked_after_ns.set(2 * looked_after_ns.get());
+                let is_unheard = self.rings() == 0 && looked_after_ns.get() <= UNHEARD_NS;
+                look_at_ns.set(is_unheard.then_some(now_ns + looked_after_ns.get()));
+            }
         } else {
             let mut poll_interval = self.taken.poll_interval.get();
             self.taken.look_at_ns.set(Some(poll_interval.next(now_ns)));
