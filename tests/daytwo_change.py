@@ -107,12 +107,13 @@ def test_what_is_changed_by_command_acts_and_others_lose_no_frame():
             assert change(fabric, "rule", "ls") == [{"action": "deny", "from": "web", "to": "db", "protocol": "tcp", "ports": 22}]
             change(fabric, "rule", "rm", "1")
             assert connects(spaces, "web", "db", 22)
-            # A rate: 4 Mbit at 2 Mbit/s, but for the burst.
+            # A rate: 6 Mbit at 2 Mbit/s, but for the burst, and for the last turn of the port, which
+            # takes what has come and owes for it: 64 KB and more on a busy machine.
             report = change(fabric, "set", "tap.web.rate.send=2M", "tap.web.rate.send_burst=64K")
             assert sections(report) == {"tap.web": ("change", "done")}, report
-            assert transfer_s(spaces, "web", "db", 500_000) > 1.5
+            assert transfer_s(spaces, "web", "db", 750_000) > 1.5
             change(fabric, "unset", "tap.web.rate")
-            until("the transfer to be as fast as before", lambda: transfer_s(spaces, "web", "db", 500_000) < 1.5)
+            until("the transfer to be as fast as before", lambda: transfer_s(spaces, "web", "db", 750_000) < 1.5)
             # A guard.
             spaces["web"].ip("link", "set", "web", "address", "02:00:00:00:00:99")
             assert connects(spaces, "web", "db", 22)
