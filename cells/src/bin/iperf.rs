@@ -30,6 +30,8 @@ use tombolo_cells::iperf::{
 tombolo_cell::app!(iperf);
 
 const STREAM_BYTES: core::ops::RangeInclusive<usize> = 16 << 10..=256 << 10;
+/// What a stream may have on the way where there are few.
+const MOST_SEND_BYTES: usize = 512 << 10;
 const STREAMS: usize = 32;
 const UDP_BYTES: usize = 1 << 20;
 const DEFAULT_UDP_RATE: u64 = 1_000_000;
@@ -63,7 +65,7 @@ async fn iperf(net: Net) {
 fn stream_options(net: &Net) -> TcpOptions {
     let bytes = (net.memory_bytes() / 2 / STREAMS / 2).clamp(*STREAM_BYTES.start(), *STREAM_BYTES.end());
     let limit = (net.memory_bytes() / 2 / (2 * bytes)).clamp(4, STREAMS);
-    TcpOptions { receive_bytes: bytes, send_bytes: bytes, send_all_bytes: limit * bytes, limit }
+    TcpOptions { receive_bytes: bytes, send_bytes: MOST_SEND_BYTES, send_all_bytes: limit * bytes, limit }
 }
 
 /// The same for a socket of datagrams.
