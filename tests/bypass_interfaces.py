@@ -6,7 +6,6 @@ import json
 import os
 import select
 import subprocess
-import time
 
 from bypass_paths import ARRIVES_S, MAC_A, PROGRAM, A, B, has_ended, has_tcx, host, is_ip
 from lib import Namespace, Skip, alone, need_program, scratch, until
@@ -205,25 +204,17 @@ def test_an_interface_with_the_number_of_one_that_went_is_not_attached_already()
 
 
 def has_again(space, number):
-    """Makes a namespace of this name again until it has that number, for a minute; whether it has. A new one has the lowest number that is
-    free, so others take the lower ones first."""
-    deadline = time.monotonic() + 60 * SLOW
+    """Makes a namespace of this name again; whether it has that number. A new one has the lowest number that is free, so others take the lower
+    ones first. The number may be another process's for a while, or the kernel may not have taken the old one down yet."""
     subprocess.run(["ip", "netns", "del", str(space)], check=True)
-    while time.monotonic() < deadline:
-        with contextlib.ExitStack() as lower:
-            while True:
-                subprocess.run(["ip", "netns", "add", str(space)], check=True)
-                found = os.stat(f"/run/netns/{space}").st_ino
-                if found == number:
-                    return True
-                subprocess.run(["ip", "netns", "del", str(space)], check=True)
-                if found > number:
-                    # Another process's has it, or the kernel has not taken the old one down yet.
-                    break
-                lower.enter_context(Namespace())
-        time.sleep(0.1)
-    subprocess.run(["ip", "netns", "add", str(space)], check=True)
-    return False
+    with contextlib.ExitStack() as lower:
+        while True:
+            subprocess.run(["ip", "netns", "add", str(space)], check=True)
+            found = os.stat(f"/run/netns/{space}").st_ino
+            if found >= number:
+                return found == number
+            subprocess.run(["ip", "netns", "del", str(space)], check=True)
+            lower.enter_context(Namespace())
 
 
 # Namespaces that other tests make meanwhile take the number.
@@ -239,8 +230,11 @@ def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
         try:
             make()
             h.attach("again", words=("--no-controller", "--lease", "5000"))
-            if not has_again(space, os.stat(f"/run/netns/{space}").st_ino):
-                raise Skip("the kernel has not given the namespace's number again in a minute")
+            old = os.stat(f"/run/netns/{space}").st_ino
+            try:
+                until("the number", lambda: has_again(space, old), 60 * SLOW, 0.1)
+            except TimeoutError:
+                raise Skip("the kernel has not given the namespace's number again in a minute") from None
             make()
             assert not h.status()["attached"], h.status()
             assert h.cli("attach", "again", "--no-controller").stdout.startswith("again attached in")

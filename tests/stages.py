@@ -213,8 +213,8 @@ def run_in_lanes(names, lanes, running, interrupted):
     shown = 0
     while running or (waiting and not interrupted):
         for name in list(waiting):
-            unfinished = {*waiting, *(stage.name for stage in running)}
             beside = [stage.name for stage in running]
+            unfinished = {*waiting, *beside}
             if has_room(name, beside, lanes) and not interrupted and unfinished.isdisjoint(STAGES[name].after):
                 waiting.remove(name)
                 running.append(Running(name, STAGES[name].minutes))

@@ -123,16 +123,19 @@ fn window_bytes(wanted: usize, whole: usize, taken: usize) -> usize {
     wanted.min(((whole - whole / 8).saturating_sub(taken) / 4).max(MIN_WINDOW_BYTES))
 }
 
-fn windows(sockets: &SocketSet<'static>) -> usize {
-    let window = |socket: &Socket<'static>| match socket {
-        Socket::Tcp(socket) => socket.recv_capacity(),
-        _ => 0,
-    };
-    sockets.iter().map(|(_, socket)| window(socket)).sum()
+fn streams<'a>(sockets: &'a SocketSet<'static>) -> impl Iterator<Item = &'a tcp::Socket<'static>> {
+    sockets.iter().filter_map(|(_, socket)| match socket {
+        Socket::Tcp(socket) => Some(socket),
+        _ => None,
+    })
 }
 
-/// What a new socket of a listener may send before it is acknowledged, where those of all sockets
-/// take `taken` bytes and the listener has `sockets`. As many as the limit allows get the least.
+fn windows(sockets: &SocketSet<'static>) -> usize {
+    streams(sockets).map(tcp::Socket::recv_capacity).sum()
+}
+
+/// What a new socket may send before it is acknowledged, where those of all sockets take `taken`
+/// bytes and its listener has `sockets`. As many as the limit allows get the least.
 fn send_bytes(options: &TcpOptions, taken: usize, sockets: usize) -> usize {
     let least = MIN_SEND_BYTES.min(options.send_bytes);
     let kept = options.limit.saturating_sub(sockets + 1).saturating_mul(least);
@@ -141,11 +144,7 @@ fn send_bytes(options: &TcpOptions, taken: usize, sockets: usize) -> usize {
 }
 
 fn all_sends(nics: &[Nic]) -> usize {
-    let bytes = |socket: &Socket<'static>| match socket {
-        Socket::Tcp(socket) => socket.send_capacity(),
-        _ => 0,
-    };
-    nics.iter().flat_map(|nic| nic.sockets.iter()).map(|(_, socket)| bytes(socket)).sum()
+    nics.iter().flat_map(|nic| streams(&nic.sockets)).map(tcp::Socket::send_capacity).sum()
 }
 
 fn new_socket(window_bytes: usize, send_bytes: usize) -> tcp::Socket<'static> {
@@ -402,9 +401,10 @@ impl TcpStream {
             let at = stack.route(to.addr);
             stack.expect_sending_to(at, to.addr, now_ns);
             let port = stack.ephemeral_port();
+            let sends = send_bytes(&options, all_sends(&stack.nics), 0);
             let nic = &mut stack.nics[at];
             let window = window_bytes(options.receive_bytes, nic.receive_bytes(), windows(&nic.sockets));
-            let mut socket = new_socket(window, options.send_bytes);
+            let mut socket = new_socket(window, sends);
             socket.connect(nic.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;
             Ok(Handle { nic: at, socket: nic.sockets.add(socket) })
         })?;
