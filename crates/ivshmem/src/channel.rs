@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use tombolo_ring::ivshmem::channel::{Channel, ChannelError, Record, Sections, Sent, Shape, initialise};
 use tombolo_ring::ivshmem::state::{Duty, State};
-use tombolo_shm::doorbell::Doorbell;
 
+use super::backoff::OwnDoorbells;
 use super::end::{EndError, LinkEnd, Memory, PeerDoorbells, Resets};
 use super::handshake::Handshake;
 use super::peer::wait_until;
@@ -41,7 +41,7 @@ pub struct ChannelPeer {
     channel: Channel,
     /// The peer's section was found to say our shape since it came up.
     checked: bool,
-    doorbells: Vec<Doorbell>,
+    pub(crate) doorbells: OwnDoorbells,
 }
 
 fn sections<'m>(memory: &'m Memory, shape: &Shape, own: usize, peer: usize) -> Result<Sections<'m>, ChannelError> {
@@ -63,7 +63,7 @@ impl ChannelPeer {
         if shape.bytes() > bytes {
             return Err(EndError::Channel(ChannelError::Section { bytes, needed: shape.bytes() }));
         }
-        let doorbells = std::mem::take(&mut parts.doorbells);
+        let doorbells = OwnDoorbells::from(std::mem::take(&mut parts.doorbells));
         let (handshake, [own, peer]) = Handshake::new(parts)?;
         sections(handshake.memory(), &shape, own, peer).map_err(EndError::Channel)?;
         let channel = Channel::new(&shape);
@@ -110,6 +110,7 @@ impl ChannelPeer {
 
     /// The peer is there, rung by `doorbells` from now on; `None` where it polls.
     pub fn peer_joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+        self.doorbells.peer_joined();
         self.handshake.joined(doorbells);
         self.step();
     }

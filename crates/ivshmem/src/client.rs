@@ -40,6 +40,7 @@ use tombolo_shm::guest::GuestMapping;
 use tombolo_shm::memory::{Mapping, MemoryError, cannot_shrink, expect_memory};
 use tombolo_shm::passing;
 
+use super::backoff::OwnDoorbells;
 use super::channel::ChannelPeer;
 use super::end::{EndError, EventDoorbells, LinkEnd, Memory, PeerDoorbells};
 use super::peer::NetPeer;
@@ -228,13 +229,15 @@ impl Joined {
         let Joined { server, header, memory, id } = self;
         let vectors = header.vectors;
         let doorbells = server.doorbells(peer_id, vectors).filter(|_| vectors != 0);
+        let own = server.client.own();
+        let own = &own[..own.len().min(vectors as usize)];
         let parts = LinkEnd {
             memory,
             layout: header.layout,
             own_id: id,
             peer_id,
             vectors,
-            doorbells: duplicates(server.client.own()).map_err(JoinError::Socket)?,
+            doorbells: duplicates(own).map_err(JoinError::Socket)?,
             peer_present: vectors == 0 || doorbells.is_some(),
             peer_doorbells: doorbells,
             owns_region: false,
@@ -311,6 +314,8 @@ pub trait Meets {
     fn left(&mut self);
     /// Follows the other's state; returns whether the link is up.
     fn follow(&mut self) -> bool;
+    /// Those that the other rings.
+    fn doorbells(&self) -> &OwnDoorbells;
     /// Waits for the other, or for `server` to be readable.
     fn wait_for(&mut self, timeout: Duration, server: Option<&OwnedFd>) -> bool;
 }
@@ -326,6 +331,9 @@ macro_rules! meets {
             }
             fn follow(&mut self) -> bool {
                 self.step()
+            }
+            fn doorbells(&self) -> &OwnDoorbells {
+                &self.doorbells
             }
             fn wait_for(&mut self, timeout: Duration, server: Option<&OwnedFd>) -> bool {
                 self.wait_with(timeout, server.map(AsFd::as_fd))
@@ -391,9 +399,9 @@ impl<P: Meets> JoinedLink<P> {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn wakers(&self) -> Result<(Vec<Doorbell>, OwnedFd), JoinError> {
+    pub fn wakers(&self) -> Result<(OwnDoorbells, OwnedFd), JoinError> {
         let socket = rustix::io::fcntl_dupfd_cloexec(&self.server.socket, 3).map_err(JoinError::Socket)?;
-        Ok((duplicates(self.server.client.own()).map_err(JoinError::Socket)?, socket))
+        Ok((self.peer.doorbells().duplicate().map_err(JoinError::Socket)?, socket))
     }
 
     /// Waits until the other peer or the server says something, or `timeout` has passed; then does

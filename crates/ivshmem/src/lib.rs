@@ -26,6 +26,7 @@
 //! * [`handshake`]: the two state words, followed.
 //! * [`peer`], [`channel`], [`raw`]: an end for a process: frames, records, or a protocol of its
 //!   own.
+//! * [`backoff`]: an end's doorbells, and when it looks at the memory unasked.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -70,6 +71,7 @@
 //! ```
 #![warn(unreachable_pub)]
 
+pub mod backoff;
 pub mod channel;
 pub mod client;
 pub mod end;

@@ -12,31 +12,22 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tombolo_ring::ivshmem::net::NetError;
 use tombolo_ring::ivshmem::state::State;
-use tombolo_ring::virtio::notify::RECHECK_NS;
-use tombolo_shm::doorbell::Doorbell;
 
+use super::backoff::{Backoff, OwnDoorbells};
 use super::end::{EndError, LinkEnd, NetworkEnd, PeerDoorbells, Resets};
 
-/// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is
-/// twice as long as the one before.
-const FIRST_PAUSE: Duration = Duration::from_micros(50);
-const LONGEST_PAUSE: Duration = Duration::from_millis(4);
-/// With one: from the beginning of a sleep to its second look, since the peer's memory fences may
-/// do nothing ([`tombolo_ring::virtio::notify`]).
-const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
-
 /// Waits until `look` finds something, a doorbell of the peer's or `other` wakes us, or `timeout`
-/// has passed; without doorbells it looks again and again, in pauses that grow. Returns whether
+/// has passed. Meanwhile it looks again as a [`Backoff`] has it. Returns whether
 /// something may have happened. `look` says that we are about to sleep; after a doorbell it is
 /// called once more, with `true`, when we are not.
 pub(crate) fn wait_until<P>(
     peer: &mut P,
     timeout: Duration,
     other: Option<BorrowedFd<'_>>,
-    doorbells: impl Fn(&P) -> &[Doorbell],
+    doorbells: impl Fn(&P) -> &OwnDoorbells,
     mut look: impl FnMut(&mut P, bool) -> bool,
 ) -> bool {
-    let (end, mut polled, mut looked_twice) = (Instant::now() + timeout, FIRST_PAUSE, false);
+    let (end, mut backoff) = (Instant::now() + timeout, Backoff::default());
     loop {
         if look(peer, false) {
             return true;
@@ -46,18 +37,13 @@ pub(crate) fn wait_until<P>(
             return false;
         }
         let doorbells = doorbells(peer);
-        let pause = match doorbells.is_empty() {
-            true => left.min(polled),
-            false if looked_twice => left,
-            false => left.min(SECOND_LOOK),
-        };
-        looked_twice = true;
-        polled = (polled * 2).min(LONGEST_PAUSE);
-        let mut fds: Vec<PollFd<'_>> = doorbells.iter().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
+        let pause = backoff.pause(doorbells.wakes()).map_or(left, |pause| left.min(pause));
+        let mut fds: Vec<PollFd<'_>> =
+            doorbells.all().iter().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
         fds.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
         let is_rung = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_ok_and(|n| n != 0);
-        doorbells.iter().for_each(|doorbell| _ = doorbell.take());
+        doorbells.take(|_| true);
         if is_rung {
             look(peer, true);
             return true;
@@ -90,7 +76,7 @@ pub enum SendError {
 /// One end of a network link. See the module's head.
 pub struct NetPeer {
     end: NetworkEnd,
-    doorbells: Vec<Doorbell>,
+    pub(crate) doorbells: OwnDoorbells,
 }
 
 impl NetPeer {
@@ -99,7 +85,7 @@ impl NetPeer {
     /// # Errors
     /// [`EndError`], which says what does not fit.
     pub fn new(mut parts: LinkEnd) -> Result<NetPeer, EndError> {
-        let doorbells = std::mem::take(&mut parts.doorbells);
+        let doorbells = OwnDoorbells::from(std::mem::take(&mut parts.doorbells));
         let mut peer = NetPeer { end: NetworkEnd::new(parts)?, doorbells };
         peer.step();
         Ok(peer)
@@ -133,6 +119,7 @@ impl NetPeer {
 
     /// The peer is there, rung by `doorbells` from now on; `None` where it polls.
     pub fn peer_joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+        self.doorbells.peer_joined();
         self.end.handshake.joined(doorbells);
         self.step();
     }

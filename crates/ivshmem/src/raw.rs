@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use tombolo_ring::ivshmem::state::{Duty, State};
 use tombolo_ring::mem::{Foreign, ForeignMut};
-use tombolo_shm::doorbell::Doorbell;
 
+use super::backoff::OwnDoorbells;
 use super::end::{EndError, LinkEnd, PeerDoorbells, Resets};
 use super::handshake::Handshake;
 use super::peer::wait_until;
@@ -29,7 +29,7 @@ pub struct RawPeer {
     section_bytes: usize,
     clear: Clear,
     epoch: u64,
-    doorbells: Vec<Doorbell>,
+    pub(crate) doorbells: OwnDoorbells,
 }
 
 impl RawPeer {
@@ -38,7 +38,7 @@ impl RawPeer {
     /// # Errors
     /// [`EndError`], which says what does not fit.
     pub fn new(mut parts: LinkEnd, clear: Clear) -> Result<RawPeer, EndError> {
-        let doorbells = std::mem::take(&mut parts.doorbells);
+        let doorbells = OwnDoorbells::from(std::mem::take(&mut parts.doorbells));
         // Checked against the memory, which is mapped.
         let section_bytes = parts.layout.output_bytes as usize;
         let (handshake, [own, peer]) = Handshake::new(parts)?;
@@ -107,6 +107,7 @@ impl RawPeer {
 
     /// The peer is there, rung by `doorbells` from now on; `None` where it polls.
     pub fn peer_joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+        self.doorbells.peer_joined();
         self.handshake.joined(doorbells);
         self.step();
     }

@@ -25,12 +25,13 @@ use std::time::{Duration, Instant};
 use tombolo_calls::session::{ServeOptions, Stats};
 use tombolo_calls::transport::Stream;
 use tombolo_calls::{CallError, CallOptions, Deadline, Reply, Request, RequestId, Response};
+use tombolo_ivshmem::backoff::Backoff;
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Status, Token};
 use tombolo_rpc::clock::now_ns;
 
 use crate::machine::Socket;
 use crate::machine::wire::StreamEnd;
-use crate::transport::{self, Backoff, RemoteError, RemoteTransport, Wakers};
+use crate::transport::{self, RemoteError, RemoteTransport, Wakers};
 
 /// So much from now; what is longer than any run is as good as for ever.
 fn after(left: Duration) -> Instant {

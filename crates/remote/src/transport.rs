@@ -15,23 +15,17 @@ use tombolo_calls::frames::Frames;
 use tombolo_calls::sections::Plan;
 use tombolo_calls::session::ServeOptions;
 use tombolo_calls::transport::{Sections, Stream as _, Transport};
+use tombolo_ivshmem::backoff::{Backoff, OwnDoorbells};
 use tombolo_ivshmem::client::{JoinError, Joined, JoinedLink};
 use tombolo_ivshmem::raw::RawPeer;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::Broken;
-use tombolo_ring::virtio::notify::RECHECK_NS;
 use tombolo_shm::doorbell::Doorbell;
 
 use crate::machine::wire::{StreamEnd, Timed};
 
-/// Without a doorbell: the first pause between two looks of a wait, of which each is twice as long
-/// as the one before.
-const FIRST_PAUSE: Duration = Duration::from_micros(50);
-const LONGEST_PAUSE: Duration = Duration::from_millis(4);
-/// From a sleep to its second look, where peers ring.
-const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
 /// What an event of a connection is of.
 const SOCKET: u64 = 0;
 const NUDGE: u64 = 1;
@@ -77,7 +71,7 @@ fn system(what: &'static str) -> impl Fn(Errno) -> RemoteError {
 
 /// What wakes a thread that waits, while others use the transport.
 pub(crate) struct Wakers {
-    doorbells: Vec<Doorbell>,
+    doorbells: OwnDoorbells,
     /// The link's server, or the connection.
     socket: OwnedFd,
     /// What tells of each change at the connection and of each nudge once, to one of the threads
@@ -87,30 +81,6 @@ pub(crate) struct Wakers {
     pub(crate) nudge: Doorbell,
     /// As `nudge`, for the thread that waits for the connection's end.
     pub(crate) end: Doorbell,
-    /// We have no doorbell: the memory is looked at again and again.
-    polled: bool,
-}
-
-/// A wait's pauses.
-pub(crate) struct Backoff {
-    /// The next one, if no doorbell is rung.
-    polled: Duration,
-    /// Where peers ring: the last look was the second one of a sleep. The first pause is short,
-    /// since a machine's memory fences may do nothing ([`tombolo_ring::virtio::notify`]).
-    looked_twice: bool,
-}
-
-impl Default for Backoff {
-    fn default() -> Self {
-        Backoff { polled: FIRST_PAUSE, looked_twice: false }
-    }
-}
-
-impl Backoff {
-    /// Something came, so the next sleep has a second look again.
-    pub(crate) fn found(&mut self) {
-        self.looked_twice = false;
-    }
 }
 
 impl Wakers {
@@ -136,27 +106,24 @@ impl Wakers {
     }
 
     fn wait_link(&self, left: Duration, listens: bool, backoff: &mut Backoff) -> bool {
-        let pause = if self.polled {
-            left.min(backoff.polled)
-        } else if self.doorbells.is_empty() || backoff.looked_twice {
-            left
-        } else {
-            left.min(SECOND_LOOK)
-        };
-        backoff.polled = (backoff.polled * 2).min(LONGEST_PAUSE);
-        let doorbells = || self.doorbells.iter().chain([&self.nudge]);
-        let mut fds: Vec<PollFd<'_>> = doorbells().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
+        let pause = backoff.pause(self.doorbells.wakes()).map_or(left, |pause| left.min(pause));
+        let own = self.doorbells.all();
+        let mut fds: Vec<PollFd<'_>> =
+            own.iter().chain([&self.nudge]).map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
         if listens {
             fds.push(PollFd::new(&self.socket, PollFlags::IN));
         }
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
         let Ok(ready) = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()) else { return false };
-        backoff.looked_twice = ready == 0;
-        let rung = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        for (doorbell, _) in doorbells().zip(&fds).filter(|(_, fd)| rung(fd)) {
-            doorbell.take();
+        if ready != 0 {
+            backoff.found();
         }
-        fds.get(doorbells().count()).is_some_and(rung)
+        let is_rung = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
+        self.doorbells.take(is_rung);
+        if is_rung(own.len()) {
+            self.nudge.take();
+        }
+        is_rung(own.len() + 1)
     }
 
     /// Waits for the end of the connection, at most `left`, or until `end` is rung. Returns whether
@@ -236,13 +203,12 @@ pub(crate) fn join(
     }
     let plan = Plan::new(bytes).ok_or(RemoteError::Sections { bytes })?;
     let peer = 1u32.wrapping_sub(joined.id());
-    let polled = joined.header().vectors == 0;
     let link = joined.raw(peer, protocol::CALLS, "0x4002, a link for calls", Box::new(move |own| plan.clear(own)))?;
     let (doorbells, socket) = link.wakers()?;
     let [nudge, ended] = [Doorbell::new().map_err(system("eventfd"))?, Doorbell::new().map_err(system("eventfd"))?];
     let end = LinkEnd { link, heard: true, deaf: false };
     let transport = Transport::on_link(end, plan, options);
-    Ok((transport, Wakers { doorbells, socket, connection: None, nudge, end: ended, polled }))
+    Ok((transport, Wakers { doorbells, socket, connection: None, nudge, end: ended }))
 }
 
 /// Greets, and waits for the other side's greeting.
@@ -282,7 +248,7 @@ pub(crate) fn greet(
     listen(socket.as_fd(), SOCKET, EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP)?;
     listen(nudge.as_fd(), NUDGE, EventFlags::IN)?;
     let transport = Transport::on_stream(stream, frames, entries, options);
-    let wakers = Wakers { doorbells: Vec::new(), socket, connection: Some(connection), nudge, end, polled: false };
+    let wakers = Wakers { doorbells: Vec::new().into(), socket, connection: Some(connection), nudge, end };
     Ok((transport, wakers))
 }
 
@@ -301,5 +267,43 @@ pub(crate) fn has_input(transport: &RemoteTransport) -> bool {
 pub(crate) fn hear(transport: &mut RemoteTransport) {
     if let Some(end) = transport.link_mut() {
         end.heard = true;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tombolo_ivshmem::backoff::Wakes;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(100);
+
+    /// A cell's first ring can get lost ([`tombolo_ivshmem::backoff`]).
+    #[test]
+    fn before_the_first_ring_the_memory_is_looked_at_again_and_after_it_once() {
+        let doorbells = OwnDoorbells::from(vec![Doorbell::new().unwrap(), Doorbell::new().unwrap()]);
+        let other = doorbells.duplicate().unwrap();
+        let socket = Doorbell::new().unwrap().as_fd().try_clone_to_owned().unwrap();
+        let [nudge, end] = [Doorbell::new().unwrap(), Doorbell::new().unwrap()];
+        let wakers = Wakers { doorbells, socket, connection: None, nudge, end };
+        let mut backoff = Backoff::default();
+        let began = Instant::now();
+        for look in 0..10 {
+            assert!(!wakers.wait(LONG, true, &mut backoff), "nothing is at the socket");
+            assert!(began.elapsed() < LONG / 4, "look {look}: after {:?}", began.elapsed());
+        }
+        // Another thread's nudge is no ring of the peer's.
+        wakers.nudge.ring();
+        wakers.wait(LONG, true, &mut backoff);
+        assert_eq!(wakers.doorbells.wakes(), Wakes::Unheard);
+        other.all()[1].ring();
+        wakers.wait(LONG, true, &mut backoff);
+        assert_eq!(wakers.doorbells.wakes(), Wakes::Heard);
+        let short = Duration::from_millis(50);
+        for (look, least) in [Duration::ZERO, short, short].into_iter().enumerate() {
+            let began = Instant::now();
+            wakers.wait(short, true, &mut backoff);
+            assert!(began.elapsed() >= least, "look {look} after a ring: after {:?}", began.elapsed());
+        }
     }
 }

@@ -50,11 +50,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::io::Errno;
+use tombolo_ivshmem::backoff::{OwnDoorbells, Wakes};
 use tombolo_ivshmem::end::{EndError, LinkEnd, Memory, NetworkEnd, PeerDoorbells};
 use tombolo_ivshmem::handshake::PeerWord;
 use tombolo_ring::ivshmem::net::{MAX_HELD, NetError, OFFLOAD_HEADER_BYTES};
 use tombolo_ring::mem::Foreign;
-use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
 use tombolo_switch::detail::{Detail, Details};
 use tombolo_switch::drop::{Drops, Reason};
@@ -62,7 +62,7 @@ use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offlo
 use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Rechecked, RingFill, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
-use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
+use poll::{DOWN_INTERVAL, Poller, Storm, UnheardLooks, Verdict, grid};
 use tombolo_worker::reactor::{Registration, Watch};
 
 /// Frames taken from the ring before they are looked at: as many cache misses are under way at a
@@ -134,7 +134,7 @@ impl Handle {
 pub struct Ivshmem {
     end: NetworkEnd,
     shared: Arc<PeerMailbox>,
-    doorbells: Vec<Doorbell>,
+    doorbells: OwnDoorbells,
     /// One per doorbell, or none while they are not listened to.
     watches: Vec<Watch>,
     poller: Poller,
@@ -143,6 +143,8 @@ pub struct Ivshmem {
     exchanged: u64,
     /// It was armed, or the peer was not rung, since this was last asked.
     wants_recheck: bool,
+    /// Before the first ring.
+    unheard: UnheardLooks,
     /// The region's pages are gone, which was said: the link is down for good.
     lost: bool,
 }
@@ -160,7 +162,7 @@ impl Ivshmem {
         registration: Registration,
     ) -> Result<(Ivshmem, Handle), OpenError> {
         let owns_region = parts.owns_region;
-        let doorbells = std::mem::take(&mut parts.doorbells);
+        let doorbells = OwnDoorbells::from(std::mem::take(&mut parts.doorbells));
         let end = NetworkEnd::new(parts)?;
         let shared = Arc::new(PeerMailbox {
             waiting: AtomicBool::new(false),
@@ -178,6 +180,7 @@ impl Ivshmem {
             storm: Storm::default(),
             exchanged: 0,
             wants_recheck: false,
+            unheard: UnheardLooks::new(),
             lost: false,
         };
         port.listen().map_err(|(vector, source)| OpenError::Watch { vector, source })?;
@@ -185,10 +188,11 @@ impl Ivshmem {
     }
 
     fn listen(&mut self) -> Result<(), (usize, Errno)> {
-        if self.watches.len() != self.doorbells.len() {
+        let doorbells = self.doorbells.all();
+        if self.watches.len() != doorbells.len() {
             let watch =
                 |(vector, doorbell)| self.shared.registration.watch(doorbell).map_err(|source| (vector, source));
-            self.watches = self.doorbells.iter().enumerate().map(watch).collect::<Result<_, _>>()?;
+            self.watches = doorbells.iter().enumerate().map(watch).collect::<Result<_, _>>()?;
         }
         Ok(())
     }
@@ -205,6 +209,8 @@ impl Ivshmem {
         }
         if let Some(doorbells) = slot.joined {
             self.end.handshake.joined(doorbells);
+            self.doorbells.peer_joined();
+            self.unheard = UnheardLooks::new();
         }
     }
 
@@ -270,7 +276,7 @@ impl Port for Ivshmem {
             return Err(fault);
         }
         let exchanged = std::mem::take(&mut self.exchanged);
-        if self.doorbells.is_empty() {
+        if self.doorbells.all().is_empty() {
             return Ok(Some(self.poller.next(now, changed || exchanged != 0)));
         }
         match self.storm.look(now, exchanged) {
@@ -280,8 +286,13 @@ impl Port for Ivshmem {
                     detail: format!("watching doorbell {vector}: {source}"),
                 };
                 self.listen().map_err(failed)?;
-                let waits = self.end.handshake.is_present() && !self.end.handshake.machine().is_up();
-                Ok(waits.then(|| grid(now, DOWN_INTERVAL)))
+                if !self.end.handshake.machine().is_up() {
+                    return Ok(self.end.handshake.is_present().then(|| grid(now, DOWN_INTERVAL)));
+                }
+                if self.doorbells.wakes() == Wakes::Unheard {
+                    self.doorbells.take(|_| true);
+                }
+                Ok(self.unheard.next(now, self.doorbells.wakes(), changed || exchanged != 0))
             }
             Verdict::Hold(until) => {
                 self.watches.clear();
@@ -424,7 +435,7 @@ impl Port for Ivshmem {
             self.end.handshake.ring_traffic();
         }
         self.wants_recheck |= self.end.sender.is_in_doubt();
-        if self.doorbells.is_empty() && self.exchanged != 0 && self.poller.is_slow() {
+        if self.doorbells.all().is_empty() && self.exchanged != 0 && self.poller.is_slow() {
             // An answer is likely, and the next look may be far away.
             self.poller.hurry();
             self.shared.registration.wake();
@@ -437,7 +448,7 @@ impl Port for Ivshmem {
             return Ok(false);
         }
         // Where nothing rings us the memory is polled anyway.
-        self.wants_recheck |= !self.doorbells.is_empty();
+        self.wants_recheck |= !self.doorbells.all().is_empty();
         match self.end.places.of(self.end.handshake.memory()).and_then(|sections| self.end.receiver.arm(&sections)) {
             Ok(more) => Ok(more),
             Err(error) => self.classify(error).map(|()| false),
@@ -489,7 +500,7 @@ impl Port for Ivshmem {
             (true, Some(state)) => state.name().into(),
             (true, None) => format!("{:#x}", self.end.handshake.look()).into(),
         };
-        let wakes = match (self.doorbells.len(), self.watches.len()) {
+        let wakes = match (self.doorbells.all().len(), self.watches.len()) {
             (0, _) => format!("poll every {} us", self.poller.interval.0 / 1000),
             (n, 0) => format!("{n} doorbells, held: the peer rings without end"),
             (n, _) => format!("{n} doorbells"),
