@@ -244,7 +244,8 @@ def test_count_and_snap_length_bound_the_file_and_one_that_is_full_ends():
         assert [(line.length, line.kept) for line in lines] == [(442, 60)] * 5, lines
         assert running.said.startswith("5 frames, "), running.said
         assert os.stat(running.path).st_mode & 0o77 == 0, "others can read it"
-        running = Capture(h, "ta", "--seconds", "0.5")
+        # Of this flow only: the host's kernel sends frames of its own now and then.
+        running = Capture(h, "ta", "--end", A, "--seconds", "0.5")
         assert running.end(how=None) == []
 
 
@@ -325,7 +326,8 @@ def test_frames_are_counted_while_nobody_reads_a_capture():
         end = monotonic() + 4
         while monotonic() < end:
             h.a.send(h.udp(b"f" * 1400))
-            assert setting(h, SET_CAPTURE) >= int(monotonic()), "frames are no longer asked for"
+            # On a machine without a turn for it the thread that asks may be late, but it goes on.
+            until("frames to be asked for", lambda: setting(h, SET_CAPTURE) >= int(monotonic()), 5)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60 * SLOW)[1]
         assert process.returncode == 0, said
@@ -334,7 +336,7 @@ def test_frames_are_counted_while_nobody_reads_a_capture():
 def test_a_detach_ends_a_capture():
     with host() as h:
         h.attach(words=LONG)
-        running = Capture(h, "ta")
+        running = Capture(h, "ta", "--end", A)
         assert h.across(h.udp())
         h.cli("detach")
         lines = running.end(how=None, status=running.process.wait(timeout=60 * SLOW))
