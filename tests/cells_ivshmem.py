@@ -423,6 +423,22 @@ def test_a_first_ring_that_gets_lost_is_made_up_for():
             region.close()
 
 
+def test_first_rings_of_a_network_peer_that_get_lost_are_made_up_for():
+    """As above, of a peer that has come in place of one whose rings arrived. It rings no more, also not for its states."""
+    with network("q35", "doorbell") as (peer, region, _server, guest):
+        talk(peer)
+        mac = peer.resolve(CELL)
+        peer.set_state(RESET)
+        until("the cell follows", lambda: region.state(1).value != RUN)
+        peer._ring = None
+        peer.wait_run()
+        for pause in (0.5, 0.1):
+            time.sleep(pause)
+            assert peer.ping(mac, CELL, seconds=15) is not None
+        # It ends: an idle cell looks no more.
+        until_idle("a cell that was looked for in vain", guest.cpu_seconds, 0.2)
+
+
 def test_links_that_are_not_there_are_named():
     with scratch() as folder:
         region = Region(header(CHANNEL, name="left"))

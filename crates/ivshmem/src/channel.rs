@@ -12,7 +12,7 @@ use std::time::Duration;
 use tombolo_ring::ivshmem::channel::{Channel, ChannelError, Record, Sections, Sent, Shape, initialise};
 use tombolo_ring::ivshmem::state::{Duty, State};
 
-use super::backoff::OwnDoorbells;
+use super::doorbells::OwnDoorbells;
 use super::end::{EndError, LinkEnd, Memory, PeerDoorbells, Resets};
 use super::handshake::Handshake;
 use super::peer::wait_until;

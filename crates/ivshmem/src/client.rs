@@ -40,8 +40,8 @@ use tombolo_shm::guest::GuestMapping;
 use tombolo_shm::memory::{Mapping, MemoryError, cannot_shrink, expect_memory};
 use tombolo_shm::passing;
 
-use super::backoff::OwnDoorbells;
 use super::channel::ChannelPeer;
+use super::doorbells::OwnDoorbells;
 use super::end::{EndError, EventDoorbells, LinkEnd, Memory, PeerDoorbells};
 use super::peer::NetPeer;
 use super::raw::{Clear, RawPeer};

@@ -26,7 +26,7 @@
 //! * [`handshake`]: the two state words, followed.
 //! * [`peer`], [`channel`], [`raw`]: an end for a process: frames, records, or a protocol of its
 //!   own.
-//! * [`backoff`]: an end's doorbells, and when it looks at the memory unasked.
+//! * [`doorbells`]: those of an end, and whether its peer rings them.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -71,9 +71,9 @@
 //! ```
 #![warn(unreachable_pub)]
 
-pub mod backoff;
 pub mod channel;
 pub mod client;
+pub mod doorbells;
 pub mod end;
 pub mod fd_store;
 pub mod handshake;

@@ -10,10 +10,11 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tombolo_ring::ivshmem::backoff::Backoff;
 use tombolo_ring::ivshmem::net::NetError;
 use tombolo_ring::ivshmem::state::State;
 
-use super::backoff::{Backoff, OwnDoorbells};
+use super::doorbells::OwnDoorbells;
 use super::end::{EndError, LinkEnd, NetworkEnd, PeerDoorbells, Resets};
 
 /// Waits until `look` finds something, a doorbell of the peer's or `other` wakes us, or `timeout`

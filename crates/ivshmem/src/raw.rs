@@ -13,7 +13,7 @@ use std::time::Duration;
 use tombolo_ring::ivshmem::state::{Duty, State};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 
-use super::backoff::OwnDoorbells;
+use super::doorbells::OwnDoorbells;
 use super::end::{EndError, LinkEnd, PeerDoorbells, Resets};
 use super::handshake::Handshake;
 use super::peer::wait_until;
@@ -119,6 +119,8 @@ impl RawPeer {
     }
 
     /// Waits until the peer rings, its state changes, `other` is readable, or `timeout` has passed.
+    /// It does not know what the sections hold: without doorbells, and before the peer's first ring
+    /// (which QEMU can lose), the caller has to look again after a short timeout.
     pub(crate) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
         let was_up = self.is_up();
         wait_until(self, timeout, other, |peer| &peer.doorbells, |peer, _| peer.step() != was_up)

@@ -374,6 +374,23 @@ impl<F: Fixture> Rig<F> {
         }
     }
 
+    /// Sleeps as a worker does with nothing else to do: until the port is woken or its timer is due,
+    /// at most [`DEADLINE`]; whether one of the two came. No frame is received before that, so what
+    /// the next turn finds would have been found by a worker.
+    pub fn sleeps_and_looks(&mut self) -> bool {
+        let end = self.now().after(Nanos(DEADLINE.as_nanos() as u64));
+        loop {
+            let now = self.now();
+            if now >= end {
+                return false;
+            }
+            let until = self.timer.unwrap_or(end).min(end);
+            if self.wait(Duration::from_nanos(until.since(now).0)) || self.timer.is_some_and(|at| at <= self.now()) {
+                return true;
+            }
+        }
+    }
+
     /// As [`Rig::sleep`], without its timer.
     fn wait(&mut self, timeout: Duration) -> bool {
         let mut ready = Vec::new();

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use tombolo_calls::session::{ServeOptions, Stats};
 use tombolo_calls::transport::Stream;
 use tombolo_calls::{CallError, CallOptions, Deadline, Reply, Request, RequestId, Response};
-use tombolo_ivshmem::backoff::Backoff;
+use tombolo_ring::ivshmem::backoff::Backoff;
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Status, Token};
 use tombolo_rpc::clock::now_ns;
 

@@ -15,9 +15,10 @@ use tombolo_calls::frames::Frames;
 use tombolo_calls::sections::Plan;
 use tombolo_calls::session::ServeOptions;
 use tombolo_calls::transport::{Sections, Stream as _, Transport};
-use tombolo_ivshmem::backoff::{Backoff, OwnDoorbells};
 use tombolo_ivshmem::client::{JoinError, Joined, JoinedLink};
+use tombolo_ivshmem::doorbells::OwnDoorbells;
 use tombolo_ivshmem::raw::RawPeer;
+use tombolo_ring::ivshmem::backoff::Backoff;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::mem::{Foreign, ForeignMut};
@@ -272,13 +273,13 @@ pub(crate) fn hear(transport: &mut RemoteTransport) {
 
 #[cfg(test)]
 mod tests {
-    use tombolo_ivshmem::backoff::Wakes;
+    use tombolo_ring::ivshmem::backoff::Wakes;
 
     use super::*;
 
     const LONG: Duration = Duration::from_secs(100);
 
-    /// A cell's first ring can get lost ([`tombolo_ivshmem::backoff`]).
+    /// A cell's first ring can get lost ([`tombolo_ring::ivshmem::backoff`]).
     #[test]
     fn before_the_first_ring_the_memory_is_looked_at_again_and_after_it_once() {
         let doorbells = OwnDoorbells::from(vec![Doorbell::new().unwrap(), Doorbell::new().unwrap()]);

@@ -55,6 +55,7 @@ impl Handshake {
         if self.link.now_ns() < self.down_until_ns {
             return Ok(false);
         }
+        let was_up = self.is_up();
         let Handshake { link, peer, machine, resets, .. } = self;
         machine.follow(
             || link.state(*peer),
@@ -65,6 +66,9 @@ impl Handshake {
             },
         )?;
         let is_up = self.is_up();
+        if is_up && !was_up {
+            self.link.peer_joined();
+        }
         if !is_up {
             self.link.assert_state(self.machine.own().word());
         }

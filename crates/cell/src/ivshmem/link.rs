@@ -10,7 +10,7 @@
 //! memory: it looks, and if the thing is not there, it waits until a peer has rung and looks again.
 //! A ring between the look and the wait is not lost. Interrupts come in only while the cell sleeps,
 //! and the count of rings is compared with the one before the look. On a link without doorbell the
-//! wait ends when it is time to look again ([`super::pace`]).
+//! wait ends when it is time to look again ([`super::poll_interval`]).
 //!
 //! [`Link::until`] lets the network and other tasks run meanwhile. [`Link::until_alone`] does not:
 //! the processor does nothing else until the event is there or the time is up. That saves the way
@@ -27,13 +27,8 @@ use core::cell::{Cell, RefCell};
 use core::fmt;
 use core::future::poll_fn;
 use core::task::{Poll, Waker};
+use tombolo_ring::ivshmem::backoff::{LookTimes, Wakes};
 use tombolo_ring::mem::{Foreign, ForeignMut};
-use tombolo_ring::virtio::notify::RECHECK_NS;
-
-/// Where no ring has come yet, looks that find nothing follow each other at intervals that double
-/// up to this one. QEMU drops a ring for a peer of which the server has not told it yet, and it may
-/// be told late: its main loop shares a busy machine with the peer's processor.
-const UNHEARD_NS: u64 = 4_000_000_000;
 
 /// A link is not to be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,12 +65,11 @@ struct Taken {
     poll_interval: Cell<PollInterval>,
     /// Something was found or sent since the last look that found nothing.
     has_moved: Cell<bool>,
-    /// When to look again. Where peers ring: once, a little after a look that found nothing, since
-    /// a machine's memory fences may do nothing ([`tombolo_ring::virtio::notify`]); then `None`.
-    /// Before the first ring it is more often ([`UNHEARD_NS`]).
+    /// When to look again. Where peers ring it is as [`LookTimes`] has it.
     look_at_ns: Cell<Option<u64>>,
-    /// How long after a look that found nothing the next one was.
-    looked_after_ns: Cell<u64>,
+    look_times: Cell<LookTimes>,
+    /// Rings before the peer came: with no more than these it was not heard yet.
+    rings_before: Cell<u64>,
     waker: RefCell<Option<Waker>>,
 }
 
@@ -122,7 +116,8 @@ impl Links {
             has_moved: Cell::new(true),
             poll_interval: Cell::new(PollInterval::new(shared.config.pauses)),
             look_at_ns: Cell::new(None),
-            looked_after_ns: Cell::new(RECHECK_NS),
+            look_times: Cell::default(),
+            rings_before: Cell::new(device.rings().unwrap_or(0)),
             waker: RefCell::new(None),
             device,
         });
@@ -180,6 +175,18 @@ impl Link {
         self.taken.device.rings().unwrap_or(0)
     }
 
+    /// Of several peers it is not known which of them has rung.
+    fn wakes(&self) -> Wakes {
+        let is_heard = self.rings() != self.taken.rings_before.get() && self.max_peers() == 2;
+        if is_heard { Wakes::Heard } else { Wakes::Unheard }
+    }
+
+    /// Another peer is there, whose first rings may get lost ([`tombolo_ring::ivshmem::backoff`]).
+    pub(crate) fn peer_joined(&self) {
+        self.taken.rings_before.set(self.rings());
+        self.taken.look_times.set(LookTimes::default());
+    }
+
     /// The section that this peer writes and all read.
     pub fn own_output(&self) -> ForeignMut<'static> {
         self.taken.device.own_output()
@@ -234,16 +241,10 @@ impl Link {
     fn after_look(&self) {
         let now_ns = self.now_ns();
         if self.has_doorbell() {
-            // Where nothing has moved since the look before, a look at its time was the second one.
-            let Taken { look_at_ns, looked_after_ns, has_moved, .. } = &*self.taken;
-            if has_moved.replace(false) {
-                looked_after_ns.set(RECHECK_NS);
-                look_at_ns.set(Some(now_ns + RECHECK_NS));
-            } else if look_at_ns.get().is_some_and(|at| at <= now_ns) {
-                looked_after_ns.set(2 * looked_after_ns.get());
-                let is_unheard = self.rings() == 0 && looked_after_ns.get() <= UNHEARD_NS;
-                look_at_ns.set(is_unheard.then_some(now_ns + looked_after_ns.get()));
-            }
+            let Taken { look_at_ns, look_times, has_moved, .. } = &*self.taken;
+            let mut times = look_times.get();
+            look_at_ns.set(times.next(now_ns, self.wakes(), has_moved.replace(false)));
+            look_times.set(times);
         } else {
             let mut poll_interval = self.taken.poll_interval.get();
             self.taken.look_at_ns.set(Some(poll_interval.next(now_ns)));

@@ -35,6 +35,7 @@ use core::fmt;
 use core::num::NonZeroU16;
 use smoltcp::phy::{DeviceCapabilities, PacketMeta, TxToken};
 use smoltcp::wire::EthernetAddress;
+use tombolo_ring::ivshmem::backoff::{LookTimes, Wakes};
 use tombolo_ring::ivshmem::net::{Geometry, NetError, OFFLOAD_HEADER_BYTES, Receiver, Sections, Sender, initialise};
 use tombolo_ring::ivshmem::state::{Duty, Machine, Offloads};
 use tombolo_ring::virtio::net::NetHeaderRepr;
@@ -117,6 +118,9 @@ pub(crate) struct IvshmemNet {
     is_busy: bool,
     /// Frames moved, or the link came up, since the last [`IvshmemNet::recheck`].
     has_moved: bool,
+    /// Rings before the link came up: with no more than these the peer was not heard yet.
+    rings_before: Option<u64>,
+    look_times: LookTimes,
     /// When a link may come up again that broke.
     down_until_ns: u64,
     saw_syn: bool,
@@ -172,6 +176,8 @@ impl IvshmemNet {
             poll_interval: PollInterval::new(pauses),
             is_busy: false,
             has_moved: true,
+            rings_before: None,
+            look_times: LookTimes::default(),
             down_until_ns: 0,
             saw_syn: false,
             watch: Watch::default(),
@@ -261,7 +267,12 @@ impl IvshmemNet {
             (*is_busy, *has_moved) = (true, true);
         };
         let Ok(_) = machine.follow(|| device.state(*peer), tell, act);
+        let was_up = self.outgoing.is_up;
         self.outgoing.is_up = self.machine.may_use_rings();
+        if self.outgoing.is_up && !was_up {
+            self.rings_before = self.device.rings();
+            self.look_times = LookTimes::default();
+        }
         if !self.outgoing.is_up {
             self.device.assert_state(self.machine.own_word());
         }
@@ -398,13 +409,20 @@ impl IvshmemNet {
         }
     }
 
-    /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings.
+    /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings. The
+    /// first ring of a peer that came can get lost ([`tombolo_ring::ivshmem::backoff`]).
     pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
-        if core::mem::take(&mut self.is_busy) {
+        let is_busy = core::mem::take(&mut self.is_busy);
+        if is_busy {
             self.poll_interval.busy(now_ns);
         }
-        let rings = self.device.rings().is_some() && self.outgoing.is_up;
-        (!rings).then(|| self.poll_interval.next(now_ns))
+        if self.device.rings().is_none() || !self.outgoing.is_up {
+            return Some(self.poll_interval.next(now_ns));
+        }
+        if self.device.rings() != self.rings_before {
+            return None;
+        }
+        self.look_times.next(now_ns, Wakes::Unheard, is_busy)
     }
 
     /// Whether nothing can be sent now: the stack's wish to send is no reason to stay awake.

@@ -50,9 +50,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::io::Errno;
-use tombolo_ivshmem::backoff::{OwnDoorbells, Wakes};
+use tombolo_ivshmem::doorbells::OwnDoorbells;
 use tombolo_ivshmem::end::{EndError, LinkEnd, Memory, NetworkEnd, PeerDoorbells};
 use tombolo_ivshmem::handshake::PeerWord;
+use tombolo_ring::ivshmem::backoff::{LookTimes, Wakes};
 use tombolo_ring::ivshmem::net::{MAX_HELD, NetError, OFFLOAD_HEADER_BYTES};
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
@@ -62,7 +63,7 @@ use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offlo
 use tombolo_switch::port::{Caps, Carrier, Fault, FaultKind, Port, Rechecked, RingFill, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
-use poll::{DOWN_INTERVAL, Poller, Storm, UnheardLooks, Verdict, grid};
+use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
 use tombolo_worker::reactor::{Registration, Watch};
 
 /// Frames taken from the ring before they are looked at: as many cache misses are under way at a
@@ -144,7 +145,7 @@ pub struct Ivshmem {
     /// It was armed, or the peer was not rung, since this was last asked.
     wants_recheck: bool,
     /// Before the first ring.
-    unheard: UnheardLooks,
+    unheard: LookTimes,
     /// The region's pages are gone, which was said: the link is down for good.
     lost: bool,
 }
@@ -180,7 +181,7 @@ impl Ivshmem {
             storm: Storm::default(),
             exchanged: 0,
             wants_recheck: false,
-            unheard: UnheardLooks::new(),
+            unheard: LookTimes::default(),
             lost: false,
         };
         port.listen().map_err(|(vector, source)| OpenError::Watch { vector, source })?;
@@ -210,7 +211,7 @@ impl Ivshmem {
         if let Some(doorbells) = slot.joined {
             self.end.handshake.joined(doorbells);
             self.doorbells.peer_joined();
-            self.unheard = UnheardLooks::new();
+            self.unheard = LookTimes::default();
         }
     }
 
@@ -292,7 +293,10 @@ impl Port for Ivshmem {
                 if self.doorbells.wakes() == Wakes::Unheard {
                     self.doorbells.take(|_| true);
                 }
-                Ok(self.unheard.next(now, self.doorbells.wakes(), changed || exchanged != 0))
+                if self.doorbells.wakes() != Wakes::Unheard {
+                    return Ok(None);
+                }
+                Ok(self.unheard.next(now.0, Wakes::Unheard, changed || exchanged != 0).map(Nanos))
             }
             Verdict::Hold(until) => {
                 self.watches.clear();
@@ -337,6 +341,10 @@ impl Port for Ivshmem {
             }
         };
         self.exchanged += taken as u64;
+        if taken != 0 && self.unheard.is_late() && self.doorbells.wakes() == Wakes::Unheard {
+            // The next frame's ring may get lost too, and `service` came before this one.
+            self.shared.registration.wake();
+        }
         if let Err(error) = result {
             // Without `classify`, which needs all of the port, of which the batch has a part: the
             // worker services a port that it wakes, and `service` follows the peer.

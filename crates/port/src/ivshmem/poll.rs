@@ -13,8 +13,8 @@
 //!
 //! # A link with doorbells that is up, before the peer's first ring for traffic
 //! That ring can get lost, too: QEMU drops it where the server has not told it of us yet. So looks
-//! that find nothing follow each other in pauses that double ([`Backoff`]), and end after some
-//! seconds.
+//! that find nothing follow each other in pauses that double, and end after some seconds
+//! ([`tombolo_ring::ivshmem::backoff`]).
 //!
 //! # A peer that rings for nothing
 //! A ring costs the worker a wake-up. More than [`STORM_RINGS`] of them in [`STORM_WINDOW`] beyond
@@ -22,7 +22,6 @@
 //! [`STORM_HOLD`], and the link is looked at every [`STORM_INTERVAL`] instead. It goes on that way
 //! until the rings stop; frames are late by that interval.
 
-use tombolo_ivshmem::backoff::{Backoff, Wakes};
 use tombolo_switch::Nanos;
 
 /// Rings without frames that are borne in a window.
@@ -96,34 +95,6 @@ pub(super) fn grid(now: Nanos, interval: Nanos) -> Nanos {
     Nanos((now.0 / interval.0 + 1).saturating_mul(interval.0))
 }
 
-/// Looks at a link that is up, before the peer's first ring.
-#[derive(Debug)]
-pub(super) struct UnheardLooks {
-    backoff: Backoff,
-    /// `None`: it was looked at often enough.
-    due: Option<Nanos>,
-}
-
-impl UnheardLooks {
-    pub(super) fn new() -> UnheardLooks {
-        UnheardLooks { backoff: Backoff::default(), due: Some(Nanos(0)) }
-    }
-
-    /// The time of the next look, after one at `now` that found something, or not.
-    pub(super) fn next(&mut self, now: Nanos, wakes: Wakes, busy: bool) -> Option<Nanos> {
-        if wakes != Wakes::Unheard {
-            return None;
-        }
-        if busy {
-            self.backoff.found();
-        }
-        if busy || self.due.is_some_and(|due| due <= now) {
-            self.due = self.backoff.pause(wakes).map(|pause| now.after(Nanos(pause.as_nanos() as u64)));
-        }
-        self.due
-    }
-}
-
 #[derive(Debug, Default)]
 pub(super) struct Storm {
     window_from: Nanos,
@@ -190,29 +161,6 @@ mod tests {
         assert_eq!(poller.next(now, false).0 % PollSettings::default().slow.0, 0);
         let next = poller.next(now, true);
         assert!(next.since(now) <= PollSettings::default().fast && !poller.is_slow());
-    }
-
-    #[test]
-    fn before_the_first_ring_a_link_is_looked_at_for_some_seconds_after_what_came_last() {
-        let mut looks = UnheardLooks::new();
-        let mut run = |from: Nanos, mut busy: bool| {
-            let (mut now, mut count) = (from, 0);
-            while let Some(next) = looks.next(now, Wakes::Unheard, std::mem::take(&mut busy)) {
-                // One that comes before its time changes nothing.
-                assert_eq!(looks.next(now, Wakes::Unheard, false), Some(next));
-                assert!(next > now);
-                (now, count) = (next, count + 1);
-            }
-            (now.since(from), count)
-        };
-        for (from, busy) in [(Nanos(5), false), (Nanos::SECOND.after(Nanos(7 * Nanos::SECOND.0)), true)] {
-            let (time, count) = run(from, busy);
-            assert!(
-                time > Nanos(4 * Nanos::SECOND.0) && time < Nanos(10 * Nanos::SECOND.0) && count == 16,
-                "{time:?} {count}"
-            );
-        }
-        assert_eq!(UnheardLooks::new().next(Nanos(0), Wakes::Heard, true), None);
     }
 
     #[test]

@@ -34,6 +34,7 @@
 //! link. Nothing allocates, panics on what memory holds, or rings: functions say whether the peer
 //! wants to be rung.
 
+pub mod backoff;
 pub mod channel;
 pub mod net;
 pub mod region;
