@@ -1,8 +1,10 @@
 """Cells at a tap, as their users meet them: many neighbours, many connections, slow readers."""
 
+import contextlib
 import re
 import select
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -147,3 +149,44 @@ def test_many_streams_lose_nothing_and_leave_nothing_small_behind():
         compared(16)
         again = []
         until("one stream to be as quick as before many", lambda: again.append(iperf(standing.space, 1)[0]) or again[-1] > first / 3)
+
+
+BACK = 32
+
+
+@timeout(240)
+def test_an_iperf_cell_sends_back_to_so_many_clients_and_not_to_more():
+    """A client asks for a connection back, as `iperf -d` does, and goes. Its own place is free again at once; what is sent back to it takes another one."""
+    with Standing("iperf") as standing, socket_in(standing.space) as listener:
+        listener.bind((f"{PREFIX}.101", 0))
+        listener.listen(128)
+        listener.settimeout(3)
+        header = struct.pack("!6I", 0x80000001, 1, listener.getsockname()[1], 0, 0, 1 << 31)
+
+        def ask():
+            with socket_in(standing.space) as client:
+                client.settimeout(20)
+                client.connect((CELL, 5001))
+                client.sendall(header)
+
+        for _ in range(BACK + 20):
+            ask()
+        standing.guest.wait_line(lambda line: "nothing is sent back" in line)
+        backs = []
+        with contextlib.suppress(TimeoutError):
+            while True:
+                backs.append(listener.accept()[0])
+        try:
+            assert len(backs) == BACK, f"{len(backs)} connections came back"
+        finally:
+            for back in backs:
+                back.close()
+
+        def is_sent_back_to():
+            ask()
+            with contextlib.suppress(TimeoutError):
+                listener.accept()[0].close()
+                return True
+
+        until("the places to be free again", is_sent_back_to)
+        assert standing.guest.alive()

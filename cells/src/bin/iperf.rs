@@ -19,8 +19,10 @@ extern crate alloc;
 
 use alloc::collections::BTreeMap;
 use alloc::format;
+use alloc::rc::Rc;
 use alloc::string::ToString;
 use alloc::vec::Vec;
+use core::cell::Cell;
 use tombolo_cell::{ExitCode, IpEndpoint, Net, TcpError, TcpOptions, TcpStream, UdpSocket, exit, println};
 use tombolo_cells::iperf::{
     Amount, CLIENT_HEADER_BYTES, ClientHeader, DATAGRAM_BYTES, Datagram, EXTENDED_HEADER_BYTES, Mode, PORT,
@@ -47,8 +49,9 @@ const MAX_SESSIONS: usize = 64;
 
 async fn iperf(net: Net) {
     let port = net.config().number("port").and_then(|n| u16::try_from(n).ok()).unwrap_or(PORT);
-    serve_tcp(&net, port);
-    net.spawn(serve_udp(net.clone(), port));
+    let sends_back = Back::default();
+    serve_tcp(&net, port, sends_back.clone());
+    net.spawn(serve_udp(net.clone(), port, sends_back));
     if net.config().get("iperf") == Some("client") {
         net.up().await;
         let done = client(&net, port).await;
@@ -187,18 +190,45 @@ async fn send_datagrams(
 
 // --- the server ---
 
-fn serve_tcp(net: &Net, port: u16) {
+fn serve_tcp(net: &Net, port: u16, back: Back) {
     let net2 = net.clone();
     net.serve(port, stream_options(net), move |mut stream: TcpStream| {
-        let net = net2.clone();
+        let (net, back) = (net2.clone(), back.clone());
         async move {
             // An error means that the client has gone; what came before was reported.
-            let _ = serve_stream(&net, &mut stream).await;
+            let _ = serve_stream(&net, &mut stream, &back).await;
         }
     });
 }
 
-async fn serve_stream(net: &Net, stream: &mut TcpStream) -> Result<(), TcpError> {
+/// How many clients are sent back to, on connections or by datagrams that the cell begins. A client
+/// may be gone by then, so neither the listener's limit nor that of sessions bounds them.
+#[derive(Clone, Default)]
+struct Back(Rc<Cell<usize>>);
+
+/// One of them.
+struct Sending(Back);
+
+impl Back {
+    /// `None` where there are as many as may be.
+    fn begin(&self, to: IpEndpoint) -> Option<Sending> {
+        if self.0.get() >= STREAMS {
+            println!("iperf: {to}: nothing is sent back, since {STREAMS} others are sent back to");
+            return None;
+        }
+        self.0.set(self.0.get() + 1);
+        Some(Sending(self.clone()))
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        let Sending(Back(count)) = self;
+        count.set(count.get() - 1);
+    }
+}
+
+async fn serve_stream(net: &Net, stream: &mut TcpStream, sends_back: &Back) -> Result<(), TcpError> {
     let Some(peer) = stream.peer() else { return Ok(()) };
     let start = net.now_ns();
     let mut head: Vec<u8> = Vec::new();
@@ -220,7 +250,7 @@ async fn serve_stream(net: &Net, stream: &mut TcpStream) -> Result<(), TcpError>
     let back = IpEndpoint::new(peer.addr, header.port);
     match header.mode {
         Mode::Reverse => return send_stream(net, stream, header.amount, header.rate).await,
-        Mode::Dual => net.spawn(stream_back(net.clone(), back, header)),
+        Mode::Dual => stream_back(net, back, header, sends_back),
         Mode::FullDuplex => return full_duplex(net, stream, header).await,
         Mode::Receive | Mode::Tradeoff => {}
     }
@@ -230,21 +260,26 @@ async fn serve_stream(net: &Net, stream: &mut TcpStream) -> Result<(), TcpError>
     }
     println!("{}", line(&format!("TCP from {peer}"), bytes, (net.now_ns() - start) / 1000));
     if header.mode == Mode::Tradeoff {
-        net.spawn(stream_back(net.clone(), back, header));
+        stream_back(net, back, header, sends_back);
     }
     Ok(())
 }
 
 /// Connects to the port that a client has named, and sends.
-async fn stream_back(net: Net, back: IpEndpoint, header: ClientHeader) {
-    let mut stream = match net.connect(back, stream_options(&net)).await {
-        Ok(stream) => stream,
-        Err(error) => return println!("iperf: {back}: {error}"),
-    };
-    if stream.write_all(&[0; CLIENT_HEADER_BYTES]).await.is_ok() {
-        // An error means that the client has gone.
-        let _ = send_stream(&net, &mut stream, header.amount, header.rate).await;
-    }
+fn stream_back(net: &Net, back: IpEndpoint, header: ClientHeader, sends_back: &Back) {
+    let Some(sending) = sends_back.begin(back) else { return };
+    let net2 = net.clone();
+    net.spawn(async move {
+        let _sending = sending;
+        let mut stream = match net2.connect(back, stream_options(&net2)).await {
+            Ok(stream) => stream,
+            Err(error) => return println!("iperf: {back}: {error}"),
+        };
+        if stream.write_all(&[0; CLIENT_HEADER_BYTES]).await.is_ok() {
+            // An error means that the client has gone.
+            let _ = send_stream(&net2, &mut stream, header.amount, header.rate).await;
+        }
+    });
 }
 
 /// Both directions on one connection: what has arrived is taken whenever there is room to send, and
@@ -288,7 +323,7 @@ struct Session {
     last_us: u64,
 }
 
-async fn serve_udp(net: Net, port: u16) {
+async fn serve_udp(net: Net, port: u16, sends_back: Back) {
     let mut socket = match net.udp_with(port, udp_bytes(&net)) {
         Ok(socket) => socket,
         Err(error) => {
@@ -315,7 +350,7 @@ async fn serve_udp(net: Net, port: u16) {
                     }
                     let header = bytes.get(UDP_HEADER_BYTES..).and_then(ClientHeader::parse);
                     if let Some(header) = header.filter(|h| h.mode == Mode::Dual) {
-                        datagrams_back(&net, IpEndpoint::new(from.addr, header.port), header);
+                        datagrams_back(&net, IpEndpoint::new(from.addr, header.port), header, &sends_back);
                     }
                 }
                 let fresh = Session { receiver: Receiver::new(now_us), report: None, last_us: now_us };
@@ -346,16 +381,18 @@ async fn serve_udp(net: Net, port: u16) {
         if let Some((report, header)) = first {
             println!("{}", udp_line(&format!("UDP from {from}"), &report));
             if let Some(header) = header.filter(|h| h.mode == Mode::Tradeoff) {
-                datagrams_back(&net, IpEndpoint::new(from.addr, header.port), header);
+                datagrams_back(&net, IpEndpoint::new(from.addr, header.port), header, &sends_back);
             }
         }
     }
 }
 
 /// Sends datagrams to the port that a client has named.
-fn datagrams_back(net: &Net, to: IpEndpoint, header: ClientHeader) {
+fn datagrams_back(net: &Net, to: IpEndpoint, header: ClientHeader, sends_back: &Back) {
+    let Some(sending) = sends_back.begin(to) else { return };
     let net2 = net.clone();
     net.spawn(async move {
+        let _sending = sending;
         let rate = if header.rate == 0 { DEFAULT_UDP_RATE } else { header.rate };
         let done = match net2.udp_with(0, udp_bytes(&net2)) {
             Ok(mut socket) => send_datagrams(&net2, &mut socket, to, header.amount, rate, header.datagram_bytes).await,

@@ -13,7 +13,9 @@
 //! In the other direction the peers may send what the windows allow, all at a time. The receive
 //! ring loses what it cannot hold. So the windows of some dozens of sockets together stay within
 //! the ring. Each new socket gets at most a quarter of what the others have left of seven eighths
-//! of it, at least [`MIN_WINDOW_BYTES`].
+//! of it, at least [`MIN_WINDOW_BYTES`]. On Xen the ring is counted in pages, which are full where
+//! the sender leaves cutting to the backend; peers that send segments of 1,500 bytes can overrun it
+//! (docs/xen.md has what that costs).
 
 use crate::Net;
 use crate::machine::heap;
@@ -59,7 +61,8 @@ pub struct TcpOptions {
     /// The same of all sockets of the cell together. A connection that comes gets an eighth of what
     /// is left, at most `send_bytes`, and 8 KiB however many there are.
     pub send_all_bytes: usize,
-    /// Connections at a time; further ones are refused.
+    /// Connections of the listener at a time; further ones are refused. It does not bound those that
+    /// the cell itself begins.
     pub limit: usize,
 }
 
