@@ -11,6 +11,8 @@ from lib import timeout, until
 from lib.frames import mac_bytes
 
 OTHER_MAC = "02:00:00:00:0b:77"
+# How long a keeper may do nothing before it counts as stopped (controller.rs).
+SILENT_S = 5
 
 
 def stop(h):
@@ -40,17 +42,24 @@ def test_a_stopped_keeper_is_seen_and_the_next_attach_replaces_it():
         other = h.status()
         assert has_ended(keeper) and other["keeper"] not in (None, keeper) and other["keeper_fault"] is None, other
         assert is_up(h) and keepers_of(h) == [other["keeper"]]
-        # One that goes on where it was stopped is at work, and stays.
-        stop(h)
-        until("it to be seen", lambda: not is_up(h), 15)
-        os.kill(other["keeper"], signal.SIGCONT)
-        until("it to be at work", lambda: is_up(h), 5)
-        h.attach()
-        assert h.status()["keeper"] == other["keeper"]
+        # One that goes on where it was stopped is at work, and stays. On a machine that gives it no
+        # turn for `SILENT_S` it is replaced again, rightly, so the next one is tried.
+        for _ in range(5):
+            keeper = stop(h)
+            until("it to be seen", lambda: not is_up(h), 15)
+            went_on = time.monotonic()
+            os.kill(keeper, signal.SIGCONT)
+            until("it to be at work", lambda: is_up(h), 5)
+            h.attach()
+            took, now = time.monotonic() - went_on, h.status()["keeper"]
+            assert now == keeper or took > SILENT_S, f"replaced {took:.1f} s after it went on"
+            if now == keeper:
+                break
+        assert now == keeper, "none of five was at work for long enough"
         # Detach waits for no process that is stopped.
         stop(h)
         h.cli("detach")
-        until("its end", lambda: has_ended(other["keeper"]), 5)
+        until("its end", lambda: has_ended(keeper), 5)
         assert not (h.folder / "run/bypass").exists()
 
 
