@@ -60,7 +60,7 @@ def test_what_is_late_is_told_so_and_the_most_urgent_is_first():
         assert order == [first, urgent, relaxed], order
 
 
-def test_a_peer_that_lies_loses_its_link_and_is_served_when_it_begins_anew():
+def test_a_peer_that_lies_loses_its_link_and_is_served_when_it_restarts():
     answer = struct.pack("<QQQQQIIBBHI", 1 << 32, 0, 0, 0, 0, 0, 0, SERVED, 0, 0, 0).ljust(256, b"\0")
 
     def unasked(peer):

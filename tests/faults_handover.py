@@ -430,7 +430,7 @@ def test_an_fd_store_that_hangs_is_replaced_by_the_daemon_that_hands_over():
 
 
 @timeout(300)
-def test_who_asks_for_a_handover_and_says_no_more_stops_nobody():
+def test_a_silent_handover_request_blocks_no_one():
     """`status` is answered while a peer of handover.sock is silent, and while one that was told "ready" does not decide."""
     with small() as (space, folder, fabric):
         before, daemon = facts(fabric), fabric.process.pid

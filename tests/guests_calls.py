@@ -218,7 +218,7 @@ def test_deadlines_cross_and_a_cell_that_dies_ends_its_calls_at_once():
 
 
 @timeout(600)
-def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back_is_so_in_the_cell():
+def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_cancelled_is_so_in_the_cell():
     with scratch() as folder, Fabric(folder, BY_NAME.format(name=f"n{os.getpid()}")) as fabric:
         assert call(fabric, "named", "6 * 7", "--wait", "60s") == "42"
         # The other cell's calls go to the service that the first one is. In its first run it may
@@ -243,7 +243,7 @@ def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back
         assert said[0][0].strip() == "2" or said[1][0].strip() == "4" or said[2][0].strip() == "6", said
         until("the ends of all", lambda: sum(answers().values()) - sum(before.values()) >= 3)
         ended = {name: count - before[name] for name, count in answers().items() if count != before[name]}
-        # Of the two that would not wait for the first one was taken back (or its caller had gone by
+        # Of the two that would not wait for the first one was cancelled (or its caller had gone by
         # then), and one expired.
         assert ended.get("cancelled", 0) + ended.get("expired", 0) >= 1, (ended, said)
         # After a crash the cell is started again, since its driver was not on the network, and the

@@ -111,7 +111,7 @@ enum Theirs {
     /// The one of that token; its caller may have taken it back.
     Serving {
         token: Token,
-        taken_back: bool,
+        is_cancelled: bool,
     },
 }
 
@@ -333,7 +333,7 @@ impl Session {
             match carrier.take()? {
                 None => break,
                 Some(Message::Call(call, bytes)) => self.asked(carrier, call, bytes, now_ns)?,
-                Some(Message::Cancel(token)) => self.taken_back(carrier, token, now_ns)?,
+                Some(Message::Cancel(token)) => self.cancelled(carrier, token, now_ns)?,
                 Some(Message::Answer(answer, bytes)) => self.answered(answer, bytes, most, now_ns)?,
             }
             any = true;
@@ -377,9 +377,9 @@ impl Session {
         Ok(())
     }
 
-    fn taken_back(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token, now_ns: u64) -> Result<(), Broken> {
+    fn cancelled(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token, now_ns: u64) -> Result<(), Broken> {
         match self.theirs.get_mut(token.slot() as usize) {
-            Some(Theirs::Serving { token: served, taken_back }) if *served == token => *taken_back = true,
+            Some(Theirs::Serving { token: served, is_cancelled }) if *served == token => *is_cancelled = true,
             Some(&mut Theirs::Queued(handle)) if self.schedule.get(handle).is_some_and(|r| r.id.token == token) => {
                 if let Some((request, queued_ns)) = self.schedule.remove(now_ns, handle) {
                     let request = Request { queued_ns, ..request };
@@ -393,9 +393,9 @@ impl Session {
 
     /// Whether the answer to this request is no longer awaited: its caller has cancelled it since
     /// its service began, or is gone.
-    pub fn is_taken_back(&self, request: RequestId) -> bool {
+    pub fn is_cancelled(&self, request: RequestId) -> bool {
         let slot = self.theirs.get(request.token.slot() as usize);
-        request.epoch != self.epoch || slot == Some(&Theirs::Serving { token: request.token, taken_back: true })
+        request.epoch != self.epoch || slot == Some(&Theirs::Serving { token: request.token, is_cancelled: true })
     }
 
     fn answered(&mut self, answer: Answer, bytes: Vec<u8>, most: usize, now_ns: u64) -> Result<(), Broken> {
@@ -441,7 +441,7 @@ impl Session {
             match self.schedule.next(now_ns) {
                 None => return Ok(None),
                 Some(Next::Serve { item, queued_ns }) => {
-                    let serving = Theirs::Serving { token: item.id.token, taken_back: false };
+                    let serving = Theirs::Serving { token: item.id.token, is_cancelled: false };
                     self.theirs[item.id.token.slot() as usize] = serving;
                     return Ok(Some(Request { queued_ns, began_ns: now_ns, ..item }));
                 }

@@ -247,7 +247,7 @@ fn the_deadline_crosses_as_time_left_whatever_the_clocks_say() {
 }
 
 #[test]
-fn what_is_taken_back_while_it_is_served_is_known_and_what_is_left_to_live_too() {
+fn what_is_cancelled_while_it_is_served_is_known_and_what_is_left_to_live_too() {
     for mut pair in Pair::both(&ServeOptions::default()) {
         let lives = CallOptions { ttl: Some(Duration::from_millis(50)), ..CallOptions::default() };
         let (a, b) = (pair.a.submit(&lives, b"a").unwrap(), pair.a.submit(&CallOptions::default(), b"b").unwrap());
@@ -256,8 +256,8 @@ fn what_is_taken_back_while_it_is_served_is_known_and_what_is_left_to_live_too()
         assert_eq!((first.ttl_left(), second.ttl_left()), (Some(Duration::from_millis(30)), None));
         assert!(pair.a.cancel(a));
         pair.turn(21 * MS);
-        let taken_back = |pair: &Pair| [&first, &second].map(|r| pair.b.session.is_taken_back(r.id()));
-        assert_eq!(taken_back(&pair), [true, false]);
+        let cancelled = |pair: &Pair| [&first, &second].map(|r| pair.b.session.is_cancelled(r.id()));
+        assert_eq!(cancelled(&pair), [true, false]);
         pair.b.respond(&first, 22 * MS, Response::end(Status::Cancelled));
         pair.turn(22 * MS);
         assert_eq!(pair.result(a), Some(Err(CallError::Cancelled)));
@@ -265,12 +265,9 @@ fn what_is_taken_back_while_it_is_served_is_known_and_what_is_left_to_live_too()
         pair.a.submit(&CallOptions::default(), b"next").unwrap();
         pair.turn(23 * MS);
         let next = pair.b.next(23 * MS).unwrap();
-        assert!(!pair.b.session.is_taken_back(next.id()));
+        assert!(!pair.b.session.is_cancelled(next.id()));
         pair.b.session.lost(CallError::ProviderGone);
-        assert!(
-            pair.b.session.is_taken_back(next.id()) && pair.b.session.is_taken_back(second.id()),
-            "nobody is there"
-        );
+        assert!(pair.b.session.is_cancelled(next.id()) && pair.b.session.is_cancelled(second.id()), "nobody is there");
         assert!(pair.result(b).is_none());
     }
 }

@@ -293,7 +293,7 @@ fn a_call_ends_at_its_deadline_and_its_slot_comes_back_with_the_answer() {
     assert_eq!(a.poll(token, 100), Some(Err(CallError::DeadlineExceeded)));
     assert_eq!((a.poll(token, 100), a.session().under_way()), (Some(Err(CallError::Unknown)), 1));
     settle(&mut a, &mut b, 101);
-    assert!(b.session().is_taken_back(request.id()), "it was cancelled");
+    assert!(b.session().is_cancelled(request.id()), "it was cancelled");
     b.respond(&request, Response::new(*b"late"), 101);
     settle(&mut a, &mut b, 102);
     assert_eq!(a.session().under_way(), 0);

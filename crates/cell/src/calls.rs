@@ -481,8 +481,8 @@ impl Calls {
 
     /// Whether the caller does not wait for the answer any more: the peer has cancelled the request
     /// since its service began, or is gone. A handler that takes long may look, and end early.
-    pub fn is_taken_back(&self, request: &Request) -> bool {
-        self.state.borrow().transport.session().is_taken_back(request.id())
+    pub fn is_cancelled(&self, request: &Request) -> bool {
+        self.state.borrow().transport.session().is_cancelled(request.id())
     }
 
     /// Answers a request. Where the peer has gone since, nothing happens.

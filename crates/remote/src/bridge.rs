@@ -31,7 +31,7 @@ use crate::transport::RemoteError;
 /// How long a request without a deadline is waited for that is passed on: as long as requests live
 /// by default.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the answer to a call is waited for that its caller has taken back.
+/// How long the answer to a call is waited for that its caller has cancelled.
 pub(crate) const GRACE: Duration = Duration::from_secs(4);
 /// A look at whether all still is as it was.
 const LOOK: Duration = Duration::from_secs(3600);
@@ -125,7 +125,7 @@ impl Bridge {
             let options = passed_on(request);
             let begun = |token| {
                 let calls = calls.clone();
-                request.on_taken_back(move || calls.take_back(token, GRACE));
+                request.on_cancelled(move || calls.cancel_within(token, GRACE));
             };
             give(calls.call_in_turn(&request.to_vec(), &options, begun), reply);
         })
@@ -228,8 +228,8 @@ impl Target {
             ttl: request.ttl_left(),
         };
         let called = client.submit(&request.bytes, &options).and_then(|token| {
-            let taken_back = client.clone();
-            peer.on_taken_back(request, move || _ = taken_back.cancel(token));
+            let canceller = client.clone();
+            peer.on_cancelled(request, move || _ = canceller.cancel(token));
             client.wait(token, patience)
         });
         let end = called.and_then(|reply| {

@@ -72,8 +72,8 @@ struct CallsState {
     waiting: BTreeSet<(u64, u64)>,
     /// How many calls have waited so far.
     waited: u64,
-    /// Calls that were taken back, and until when their answers are waited for.
-    taken_back: Vec<(Token, Instant)>,
+    /// Calls that were cancelled, and until when their answers are waited for.
+    cancelled: Vec<(Token, Instant)>,
 }
 
 impl CallsState {
@@ -92,7 +92,7 @@ impl CallsState {
         }
         match interest {
             Interest::Reply(token) => {
-                self.transport.session().is_settled(token) || self.taken_back.iter().any(|(of, _)| *of == token)
+                self.transport.session().is_settled(token) || self.cancelled.iter().any(|(of, _)| *of == token)
             }
             Interest::Request => {
                 let any = *requests > 0;
@@ -131,7 +131,7 @@ impl Calls {
             serving: 0,
             waiting: BTreeSet::new(),
             waited: 0,
-            taken_back: Vec::new(),
+            cancelled: Vec::new(),
         });
         Calls(Arc::new(CallsInner { state, wakers, workers: options.workers.max(1) }))
     }
@@ -185,7 +185,7 @@ impl Calls {
         if any {
             self.tell(state, own);
             let CallsState { transport, hooks, .. } = state;
-            for (_, hook) in hooks.extract_if(.., |(id, _)| transport.session().is_taken_back(*id)) {
+            for (_, hook) in hooks.extract_if(.., |(id, _)| transport.session().is_cancelled(*id)) {
                 hook();
             }
         }
@@ -457,15 +457,15 @@ impl Calls {
     fn end_of(&self, token: Token, until: Instant, over: CallError, was_deaf: bool) -> Result<Reply, CallError> {
         let mut until = until;
         let end = loop {
-            // An earlier end of the wait, since the call was taken back meanwhile.
+            // An earlier end of the wait, since the call was cancelled meanwhile.
             let mut sooner = None;
             let end = self.wait(until, Interest::Reply(token), |state| {
                 // Who waits would not be told that the peer dies.
                 let is_lost = !was_deaf && transport::server_is_gone(&state.transport);
                 let end = state.transport.fetch(token, None);
                 let end = end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some);
-                let taken_back = state.taken_back.iter().find(|(of, at)| *of == token && *at < until);
-                sooner = taken_back.map(|(_, at)| *at).filter(|_| end.is_none());
+                let cancelled = state.cancelled.iter().find(|(of, at)| *of == token && *at < until);
+                sooner = cancelled.map(|(_, at)| *at).filter(|_| end.is_none());
                 end.or(sooner.map(|_| Err(over)))
             });
             match sooner {
@@ -474,7 +474,7 @@ impl Calls {
             }
         };
         let mut state = self.lock();
-        state.taken_back.retain(|(of, _)| *of != token);
+        state.cancelled.retain(|(of, _)| *of != token);
         self.has_room(&state);
         drop(state);
         if matches!(end, Err(CallError::DeadlineExceeded | CallError::Timeout | CallError::ProviderGone)) {
@@ -528,14 +528,14 @@ impl Calls {
 
     /// As [`Calls::cancel`]; who waits for the call in [`Calls::call`] or [`Calls::call_in_turn`]
     /// waits no longer than `grace` from now on.
-    pub(crate) fn take_back(&self, token: Token, grace: Duration) {
+    pub(crate) fn cancel_within(&self, token: Token, grace: Duration) {
         let mut state = self.lock();
         if self.with(&mut state, |transport| transport.cancel(token)) {
             // Whom an earlier end concerned has taken it by then; a call that no caller waits for
             // leaves nothing behind.
             let now = Instant::now();
-            state.taken_back.retain(|(_, at)| *at > now);
-            state.taken_back.push((token, after(grace)));
+            state.cancelled.retain(|(_, at)| *at > now);
+            state.cancelled.push((token, after(grace)));
             self.tell(&state, None);
         }
     }
@@ -566,9 +566,9 @@ impl Calls {
     /// its caller cancels it, or is gone. It is called at once if that was so before, and never if
     /// the request is answered first. The thread that notices calls it, and blocks all other use of
     /// this side meanwhile. So the hook must be short, and must not use these [`Calls`].
-    pub fn on_taken_back(&self, request: &Request, hook: impl FnOnce() + Send + 'static) {
+    pub fn on_cancelled(&self, request: &Request, hook: impl FnOnce() + Send + 'static) {
         let mut state = self.lock();
-        if state.transport.session().is_taken_back(request.id()) {
+        if state.transport.session().is_cancelled(request.id()) {
             hook();
         } else {
             state.hooks.push((request.id(), Box::new(hook)));

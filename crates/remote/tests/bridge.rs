@@ -114,7 +114,7 @@ fn a_client_of_this_machine_calls_the_peer_and_is_told_what_became_of_it() {
 }
 
 #[test]
-fn what_a_client_takes_back_is_taken_back_at_the_peer() {
+fn what_a_client_cancels_is_cancelled_at_the_peer() {
     with_both(|folder, peer| {
         assert!(peer.next(Duration::ZERO).is_none());
         let client = connect(folder, "cell");
@@ -128,12 +128,12 @@ fn what_a_client_takes_back_is_taken_back_at_the_peer() {
             client.poll(waits)
         });
         assert!(matches!(end, Err(CallError::Cancelled)), "{end:?}");
-        assert!(peer.next(Duration::ZERO).is_none(), "it was taken back");
+        assert!(peer.next(Duration::ZERO).is_none(), "it was cancelled");
         // Being served there.
         let served = client.submit(b"served", &within(SOON)).unwrap();
         let request = peer.next(SOON).unwrap();
         let (tell, told) = std::sync::mpsc::channel();
-        peer.on_taken_back(&request, move || tell.send(()).unwrap());
+        peer.on_cancelled(&request, move || tell.send(()).unwrap());
         assert!(client.cancel(served));
         found("the cancellation", || {
             peer.is_up();
@@ -150,7 +150,7 @@ fn what_a_client_takes_back_is_taken_back_at_the_peer() {
 }
 
 #[test]
-fn what_the_peer_takes_back_is_taken_back_at_the_service() {
+fn what_the_peer_cancels_is_cancelled_at_the_service() {
     with_both(|folder, peer| {
         let (tell, told) = std::sync::mpsc::channel();
         let tell = std::sync::Mutex::new(tell);
@@ -158,7 +158,7 @@ fn what_the_peer_takes_back_is_taken_back_at_the_service() {
             let tell = tell.lock().unwrap();
             tell.send((request.to_vec(), request.ttl_left())).unwrap();
             // Until its caller has taken it back.
-            until("the cancellation", || request.is_taken_back());
+            until("the cancellation", || request.is_cancelled());
             reply.end(Status::Cancelled);
         };
         let options = Options { folder: Some(folder.into()), ..Options::default() };

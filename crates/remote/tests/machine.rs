@@ -401,7 +401,7 @@ fn a_call_that_is_cancelled_here_is_cancelled_there() {
         let tell = tell.lock().unwrap().clone();
         tell.send("began").unwrap();
         let (gone, is_gone) = mpsc::channel();
-        request.on_taken_back(move || _ = gone.send(()));
+        request.on_cancelled(move || _ = gone.send(()));
         is_gone.recv_timeout(SOON).unwrap();
         tell.send("cancelled").unwrap();
         let _ = reply.write(b"too late");
@@ -543,7 +543,7 @@ fn the_least_loaded_machine_is_the_one_with_the_fewest_calls_under_way() {
 }
 
 #[test]
-fn who_says_nothing_or_little_is_cut_off_and_keeps_nobody_else_out() {
+fn a_peer_that_says_nothing_or_little_is_cut_off_and_keeps_no_one_else_out() {
     let keys = Keys::new();
     let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let _service = echo(there.path(), "calc", "");

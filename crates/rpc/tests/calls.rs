@@ -426,19 +426,19 @@ fn replies_that_are_held_fill_the_reply_memory_and_come_back_when_dropped() {
 }
 
 #[test]
-fn a_reply_that_is_held_too_long_is_taken_back_and_said_so() {
+fn a_reply_that_is_held_too_long_is_reclaimed_and_said_so() {
     let dir = tempfile::tempdir().unwrap();
     let short = Options { reply_ttl: Duration::from_millis(1), ..options(dir.path()) };
     let service = Service::register("s", short, echo).unwrap();
     let client = connect(dir.path());
     let reply = client.call(&[1; 5000], &CallOptions::default()).unwrap();
-    until("it is taken back while calls are served", || {
+    until("it is reclaimed while calls are served", || {
         client.call(b"x", &CallOptions::default()).unwrap();
         service.report().reclaimed_replies == 1
     });
     assert!(!reply.is_current());
     let second = client.call(&[1; 5000], &CallOptions::default()).unwrap();
-    until("it is taken back while nothing is served", || service.report().reclaimed_replies == 2);
+    until("it is reclaimed while nothing is served", || service.report().reclaimed_replies == 2);
     assert!(!second.is_current());
     assert!(matches!(reply.to_vec(), Err(CallError::Reclaimed)));
 }
@@ -694,7 +694,7 @@ fn a_waker_may_poll_and_drop_futures_then_and_there() {
         go.send(()).unwrap();
         assert_eq!(ends.recv_timeout(TIMEOUT).as_deref(), Ok(&b"a"[..]));
         // The two others were dropped by the waker: one may be served by now.
-        until("they are taken back", || {
+        until("they are cancelled", || {
             if order.try_recv().is_ok() {
                 go.send(()).unwrap();
             }
@@ -820,11 +820,11 @@ fn a_handler_is_told_that_nobody_waits_for_its_answer_any_more() {
     let (tell, open) = (Mutex::new(tell), Mutex::new(open));
     let handler = move |request: &Request<'_>, reply: &mut Reply<'_>| {
         let (name, tell) = (request.to_vec(), tell.lock().unwrap().clone());
-        assert!(!request.is_taken_back());
+        assert!(!request.is_cancelled());
         tell.send((name.clone(), "begun")).unwrap();
-        request.on_taken_back(move || tell.send((name, "taken back")).unwrap());
+        request.on_cancelled(move || tell.send((name, "cancelled")).unwrap());
         open.lock().unwrap().recv_timeout(TIMEOUT).unwrap();
-        reply.set_code(u32::from(request.is_taken_back()));
+        reply.set_code(u32::from(request.is_cancelled()));
     };
     let _service = Service::register("s", options(dir.path()), handler).unwrap();
     let hears = |name: &[u8], what| assert_eq!(told.recv_timeout(TIMEOUT).unwrap(), (name.to_vec(), what));
@@ -832,7 +832,7 @@ fn a_handler_is_told_that_nobody_waits_for_its_answer_any_more() {
     let a = client.submit(b"a", &CallOptions::default()).unwrap();
     hears(b"a", "begun");
     assert!(client.cancel(a));
-    hears(b"a", "taken back");
+    hears(b"a", "cancelled");
     go.send(()).unwrap();
     assert_eq!(client.wait(a, TIMEOUT).unwrap().code(), 1, "it was served, since that had begun");
     // The same slot's next turn: the earlier cancellation has no effect any more.
@@ -845,7 +845,7 @@ fn a_handler_is_told_that_nobody_waits_for_its_answer_any_more() {
     client.submit(b"c", &CallOptions::default()).unwrap();
     hears(b"c", "begun");
     drop(client);
-    hears(b"c", "taken back");
+    hears(b"c", "cancelled");
     go.send(()).unwrap();
     assert!(told.try_recv().is_err());
 }
@@ -862,7 +862,7 @@ fn a_hook_that_panics_costs_the_service_nothing() {
         move |request: &Request<'_>, _: &mut Reply<'_>| {
             if !request.is_empty() {
                 let hooked = hooked.clone();
-                request.on_taken_back(move || {
+                request.on_cancelled(move || {
                     hooked.fetch_add(1, Ordering::SeqCst);
                     panic!("as meant");
                 });

@@ -157,7 +157,7 @@ fn payloads_at_the_ends_of_their_memory() {
 }
 
 #[test]
-fn thousands_that_wait_are_taken_back_and_each_has_one_end() {
+fn thousands_that_wait_are_cancelled_and_each_has_one_end() {
     let dir = tempfile::tempdir().unwrap();
     let (handler, go, began) = gate();
     let bounds = Options { max_entries: 4096, max_entries_per_uid: 3 * 4096, ..options(dir.path()) };

@@ -263,7 +263,7 @@ fn a_client_s_sparse_memory_stays_sparse_whatever_becomes_of_its_hello() {
 }
 
 #[test]
-fn a_client_that_breaks_the_protocol_is_sent_away_and_counted() {
+fn a_client_that_breaks_the_protocol_is_disconnected_and_counted() {
     let dir = tempfile::tempdir().unwrap();
     let service = service(dir.path());
     let client = good(dir.path());
@@ -361,7 +361,7 @@ fn what_a_client_may_do_wrong_by_mistake_is_answered() {
 }
 
 #[test]
-fn storms_and_payloads_that_change_hurt_nobody_else() {
+fn storms_and_payloads_that_change_affect_no_one_else() {
     let dir = tempfile::tempdir().unwrap();
     let _service = service(dir.path());
     let client = good(dir.path());

@@ -665,7 +665,7 @@ fn a_request_waits_for_its_turn_behind_others_of_its_process() {
 }
 
 #[test]
-fn many_processes_with_requests_under_way_lock_nobody_out() {
+fn many_processes_with_requests_under_way_lock_no_one_out() {
     let long = 10 * TIMEOUT;
     let status = "GET /v1/status HTTP/1.1\r\nHost: t\r\n\r\n".repeat(500);
     for text in [SLOW, &status] {

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pause_doubles_up_to_a_limit_and_begins_anew_after_a_calm_time() {
+    fn the_pause_doubles_up_to_a_limit_and_starts_again_after_a_calm_time() {
         let (mut backoff, mut now) = (Backoff::MACHINE, Instant::now());
         let mut fail = |ran: Duration| {
             let since = now;

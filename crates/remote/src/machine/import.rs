@@ -314,7 +314,7 @@ impl ImporterInner {
             let end = calls.call_in_turn(&bytes, &bridge::passed_on(request), |token| {
                 is_sent = true;
                 let calls = calls.clone();
-                request.on_taken_back(move || calls.take_back(token, bridge::GRACE));
+                request.on_cancelled(move || calls.cancel_within(token, bridge::GRACE));
             });
             peer.under_way.fetch_sub(1, Ordering::Relaxed);
             // No answer, not even that it was cancelled, or none of the service, which may be gone

@@ -300,7 +300,7 @@ pub(crate) fn a_call_that_is_cancelled_here_is_cancelled_there<W: World>() {
         let tell = tell.lock().unwrap().clone();
         tell.send("began").unwrap();
         let (gone, is_gone) = mpsc::channel();
-        request.on_taken_back(move || _ = gone.send(()));
+        request.on_cancelled(move || _ = gone.send(()));
         is_gone.recv_timeout(SOON).unwrap();
         tell.send("cancelled").unwrap();
     });

@@ -107,7 +107,7 @@ pub(crate) struct Connection {
     _charges: [Charge; 2],
     gone: AtomicBool,
     /// For each slot the turn whose request was last cancelled while it was served.
-    taken_back: Vec<AtomicU32>,
+    cancelled: Vec<AtomicU32>,
     hooks: Mutex<Hooks>,
     /// Whether there may be any, for those who would look in vain.
     hooked: AtomicBool,
@@ -148,7 +148,7 @@ impl Connection {
             taken: Mutex::new(taken),
             _charges: charges,
             gone: AtomicBool::new(false),
-            taken_back: (0..entries).map(|_| AtomicU32::new(0)).collect(),
+            cancelled: (0..entries).map(|_| AtomicU32::new(0)).collect(),
             hooks: Mutex::default(),
             hooked: AtomicBool::new(false),
             cpu: AtomicU32::new(u32::MAX),
@@ -219,8 +219,8 @@ impl Connection {
     }
 
     /// The client cancels a request that is being served.
-    pub(crate) fn take_back(&self, token: Token) {
-        if let Some(turn) = self.taken_back.get(token.slot() as usize) {
+    pub(crate) fn note_cancelled(&self, token: Token) {
+        if let Some(turn) = self.cancelled.get(token.slot() as usize) {
             // Relaxed: the hooks' lock orders it for who waits to hear; who only looks may miss it.
             turn.store(token.turn(), Ordering::Relaxed);
         }
@@ -228,15 +228,15 @@ impl Connection {
     }
 
     /// Whether the answer to a request that is being served is no longer awaited.
-    pub(crate) fn is_taken_back(&self, token: Token) -> bool {
-        let turn = self.taken_back.get(token.slot() as usize);
+    pub(crate) fn is_cancelled(&self, token: Token) -> bool {
+        let turn = self.cancelled.get(token.slot() as usize);
         self.is_gone() || turn.is_some_and(|turn| turn.load(Ordering::Relaxed) == token.turn())
     }
 
     /// Has `hook` called when that becomes so; at once where it is so.
-    pub(crate) fn on_taken_back(&self, token: Token, hook: Box<dyn FnOnce() + Send>) {
+    pub(crate) fn on_cancelled(&self, token: Token, hook: Box<dyn FnOnce() + Send>) {
         let mut hooks = lock(&self.hooks);
-        if self.is_taken_back(token) {
+        if self.is_cancelled(token) {
             drop(hooks);
             return hook();
         }

@@ -73,15 +73,15 @@ impl<'a> Request<'a> {
     /// Whether the answer is no longer awaited: the caller has cancelled the request since its
     /// service began, or is gone. A handler that takes long may look, and end early. While all
     /// workers are busy it is noticed within 10 ms.
-    pub fn is_taken_back(&self) -> bool {
-        self.connection.is_taken_back(self.request.id().token())
+    pub fn is_cancelled(&self) -> bool {
+        self.connection.is_cancelled(self.request.id().token())
     }
 
     /// Has `hook` called when that becomes so, at once if it is so already, and not any more when
     /// the handler has returned. The thread that notices calls it while the service's queue is held
     /// up: it must be short.
-    pub fn on_taken_back(&self, hook: impl FnOnce() + Send + 'static) {
-        self.connection.on_taken_back(self.request.id().token(), Box::new(hook));
+    pub fn on_cancelled(&self, hook: impl FnOnce() + Send + 'static) {
+        self.connection.on_cancelled(self.request.id().token(), Box::new(hook));
     }
 
     /// Who calls, as the kernel says.

@@ -349,7 +349,7 @@ impl Engine {
                     useful |= !connection.is_free(token);
                     let slot = connection.slot(token.slot());
                     if slot == ClientSlot::Serving {
-                        connection.take_back(token);
+                        connection.note_cancelled(token);
                     } else if let ClientSlot::Queued(handle) = slot
                         && schedule.get(handle).is_some_and(|job| job.is_of(connection) && job.call.token == token)
                         && let Some((job, queued_ns)) = schedule.remove(now, handle)
