@@ -4,7 +4,7 @@
 //!
 //! - It asks connection tracking to judge liberally each TCP connection that is to be taken, since
 //!   the kernel will see only a few of its segments.
-//! - It settles what conntrack holds of connections at rest.
+//! - It updates the conntrack entries of idle connections.
 //! - It has all flows learned again when an interface, or how it forwards, has changed. It has the
 //!   flows to a neighbour learned again when the neighbour's Ethernet address has changed.
 //! - It reads the firewall's rules when they change (`rules`).
@@ -19,10 +19,9 @@
 //! It ends by itself within one tick when the place is gone. When the namespace was deleted, it
 //! removes everything and ends. A lock makes sure that one runs per namespace.
 //!
-//! A third thread reads the rules, which takes longer the larger the ruleset is. Connections have a
-//! thread of their own, since they wait for it in the midst of their traffic. All other work here
-//! asks the kernel for links, and the kernel does not answer while any namespace of the machine is
-//! created or removed.
+//! A third thread reads the rules, which takes longer the larger the ruleset is. Connections have
+//! their own thread, because their traffic waits for it. All other work here asks the kernel for
+//! links, and the kernel does not answer while any namespace of the machine is created or removed.
 
 use crate::attachment::{
     AttachError, Others, Ours, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, leave, monotonic_ns,

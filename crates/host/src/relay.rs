@@ -18,14 +18,14 @@
 //! What is beyond that is refused: a connection is reset, a datagram dropped, and both are counted.
 //! A forward that is full says so as its fault.
 //!
-//! A place becomes free when a connection ends. Keepalive ends one whose peer or member has gone
-//! without a word within two minutes. So does [`Limits::half_closed`] one whose second direction is
+//! A place becomes free when a connection ends. Keepalive ends a connection whose peer or member
+//! has disappeared, within two minutes. [`Limits::half_closed`] ends one whose second direction is
 //! silent after the first has ended. A UDP peer is forgotten by its own timer, so a datagram costs
 //! the same however many peers there are. Idle connections cost no memory here: the thread has one
 //! buffer, and a connection has bytes only while its receiver does not read.
 //!
 //! # Failure
-//! A listener that cannot be had is a fault of its forward ([`Relay::fault`]) and tried again every
+//! A listener that cannot be opened is a fault of its forward ([`Relay::fault`]), and is retried every
 //! two seconds. Connections end with the daemon, and with a change of their forward. With fixed
 //! addresses and no fault the thread sleeps until something comes.
 

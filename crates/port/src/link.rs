@@ -1,5 +1,5 @@
-//! Interfaces of the kernel that an attachment uses: where they are (network namespaces), how they
-//! are set up, and who tells when they change.
+//! Network interfaces of the kernel that attachments use: how they are found (network namespaces),
+//! configured, and watched for changes.
 //!
 //! Three things that belong together because each needs the right namespace:
 //! * [`Netns`]: a network namespace by name, path or descriptor. Work in it is done by a thread

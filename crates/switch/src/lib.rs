@@ -24,7 +24,7 @@
 //! * [`detail`]: facts of a port's kind, for status.
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
 //!
-//! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
+//! Files, threads, epoll and time are the business of the crates above; time comes in as [`Nanos`].
 //!
 //! ```
 //! use tombolo_switch::filter::Filter;

@@ -1,7 +1,7 @@
 //! The reports: one documented JSON schema for the API and for every `--json`. Fields are only ever
 //! added.
 //!
-//! Counters only grow while the fabric runs. "rx" is what came from the peer of a port, "tx" what
+//! Counters only grow while the daemon runs. "rx" is what came from the peer of a port, "tx" what
 //! went to it. Bytes are of Ethernet frames without frame check sequence. Times are seconds or
 //! nanoseconds as the name says.
 

@@ -5,9 +5,9 @@
 //! way of a changed file: it is read, compared and applied by [`super::apply`].
 //!
 //! # Invariants
-//! - The file is not written. `changes` of the owner record is the patch that makes what was asked
-//!   for of the file's content, as it was last read. A daemon that follows a crash or takes over
-//!   changes the file's content so too.
+//! - The file is not written. `changes` in the owner record is a merge patch: the file as last
+//!   read, plus this patch, gives the requested configuration. A daemon that follows a crash or
+//!   takes over applies the same patch.
 //! - An `apply` ends all changes: then what the file says holds again. So do `down`, and a start
 //!   from another file.
 //! - Members that were added (`additions` of the owner record) are a part of what is read. A change

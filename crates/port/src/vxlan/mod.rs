@@ -1,11 +1,11 @@
-//! A VXLAN tunnel (RFC 7348) over plain UDP sockets, without any privilege: the network goes on at
-//! other machines, whose ends may be this port too, the kernel's vxlan device, Open vSwitch,
-//! flannel, or Cilium.
+//! A VXLAN tunnel (RFC 7348) over plain UDP sockets, without any privilege. It continues a network
+//! on other machines. The other end may be this port, the kernel's vxlan device, Open vSwitch or
+//! flannel (Cilium was not tried).
 //!
 //! # Where frames go
-//! A frame for an address that the control plane has placed ([`Directory`]) goes to that remote,
-//! else one for an address that was seen from a remote to that one; any other goes to all remotes,
-//! a copy each (head-end replication). What comes from a remote goes to the members of this machine
+//! A frame goes to the remote that the control plane named for its address ([`Directory`]), else to
+//! the remote from which that address was seen, else to all remotes, one copy each (head-end
+//! replication). What comes from a remote goes to the members of this machine
 //! only: the switch gives a port nothing that came from it, so tunnels between all pairs of
 //! machines make no loop. A tunnel is no place for a spanning tree or for two tunnels into one
 //! network.
@@ -25,10 +25,9 @@
 //! WireGuard.
 //!
 //! # A hostile remote
-//! It can send what it likes as any member whose port is not guarded, since nothing of a frame
-//! proves where it comes from. But it takes none of their addresses and of what they may send to
-//! groups: both are shared fairly (`table`, `share`), and the details of the port name a remote
-//! that wants more. Not divided is what the switch allows the port as a whole: frames to unknown
+//! It can send whatever an unguarded member can, since nothing in a frame proves where it comes
+//! from. It cannot displace other remotes: table entries and the traffic to groups are shared
+//! fairly (`table`, `share`), and the details of the port name a remote that wants more. Not divided is what the switch allows the port as a whole: frames to unknown
 //! addresses, and copies of all flooded frames. What it sends at once is bounded by the kernel's
 //! receive buffer, which all remotes share; only a firewall below divides that.
 //!

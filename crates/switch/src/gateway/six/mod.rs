@@ -6,8 +6,8 @@
 //! DHCPv6 leases addresses whose last 32 bits are a number: for a member with a fixed IPv4 address
 //! they are that address, for others one of [`DYNAMIC`]. So one table of leases ([`super::lease`])
 //! serves both families, with the same quota, names and store. A client is known by its MAC
-//! address, as over IPv4. Its DUID is repeated to it and means nothing else: a client can make up
-//! any number of them, and a machine has another one in its firmware than later.
+//! address, as over IPv4. Its DUID is echoed and otherwise ignored: a client can invent any number
+//! of them, and a machine's firmware uses another one than its system.
 //!
 //! # Invariants
 //! * Every answer goes to the MAC address that the question came from, as a frame to one station.
