@@ -113,9 +113,32 @@ def test_what_is_installed_runs_and_is_uninstalled():
         assert "libtombolo.so.0" in needed, needed
         run = subprocess.run([folder / "calculator", "--help"], capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(prefix / "lib")})
         assert "error while loading" not in run.stderr, run.stderr
-        install("--uninstall", "--prefix", prefix, "--sysconfdir", folder / "etc")
+        # Of a checkout in which nothing is built any more.
+        subprocess.run([sys.executable, ROOT / "tools/install.py", "--uninstall", "--prefix", prefix, "--built", folder, "--cells", folder, "--span", folder], check=True)
         left = sorted(str(path.relative_to(folder)) for path in prefix.rglob("*"))
         assert left == [], left
+
+
+@timeout(60)
+def test_an_installation_that_cannot_be_changes_nothing_and_says_why():
+    def run(*words, user=None):
+        # Another user may not reach this interpreter, nor this checkout.
+        command = [sys.executable] if user is None else ["setpriv", f"--reuid={user}", "--clear-groups", "--bounding-set=-dac_override", "--inh-caps=-all", sys.executable]
+        return subprocess.run([*command, ROOT / "tools/install.py", *map(str, words)], capture_output=True, text=True, cwd=ROOT)
+
+    with scratch() as folder:
+        for words, text in (
+            (("--prefix", folder / "usr", "--built", folder, "--cells", folder, "--span", folder), "build it first"),
+            (("--prefix", "usr"), "expected an absolute path, such as /usr/local"),
+            (("--uninstall", "--prefix", folder / "usr"), "nothing is listed in"),
+        ):
+            done = run(*words)
+            assert done.returncode and text in done.stderr and "Traceback" not in done.stderr, done
+            assert not (folder / "usr").exists() and not (ROOT / "usr").exists()
+        need_root()
+        (folder / "usr").mkdir(mode=0o755)
+        done = run("--component", "lab", "--prefix", folder / "usr", user=65534)
+        assert done.returncode and "permission denied" in done.stderr and "sudo make install" in done.stderr and "Traceback" not in done.stderr, done
 
 
 @timeout(300)

@@ -6,7 +6,8 @@ usage: tools/install.py [--uninstall] [--component NAME]... [options]
     DESTDIR/PREFIX/bin/tombolo, lib/tombolo/apps/..., share/man/man1/..., ...
 
 It builds nothing: programs come from --built and --span, images of cells from --cells. Files are the same for the same input: modes are
-set, and texts that programs print about themselves (manual pages, completions) hold no date of today.
+set, and texts that programs print about themselves (manual pages, completions) hold no date of today. Nothing is written before everything
+is there. PREFIX/lib/tombolo/installed lists the files of each component, and --uninstall removes those, whatever is built by then.
 """
 
 import argparse
@@ -27,6 +28,8 @@ import sbom  # noqa: E402
 COMPONENTS = ("tombolo", "agent", "cni", "lib", "dev", "python", "lab", "span")
 APPS = ("calc", "control", "echo", "httpd", "iperf", "mesh", "ping")
 SONAME = "libtombolo.so.0"
+# A file for each component that was installed, with the names of its files.
+LISTS = "lib/tombolo/installed"
 VERSION = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(), re.M)[1]
 # Which crates each program is made of, by the folder of the workspace and its packages.
 PARTS = {
@@ -59,17 +62,25 @@ Cflags: -I${{includedir}}
 
 
 class Install:
-    """Files by their place below DESTDIR. `add` gives one; what is done with it is up to the subclass."""
+    """Files by their place below DESTDIR. `add` gives one; all are written when all were given."""
 
     def __init__(self, options):
         self.options = options
         self.scratch = tempfile.TemporaryDirectory()
-        self.folders = set()
+        self.files = []
 
     def run(self):
         with self.scratch:
             for component in self.options.component or COMPONENTS:
+                before = len(self.files)
                 getattr(self, component)()
+                if not self.options.unlisted:
+                    listed = f"{LISTS}/{component}"
+                    names = sorted([*(relative for relative, _, _ in self.files[before:]), listed])
+                    self.add(listed, "".join(f"{name}\n" for name in names))
+            for relative, content, mode in self.files:
+                self.put(self.place(relative), content, mode)
+        print(f"{len(self.files)} files are installed below {self.place('.')}")
 
     def place(self, relative):
         base = Path("/") if relative.startswith("/") else Path(self.options.prefix)
@@ -77,13 +88,11 @@ class Install:
 
     def add(self, relative, content, mode=0o644):
         """`content` is bytes, a text, a path to copy, or ("link", target)."""
-        to = self.place(relative)
-        self.folders.update(parent for parent in to.parents if len(parent.parts) > len(Path(str(self.options.destdir) + self.options.prefix).parts))
-        self.put(to, content, mode)
+        if isinstance(content, Path):
+            need(content)
+        self.files.append((relative, content, mode))
 
     def put(self, to, content, mode):
-        if isinstance(content, Path) and not content.is_file():
-            sys.exit(f"install: {content} is not there: build it first (./x build && ./x cells && ./x span-program), or name where it is (--built, --cells, --span)")
         to.parent.mkdir(parents=True, exist_ok=True)
         # A program that runs keeps its file.
         to.unlink(missing_ok=True)
@@ -99,6 +108,7 @@ class Install:
             subprocess.run(["strip", "--strip-debug" if to.suffix == ".a" else "--strip-unneeded", to], check=True)
 
     def printed(self, program, *words):
+        need(self.options.built / program)
         environment = {**os.environ, "LC_ALL": "C.UTF-8"}
         return subprocess.run([self.options.built / program, *words], check=True, stdout=subprocess.PIPE, env=environment).stdout
 
@@ -107,7 +117,7 @@ class Install:
 
     def notices(self, package):
         """What is in the package by other people: a list for machines, and the licences for people."""
-        crates = [] if self.options.uninstall else sbom.crates(PARTS[package])
+        crates = sbom.crates(PARTS[package])
         folder = f"share/doc/{package}"
         self.add(f"{folder}/{package}.spdx.json", json.dumps(sbom.spdx(package, VERSION, crates), indent=1) + "\n")
         self.add(f"{folder}/third-party-licences.txt", sbom.licences(crates))
@@ -143,12 +153,12 @@ class Install:
 
     def manual(self, program, section, *words):
         """A page from the help of a program. help2man runs it, and takes the date from SOURCE_DATE_EPOCH."""
-        command, page = ["help2man", "--no-info", f"--section={section}", *words, program], b""
-        if not self.options.uninstall:
-            if not shutil.which(command[0]):
-                print(f"install: without help2man there is no manual page of {Path(program).name}; the rest is installed", file=sys.stderr)
-                return
-            page = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        need(program)
+        command = ["help2man", "--no-info", f"--section={section}", *words, program]
+        if not shutil.which(command[0]):
+            print(f"install: without help2man there is no manual page of {Path(program).name}; the rest is installed", file=sys.stderr)
+            return
+        page = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
         self.add(f"share/man/man{section}/{Path(program).name}.{section}.gz", gzip.compress(page, mtime=0))
 
     def span(self):
@@ -201,16 +211,27 @@ class Install:
 
 
 class Uninstall(Install):
-    """Removes the same files, and folders that are empty then."""
-
-    def put(self, to, content, mode):
-        to.unlink(missing_ok=True)
+    """Removes the files that the lists have, and folders below the prefix that are empty then."""
 
     def run(self):
-        super().run()
-        for folder in sorted(self.folders, key=lambda folder: -len(folder.parts)):
+        lists = [self.place(f"{LISTS}/{component}") for component in self.options.component or COMPONENTS]
+        names = [name for file in lists if file.is_file() for name in file.read_text().splitlines()]
+        if not names:
+            sys.exit(f"uninstall: nothing is listed in {self.place(LISTS)}: was it installed by `make install`, with this PREFIX and DESTDIR?")
+        folders, base = set(), self.place(".")
+        for name in names:
+            path = self.place(name)
+            path.unlink(missing_ok=True)
+            folders.update(parent for parent in path.parents if base in parent.parents)
+        for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def need(path):
+    """Ends the program where something that was to be built is not there."""
+    if not path.is_file():
+        sys.exit(f"install: {path} is not there: build it first (./x build && ./x cells && ./x span-program), or name where it is (--built, --cells, --span). Nothing was changed")
 
 
 def main():
@@ -223,12 +244,18 @@ def main():
     parser.add_argument("--libdir", default="lib", help="of the library, below the prefix (%(default)s)")
     parser.add_argument("--pythondir", default="lib/python3/dist-packages", help="below the prefix (%(default)s)")
     parser.add_argument("--sysconfdir", default="/etc", help="(%(default)s)")
+    parser.add_argument("--unlisted", action="store_true", help="make no list for --uninstall, in packages")
     parser.add_argument("--strip", action="store_true", help="leave out what only debuggers need")
     parser.add_argument("--built", type=Path, default=target / "release", help="folder of the programs")
     parser.add_argument("--cells", type=Path, default=ROOT / "cells/target/x86_64-unknown-linux-gnu/release", help="folder of the cells' images")
     parser.add_argument("--span", type=lambda text: Path(text).absolute(), default=ROOT / "span/target/release/tombolo-span", help="the program tombolo-span")
     options = parser.parse_args()
-    (Uninstall if options.uninstall else Install)(options).run()
+    if not Path(options.prefix).is_absolute():
+        parser.error(f"--prefix {options.prefix}: expected an absolute path, such as /usr/local")
+    try:
+        (Uninstall if options.uninstall else Install)(options).run()
+    except PermissionError as error:
+        sys.exit(f"{error.filename}: permission denied. Run it as root (sudo make install), or with PREFIX= of a folder of yours")
 
 
 if __name__ == "__main__":

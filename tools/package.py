@@ -119,7 +119,7 @@ def rpmbuild(folder, release=1):
     """RPM's packages of this release, from the files of Debian's, in `folder`; gives their paths."""
     environment = built()
     stage = Path(folder) / "stage"
-    run(sys.executable, ROOT / "tools/install.py", "--strip", "--destdir", stage, "--prefix", "/usr", "--libdir", "lib64",
+    run(sys.executable, ROOT / "tools/install.py", "--strip", "--unlisted", "--destdir", stage, "--prefix", "/usr", "--libdir", "lib64",
         "--pythondir", "lib/python3/site-packages", "--built", environment["TOMBOLO_BUILT"], "--cells", environment["TOMBOLO_CELLS"],
         "--span", environment["TOMBOLO_SPAN"], env=os.environ | {"SOURCE_DATE_EPOCH": epoch()})
     defines = {"_topdir": f"{folder}/top", "_dbpath": f"{folder}/db", "version": VERSION, "release": release, "stage": stage}
