@@ -25,6 +25,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from lib import BUILD, Console, http_get, linux_cmdline, until  # noqa: E402
 
 TOMBOLO = ROOT / "target/release/tombolo"
+# Not `demo`: that is the name of the fabric of examples/demo.toml.
+FABRIC = "tour"
 LISTEN = ("127.0.0.1", 18080)
 BYTES = 100_000_000
 IPERF_SECONDS = 3
@@ -39,7 +41,7 @@ os.environ["TOMBOLO_STATE"] = str(STATE)
 FILE = """\
 # Two cells, a stock Linux guest and this host on one network, with DHCP, names, a forward and a
 # rootless way out.
-name = "demo"
+name = "{fabric}"
 
 [network.lan]
 subnet = "10.87.0.0/24"
@@ -118,7 +120,7 @@ def tombolo(*words, seconds=30):
 
 
 def status():
-    return json.loads(tombolo("status", "--json", "--fabric", "demo"))
+    return json.loads(tombolo("status", "--json", "--fabric", FABRIC))
 
 
 def write_file():
@@ -127,7 +129,7 @@ def write_file():
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(STATE, ignore_errors=True)
     path = folder / "tombolo.toml"
-    path.write_text(FILE.format(cmdline=cmdline, host=LISTEN[0], port=LISTEN[1]) + (HOST_TAP if AS_ROOT else ""))
+    path.write_text(FILE.format(fabric=FABRIC, cmdline=cmdline, host=LISTEN[0], port=LISTEN[1]) + (HOST_TAP if AS_ROOT else ""))
     return path
 
 
@@ -149,7 +151,7 @@ def need_host_tap():
 def host_resolves(name):
     """Asks the fabric's DNS server from the host."""
     gateway = status()["networks"][0]["gateway"]
-    done = subprocess.run(["busybox", "nslookup", f"{name}.demo.internal", gateway], capture_output=True, text=True, timeout=10)
+    done = subprocess.run(["busybox", "nslookup", f"{name}.{FABRIC}.internal", gateway], capture_output=True, text=True, timeout=10)
     found = re.findall(r"^Address(?: \d+)?: ([\d.]+)$", done.stdout, re.M)
     if not found:
         raise Failed(f"{name} has no address: {done.stdout.strip()} {done.stderr.strip()}")
@@ -173,7 +175,7 @@ def linux_pings(linux):
     names = ["web", "meter"] + (["host"] if AS_ROOT else [])
     seen = []
     for name in names:
-        text = linux.run(f"ping -q -c 3 -i 0.2 -W 2 {name}.demo.internal", 20, check=False).text
+        text = linux.run(f"ping -q -c 3 -i 0.2 -W 2 {name}.{FABRIC}.internal", 20, check=False).text
         match = re.search(r"= [\d.]+/([\d.]+)/", text)
         if not match or " 0% packet loss" not in text:
             raise Failed(f"{name}: {text}")
@@ -185,7 +187,7 @@ def cell_pings():
     """A cell started by hand on the running fabric: it asks the fabric's DNS, pings, prints, and ends."""
     seen = []
     for name in ["linux"] + (["host"] if AS_ROOT else []):
-        tombolo("cell", "run", "ping", "--name", f"pinger-{name}", "--args", f"host={name} count=3", "--fabric", "demo")
+        tombolo("cell", "run", "ping", "--name", f"pinger-{name}", "--args", f"host={name} count=3", "--fabric", FABRIC)
         text = cell_output(f"pinger-{name}", r"(\d+) sent, (\d+) received.*")
         sent, received = (int(n) for n in re.match(r"(\d+) sent, (\d+) received", text).groups())
         if received != sent:
@@ -197,7 +199,7 @@ def cell_pings():
 def cell_output(name, pattern, seconds=30):
     """The first text on a cell's console that matches."""
     def look():
-        match = re.search(pattern, tombolo("cell", "console", name, "--log", "--fabric", "demo"))
+        match = re.search(pattern, tombolo("cell", "console", name, "--log", "--fabric", FABRIC))
         return match and match[0].strip()
     return until(f"{pattern!r} on the console of {name}", look, seconds, every=0.2)
 
@@ -213,7 +215,7 @@ def transfer(linux):
     block = bytes(i % 251 for i in range(251 * 4096))
     want = hashlib.sha256((block * (BYTES // len(block) + 1))[:BYTES]).hexdigest()
     began = time.monotonic()
-    text = linux.run(f"wget -q -O - http://web.demo.internal/bytes/{BYTES} | sha256sum", PATIENCE_S).text
+    text = linux.run(f"wget -q -O - http://web.{FABRIC}.internal/bytes/{BYTES} | sha256sum", PATIENCE_S).text
     took = time.monotonic() - began
     if want not in text:
         raise Failed(f"checksum {text.split()[:1]} instead of {want}")
@@ -229,12 +231,12 @@ def rate(text):
 
 
 def iperf_to_cell(linux):
-    text = linux.run(f"iperf -c meter.demo.internal -t {IPERF_SECONDS}", IPERF_SECONDS + PATIENCE_S).text
+    text = linux.run(f"iperf -c meter.{FABRIC}.internal -t {IPERF_SECONDS}", IPERF_SECONDS + PATIENCE_S).text
     return f"TCP {rate(text):.0f} Mbit/s by stock iperf in the Linux guest"
 
 
 def iperf_from_cell():
-    tombolo("cell", "run", "iperf", "--name", "sender", "--args", f"iperf=client host=linux time={IPERF_SECONDS}", "--fabric", "demo")
+    tombolo("cell", "run", "iperf", "--name", "sender", "--args", f"iperf=client host=linux time={IPERF_SECONDS}", "--fabric", FABRIC)
     text = cell_output("sender", r"iperf: TCP to .*, ([\d.]+) Mbit/s", IPERF_SECONDS + PATIENCE_S)
     return f"TCP {text.rsplit(' ', 2)[1]} Mbit/s by the cell, to stock iperf"
 
@@ -296,13 +298,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", action="store_true", help="leave it running")
     keep = parser.parse_args().keep
+    if subprocess.run([TOMBOLO, "status", "--fabric", FABRIC], capture_output=True, timeout=30).returncode == 0:
+        program = TOMBOLO.relative_to(ROOT)
+        sys.exit(f"demo: the fabric {FABRIC!r} runs already, as `make demo KEEP=1` leaves it. `{program} down --fabric {FABRIC}` ends it. Nothing was changed.")
     path = write_file()
     print(f"The fabric file is {path.relative_to(ROOT)}:\n\n{path.read_text()}")
     table = Table()
     standing = table.step("tombolo up", lambda: tombolo("up", "-d", str(path), seconds=60).strip().splitlines()[-1])
     try:
         if standing and table.step("DHCP", all_addresses):
-            with Console("linux", "demo") as linux:
+            with Console("linux", FABRIC) as linux:
                 table.step("forward: host -> web:80", forward)
                 table.step("ping by name: host -> guests", host_pings)
                 table.step("ping by name: linux -> all", lambda: linux_pings(linux))
@@ -314,18 +319,18 @@ def main():
             table.step("counters", counters)
     finally:
         if standing and not keep:
-            table.step("tombolo down", lambda: tombolo("down", "--fabric", "demo").strip())
+            table.step("tombolo down", lambda: tombolo("down", "--fabric", FABRIC).strip())
     code = table.end()
     if keep and standing:
         program = TOMBOLO.relative_to(ROOT)
         print(f"""
 Still running. Look around:
-  {program} status --fabric demo                        what there is, who has which address, what was dropped and why
-  {program} top --fabric demo                           rates, once a second
+  {program} status --fabric {FABRIC}                        what there is, who has which address, what was dropped and why
+  {program} top --fabric {FABRIC}                           rates, once a second
   curl http://{LISTEN[0]}:{LISTEN[1]}/           the cell's page through the forward
-  {program} cell console linux --fabric demo            the Linux guest's console (leave with Ctrl-])
-  {program} capture web -w web.pcapng --fabric demo     frames of one port, for Wireshark
-  {program} down --fabric demo                         ends it""")
+  {program} cell console linux --fabric {FABRIC}            the Linux guest's console (leave with Ctrl-])
+  {program} capture web -w web.pcapng --fabric {FABRIC}     frames of one port, for Wireshark
+  {program} down --fabric {FABRIC}                         ends it""")
     return code
 
 
