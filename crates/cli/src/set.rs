@@ -128,8 +128,8 @@ impl Set {
     }
 }
 
-/// What is to be said of a refused patch that would have made sections whose names are near to
-/// others: the key of one that exists was meant.
+/// What is to be said of a refused patch that would have made sections: the key of one that exists
+/// may have been meant, of another kind or with a name that is near.
 fn mistyped(patch: &Value, running: &Value) -> Vec<String> {
     let sections = |root: &Value| -> Vec<(String, String)> {
         let words = root.as_object().into_iter().flatten();
@@ -138,12 +138,35 @@ fn mistyped(patch: &Value, running: &Value) -> Vec<String> {
     };
     let known = sections(running);
     let note = |(word, name): (String, String)| {
+        if known.contains(&(word.clone(), name.clone())) {
+            return None;
+        }
         let others = known.iter().filter(|(of, _)| *of == word).map(|(_, name)| name.as_str());
-        let is_new = !known.contains(&(word.clone(), name.clone()));
-        let near = nearest(&name, others).filter(|_| is_new)?;
-        Some(format!("there is no [{word}.{name}], which would be new; did you mean \"{word}.{near}\"?"))
+        let meant = match known.iter().find(|(_, other)| *other == name) {
+            Some((kind, _)) => Some(format!("{kind}.{name}")),
+            None => nearest(&name, others).map(|near| format!("{word}.{near}")),
+        };
+        let hint = meant.map_or_else(String::new, |meant| format!("; did you mean \"{meant}\"?"));
+        Some(format!("there is no [{word}.{name}], which would be new{hint}"))
     };
     sections(patch).into_iter().filter_map(note).collect()
+}
+
+/// What may be meant by a key that is not there. In a section that is there it may be a key that is
+/// not set, so only the key itself is compared.
+fn hint(running: &Value, key: &str) -> String {
+    let section = key.rsplit_once('.').and_then(|(path, name)| Some((path, name, config::at(running, path)?)));
+    let meant = match section.and_then(|(path, name, value)| Some((path, name, value.as_object()?))) {
+        Some((path, name, section)) => match nearest(name, section.keys().map(String::as_str)) {
+            Some(near) => format!("{path}.{near}"),
+            None => return format!("; nothing is set there, so the default of {name} holds"),
+        },
+        None => match nearest(key, all_paths(running).iter().map(String::as_str)) {
+            Some(near) => near.to_string(),
+            None => return String::new(),
+        },
+    };
+    format!("; did you mean \"{meant}\"?")
 }
 
 impl Unset {
@@ -151,9 +174,7 @@ impl Unset {
         let mut patch = Map::new();
         for key in &self.keys {
             if config::at(running, key).is_none() {
-                let known = all_paths(running);
-                let near = nearest(key, known.iter().map(String::as_str));
-                let hint = near.map_or_else(String::new, |near| format!("; did you mean \"{near}\"?"));
+                let hint = hint(running, key);
                 return Err(Failure::failed(format!("{key}: expected a key of what runs (`tombolo config`){hint}")));
             }
             let done = match key.contains('.') {
@@ -272,11 +293,9 @@ mod tests {
             mistyped(&Value::Object(patch), &running)
         };
         assert_eq!(told("cell.wbe.memory"), ["there is no [cell.wbe], which would be new; did you mean \"cell.web\"?"]);
-        for (path, why) in
-            [("cell.web.memory", "it is there"), ("cell.other.memory", "nothing is near"), ("vm.web.x", "another kind")]
-        {
-            assert_eq!(told(path), [""; 0], "{why}");
-        }
+        assert_eq!(told("port.web.rate"), ["there is no [port.web], which would be new; did you mean \"cell.web\"?"]);
+        assert_eq!(told("cell.other.memory"), ["there is no [cell.other], which would be new"]);
+        assert_eq!(told("cell.web.memory"), [""; 0], "it is there");
     }
 
     #[test]
@@ -293,6 +312,15 @@ mod tests {
         assert_eq!(changes(&json!({"port": {"x": {"mtu": 7}}})), "port.x.mtu = 7\n");
         let Err(Failure::Said(_, text)) = unset(&["port.web.rat"]) else { panic!() };
         assert!(text.contains("did you mean \"port.web.rate"), "{text}");
+        for (key, said) in [
+            ("port.web.ip", "so the default of ip holds"),
+            ("port.wbe", "did you mean \"port.web\"?"),
+            ("port.wbe.rate", "did you mean \"port.web.rate\"?"),
+            ("cell.nope.x", "(`tombolo config`)"),
+        ] {
+            let Err(Failure::Said(_, text)) = unset(&[key]) else { panic!() };
+            assert!(text.ends_with(said), "{text}");
+        }
         assert!(unset(&["port.web.rate.send", "port.web.rate"]).is_err(), "one is inside the other");
     }
 }
