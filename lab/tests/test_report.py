@@ -658,16 +658,24 @@ class Published(Case):
             self.assertEqual(publish.command_of(run), shown)
 
     def test_a_drawing_is_compact_and_looks_the_same(self):
-        svg = (
-            '<svg width="504.1250pt">\n  <metadata>\n <a/></metadata><!-- x -->\n'
-            '  <path d="M 1.23456 -0.00123\nL 3 4.5" style="stroke-width: 0.64321"/>\n'
-            '  <g transform="translate(7.77777 8) scale(0.015625 -0.015625)"/></svg>'
-        )
-        self.assertEqual(
-            publish.compact(svg),
-            '<svg width="504.12pt">\n<path d="M 1.23 -0\nL 3 4.5" style="stroke-width: 0.64321"/>\n'
-            '<g transform="translate(7.78 8) scale(0.015625 -0.015625)"/></svg>',
-        )
+        run = self.run_of(TWO_LEVELS, plausible)
+        with report.plots.text_in_drawings():
+            report.write(run, run.folder)
+        drawings = sorted((run.folder / "plots").glob("[0-9]*.svg"))
+        self.assertTrue(drawings)
+        for path in drawings:
+            before = path.read_text()
+            after = publish.compact(before)
+            self.assertLess(len(after), 0.7 * len(before), path.name)
+            texts = [re.findall(r"<text[^>]*>([^<]*)<", svg) for svg in (before, after)]
+            self.assertEqual(texts[0], texts[1], path.name)
+            # A font is a style, and no attribute that browsers know.
+            self.assertIn("Verdana", after)
+            self.assertNotIn('font="', after)
+            # What is referred to is there still.
+            names = set(re.findall(r'id="([^"]+)"', after))
+            referred = re.findall(r'(?:url\(#|xlink:href="#)([\w.-]+)', after)
+            self.assertLessEqual(set(referred), names, path.name)
 
     def test_figures_are_short_and_those_that_do_not_apply_are_left_out(self):
         text = (
