@@ -99,7 +99,9 @@ pub enum NetlinkError {
     /// A system call failed.
     #[error("netlink {what}: {cause}")]
     Call { what: &'static str, cause: Errno },
-    #[error("no interface {0} in this network namespace; `ip link` lists them (--netns names another namespace)")]
+    #[error(
+        "no interface {0} in the network namespace; `ip link` lists them, and `ip -n NAME link` those of the one that --netns names"
+    )]
     NoInterface(String),
 }
 

@@ -28,8 +28,8 @@
 //!   known to have sent. Also those that have begun to end.
 //! - Those whose injected frames a rule before conntrack drops.
 //!
-//! If the process is killed halfway, it leaves an entry that the connection's next frame completes, or
-//! the next `detach`. If there is neither for a minute, the entry expires.
+//! If the process is killed halfway, it leaves an entry that the connection's next frame completes,
+//! or the next `detach`. If there is neither for a minute, the entry expires.
 
 use crate::conntrack::{BE_LIBERAL, Conntrack, ESTABLISHED, Entry, SYN_RECV, UNACKNOWLEDGED, Update, WINDOW_SCALE};
 use crate::layout::{Flow, Tuple};

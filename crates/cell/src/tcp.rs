@@ -61,8 +61,8 @@ pub struct TcpOptions {
     /// The same of all sockets of the cell together. A connection that comes gets an eighth of what
     /// is left, at most `send_bytes`, and 8 KiB however many there are.
     pub send_all_bytes: usize,
-    /// Connections of the listener at a time; further ones are refused. It does not bound those that
-    /// the cell itself begins.
+    /// Connections of the listener at a time; further ones are refused. It does not bound those
+    /// that the cell itself begins.
     pub limit: usize,
 }
 

@@ -25,9 +25,9 @@
 //! buffer, and a connection has bytes only while its receiver does not read.
 //!
 //! # Failure
-//! A listener that cannot be opened is a fault of its forward ([`Relay::fault`]), and is retried every
-//! two seconds. Connections end with the daemon, and with a change of their forward. With fixed
-//! addresses and no fault the thread sleeps until something comes.
+//! A listener that cannot be opened is a fault of its forward ([`Relay::fault`]), and is retried
+//! every two seconds. Connections end with the daemon, and with a change of their forward. With
+//! fixed addresses and no fault the thread sleeps until something comes.
 
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;

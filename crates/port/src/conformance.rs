@@ -374,9 +374,9 @@ impl<F: Fixture> Rig<F> {
         }
     }
 
-    /// Sleeps as a worker does with nothing else to do: until the port is woken or its timer is due,
-    /// at most [`DEADLINE`]; whether one of the two came. No frame is received before that, so what
-    /// the next turn finds would have been found by a worker.
+    /// Sleeps as a worker does with nothing else to do: until the port is woken or its timer is
+    /// due, at most [`DEADLINE`]; whether one of the two came. No frame is received before that, so
+    /// what the next turn finds would have been found by a worker.
     pub fn sleeps_and_looks(&mut self) -> bool {
         let end = self.now().after(Nanos(DEADLINE.as_nanos() as u64));
         loop {

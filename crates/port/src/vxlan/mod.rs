@@ -5,10 +5,9 @@
 //! # Where frames go
 //! A frame goes to the remote that the control plane named for its address ([`Directory`]), else to
 //! the remote from which that address was seen, else to all remotes, one copy each (head-end
-//! replication). What comes from a remote goes to the members of this machine
-//! only: the switch gives a port nothing that came from it, so tunnels between all pairs of
-//! machines make no loop. A tunnel is no place for a spanning tree or for two tunnels into one
-//! network.
+//! replication). What comes from a remote goes to the members of this machine only: the switch
+//! gives a port nothing that came from it, so tunnels between all pairs of machines make no loop. A
+//! tunnel is no place for a spanning tree or for two tunnels into one network.
 //!
 //! # What is answered here
 //! The control plane may say as well which IP addresses the members on other machines have. Then
@@ -27,9 +26,10 @@
 //! # A hostile remote
 //! It can send whatever an unguarded member can, since nothing in a frame proves where it comes
 //! from. It cannot displace other remotes: table entries and the traffic to groups are shared
-//! fairly (`table`, `share`), and the details of the port name a remote that wants more. Not divided is what the switch allows the port as a whole: frames to unknown
-//! addresses, and copies of all flooded frames. What it sends at once is bounded by the kernel's
-//! receive buffer, which all remotes share; only a firewall below divides that.
+//! fairly (`table`, `share`), and the details of the port name a remote that wants more. Not
+//! divided is what the switch allows the port as a whole: frames to unknown addresses, and copies
+//! of all flooded frames. What it sends at once is bounded by the kernel's receive buffer, which
+//! all remotes share; only a firewall below divides that.
 //!
 //! # MTU
 //! The headers of the tunnel take 50 bytes of the path's MTU, with IPv6 70. Outer packets are never
