@@ -37,6 +37,11 @@ def kernel_version():
     return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
 
 
+def renames_what_is_up():
+    """Before Linux 6.2 an interface has to be down for that, and loses its routes (commit bd039b5ea2a9)."""
+    return kernel_version() >= (6, 2)
+
+
 def has_tcx():
     """Whether the programs stand at tcx hooks; else they are filters behind a clsact qdisc."""
     if os.environ.get("TOMBOLO_BYPASS_AS_OLD") == "1":

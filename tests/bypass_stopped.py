@@ -8,6 +8,7 @@ from bypass_fabric import bypass_of, world
 from bypass_paths import B, MAC_B, has_ended, host
 from bypass_together import keepers_of
 from lib import timeout, until
+from lib.machine import SLOW
 from lib.frames import mac_bytes
 
 OTHER_MAC = "02:00:00:00:0b:77"
@@ -80,7 +81,7 @@ def test_a_keeper_that_is_stopped_with_the_lock_in_its_hand_holds_nothing_up_for
             stop(h)
         begin = time.monotonic()
         until("another controller", lambda: h.attach() and h.status()["keeper"] != keeper, 30)
-        assert has_ended(keeper) and time.monotonic() - begin < 15
+        assert has_ended(keeper) and time.monotonic() - begin < 15 * SLOW
         h.cli("detach")
         assert not (h.folder / "run/bypass").exists()
 
@@ -123,7 +124,7 @@ def test_frames_leave_the_bypass_with_a_stopped_keeper_where_it_is_needed():
         stop(h)
         begin = time.monotonic()
         until("frames to go the kernel's way", lambda: not any(taken() for _ in range(5)))
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 8 * SLOW
         until("it to be seen", lambda: h.status()["keeper_fault"], 15)
         assert "and all traffic takes the kernel's path" in h.cli("status").stdout
         h.attach()
