@@ -152,8 +152,10 @@ class Server:
                 for fd in own:
                     self._tell(client, ident, fd)
                 for other in self._sockets.values() if is_new else ():
-                    for fd in own:
-                        self._tell(other, ident, fd)
+                    # One that was killed a moment ago hears nothing; `_watch` removes it.
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        for fd in own:
+                            self._tell(other, ident, fd)
                 self._sockets[ident] = client
             threading.Thread(target=self._watch, args=(ident, client), daemon=True).start()
 
