@@ -25,6 +25,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from lib import BUILD, Console, http_get, linux_cmdline, until  # noqa: E402
 
 TOMBOLO = ROOT / "target/release/tombolo"
+# As it is typed in this repository.
+PROGRAM = TOMBOLO.relative_to(ROOT)
 # Not `demo`: that is the name of the fabric of examples/demo.toml.
 FABRIC = "tour"
 LISTEN = ("127.0.0.1", 18080)
@@ -299,8 +301,7 @@ def main():
     parser.add_argument("--keep", action="store_true", help="leave it running")
     keep = parser.parse_args().keep
     if subprocess.run([TOMBOLO, "status", "--fabric", FABRIC], capture_output=True, timeout=30).returncode == 0:
-        program = TOMBOLO.relative_to(ROOT)
-        sys.exit(f"demo: the fabric {FABRIC!r} runs already, as `make demo KEEP=1` leaves it. `{program} down --fabric {FABRIC}` ends it. Nothing was changed.")
+        sys.exit(f"demo: the fabric {FABRIC!r} runs already, as `make demo KEEP=1` leaves it. `{PROGRAM} down --fabric {FABRIC}` ends it. Nothing was changed.")
     path = write_file()
     print(f"The fabric file is {path.relative_to(ROOT)}:\n\n{path.read_text()}")
     table = Table()
@@ -322,15 +323,14 @@ def main():
             table.step("tombolo down", lambda: tombolo("down", "--fabric", FABRIC).strip())
     code = table.end()
     if keep and standing:
-        program = TOMBOLO.relative_to(ROOT)
         print(f"""
 Still running. Look around:
-  {program} status --fabric {FABRIC}                        what there is, who has which address, what was dropped and why
-  {program} top --fabric {FABRIC}                           rates, once a second
+  {PROGRAM} status --fabric {FABRIC}                        what there is, who has which address, what was dropped and why
+  {PROGRAM} top --fabric {FABRIC}                           rates, once a second
   curl http://{LISTEN[0]}:{LISTEN[1]}/           the cell's page through the forward
-  {program} cell console linux --fabric {FABRIC}            the Linux guest's console (leave with Ctrl-])
-  {program} capture web -w web.pcapng --fabric {FABRIC}     frames of one port, for Wireshark
-  {program} down --fabric {FABRIC}                         ends it""")
+  {PROGRAM} cell console linux --fabric {FABRIC}            the Linux guest's console (leave with Ctrl-])
+  {PROGRAM} capture web -w web.pcapng --fabric {FABRIC}     frames of one port, for Wireshark
+  {PROGRAM} down --fabric {FABRIC}                         ends it""")
     return code
 
 

@@ -432,8 +432,8 @@ def test_first_rings_of_a_network_peer_that_get_lost_are_made_up_for():
         until("the cell follows", lambda: region.state(1).value != RUN)
         peer._ring = None
         peer.wait_run()
-        for pause in (0.5, 0.1):
-            time.sleep(pause)
+        for _ in range(2):
+            until_idle("a cell of which no look finds anything", guest.cpu_seconds, 0.2)
             assert peer.ping(mac, CELL, seconds=15) is not None
         # It ends: an idle cell looks no more.
         until_idle("a cell that was looked for in vain", guest.cpu_seconds, 0.2)

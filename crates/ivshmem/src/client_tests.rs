@@ -218,6 +218,21 @@ fn a_waiting_process_is_woken_by_a_record() {
     waiter.join().unwrap();
 }
 
+/// Waits until the thread of that name has slept at least so often.
+fn until_slept(name: &str, times: u64) {
+    let end = Instant::now() + SOON;
+    let slept = || {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let texts = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("status")).ok());
+        let text = texts.into_iter().find(|text| text.starts_with(&format!("Name:\t{name}\n")))?;
+        text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?.trim().parse::<u64>().ok()
+    };
+    while slept().is_none_or(|n| n < times) {
+        assert!(Instant::now() < end, "{name} slept {:?} times, and looks no more", slept());
+        std::thread::yield_now();
+    }
+}
+
 /// QEMU drops a guest's rings for a process of which the server has not told it yet. Here the peer
 /// never rings.
 #[test]
@@ -234,14 +249,16 @@ fn a_waiting_process_finds_a_record_for_which_the_first_ring_got_lost() {
             b.peer().doorbells.peer_joined();
         }
         a.peer().peer_joined(None);
-        let waiter = std::thread::spawn(move || {
+        let wait = move || {
             let (began, mut to) = (Instant::now(), [0; 8]);
             while b.peer().recv(&mut to).unwrap().is_none() {
                 b.wait(6 * SOON).unwrap();
             }
             began.elapsed()
-        });
-        std::thread::sleep(Duration::from_millis(300));
+        };
+        let waiter = std::thread::Builder::new().name("lost-ring".into()).spawn(wait).unwrap();
+        // The look that follows on each sleep once is over.
+        until_slept("lost-ring", 6);
         a.peer().send(b"record").unwrap();
         let waited = waiter.join().unwrap();
         assert!(waited < SOON, "{vectors} vectors: found after {waited:?}");

@@ -94,11 +94,6 @@ impl LookTimes {
         self.due_ns
     }
 
-    /// When the next look is due.
-    pub fn due_ns(&self) -> Option<u64> {
-        self.due_ns
-    }
-
     /// Whether the next look is further away than it would be after one that found something.
     pub fn is_late(&self) -> bool {
         self.due_ns.is_none() || self.backoff.pauses > 1
