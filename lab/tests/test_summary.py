@@ -205,6 +205,17 @@ class Summary(Case):
         self.assertTrue(any("1 more cells spread" in text for text in wild["warnings"]))
         self.assertIn("a warning of the run", wild["warnings"])
 
+    def test_a_search_that_ended_at_its_top_is_told(self):
+        measures = small_workload.Small.measures
+        searched = dataclasses.replace(measures["value"], top="size")
+        with mock.patch.dict(measures, {"value": searched}):
+            is_top = lambda block, cell: block == 0 and cell["kind"] == "green"  # noqa: E731
+            run = self.run_of(lambda *point: point[1]["size"] * (1 if is_top(*point) else 0.9))
+            [text] = [t for t in summary.summarise(run)["warnings"] if "ended" in t]
+            self.assertEqual(text, "value ended at size in 3 of 6 cells: it may be higher there")
+            below = summary.summarise(self.run_of(lambda block, cell: cell["size"] * 0.9))
+            self.assertFalse(any("ended" in text for text in below["warnings"]))
+
     def test_degenerate_runs_have_a_summary(self):
         for times, value in ((1, plain), (2, lambda block, cell: 0.0), (3, lambda *_: None)):
             found = summary.summarise(self.run_of(value, times=times))

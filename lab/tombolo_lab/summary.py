@@ -97,6 +97,7 @@ def figures(
         "n": len(values),
         "mean": exact.estimate,
         "median": statistics.median(values),
+        "highest": max(values, default=None),
         "deviation": statistics.deviation(values),
         "cv": statistics.variation(values),
         "low": exact.low,
@@ -370,6 +371,23 @@ def listed_warnings(texts: list[str], more: str) -> list[str]:
     return texts[:MOST_NAMED] + ([f"{left} more {more}"] if left > 0 else [])
 
 
+def ended_searches(run: Run, summary: dict) -> list[str]:
+    """The measures that are as high as was searched in some cells, and in how many."""
+    declared = workload_class(run.experiment.workload).measures
+    texts = []
+    for name in run.experiment.measures:
+        if not (top := declared[name].top):
+            continue
+        tops = [run.experiment.point(part["cell"])[top] for part in summary["cells"]]
+        highest = [part["measures"][name]["highest"] for part in summary["cells"]]
+        ended = sum(a is not None and a >= b for a, b in zip(highest, tops, strict=True))
+        if ended:
+            texts.append(
+                f"{name} ended at {top} in {ended} of {len(tops)} cells: it may be higher there"
+            )
+    return texts
+
+
 def warning_texts(run: Run, summary: dict) -> list[str]:
     """What a reader must know before he uses the numbers."""
     counts, primary = summary["counts"], summary["primary"]
@@ -395,6 +413,7 @@ def warning_texts(run: Run, summary: dict) -> list[str]:
         and not aa["low"] <= 1 <= aa["high"]
     ]
     texts += listed_warnings(noisy, "A/A ratios are away from 1")
+    texts += ended_searches(run, summary)
     least = min((part["measures"][primary]["n"] for part in summary["cells"]), default=0)
     # The bootstrap needs values, too.
     advice = "intervals and p values are rough"

@@ -119,13 +119,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Measure:
-    """A quantity that a workload yields. A value outside `low` to `high` fails the point."""
+    """A quantity that a workload yields. A value outside `low` to `high` fails the point. `top`: the
+    parameter up to which it is searched for; a value as high as that may be higher in truth."""
 
     doc: str
     unit: str
     better: str  # "higher", "lower", or "" for neither
     low: float | None = 0
     high: float | None = None
+    top: str = ""
 
 
 class Workload:

@@ -467,7 +467,9 @@ class Budget(Network):
     }
     measures = {
         **MEASURES,
-        "loss_free_mbit_s": Measure("Highest offered rate without loss", "Mbit/s", "higher"),
+        "loss_free_mbit_s": Measure(
+            "Highest offered rate without loss", "Mbit/s", "higher", top="search_top"
+        ),
     }
 
     def seconds(self, cell: dict) -> float:
