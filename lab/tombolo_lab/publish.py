@@ -133,16 +133,22 @@ def compact(svg: str) -> str:
         raise LabError("publishing needs scour: apt-get install python3-scour") from error
     # Of one width with the font by which the places of texts were computed.
     svg = re.sub(r"'DejaVu Sans'(?!,)", "'DejaVu Sans', Verdana, sans-serif", svg)
-    return str(scour.scourString(svg, scour.parse_args([*_SCOUR])))
+    # The second pass shortens what the first has made equal: by a tenth on average.
+    for _ in range(2):
+        svg = str(scour.scourString(svg, scour.parse_args([*_SCOUR])))
+    return re.sub(r"^<!DOCTYPE[^>]*>\s*", "", svg)
 
 
 def figures(text: str) -> str:
     """A summary.csv with a row for each cell: its factors, and of each measure the mean, named by
     the measure and its unit, and the other figures. Five digits, without figures that follow from
-    others, and without columns that are empty."""
+    others, and without columns that are empty. One column `n` where all measures of a cell have as
+    many values."""
 
     def short(word: str) -> str:
-        return f"{float(word):.5g}" if re.fullmatch(r"-?\d+\.\d{3,}(e[-+]\d+)?", word) else word
+        if re.fullmatch(r"-?\d+\.\d{3,}(e[-+]\d+)?", word):
+            return f"{float(word):.5g}"
+        return word.removesuffix(".0")
 
     rows = csv.DictReader(io.StringIO(text))
     names = list(rows.fieldnames or ())
@@ -161,6 +167,14 @@ def figures(text: str) -> str:
                 column = measure if kind == "mean" else f"{row['measure']} {kind}"
                 cell[column] = short(row[kind])
                 columns[column] = None
+    counts = [column for column in columns if column.endswith(" n")]
+    if all(len({cell[n] for n in counts if n in cell}) <= 1 for cell in cells.values()):
+        for cell in cells.values():
+            cell["n"] = next((cell.pop(n) for n in counts if n in cell), "")
+            for column in counts:
+                cell.pop(column, None)
+        rest = [column for column in columns if column not in (*factors, *counts)]
+        columns = dict.fromkeys([*factors, "n", *rest])
     out = io.StringIO()
     writer = csv.DictWriter(out, list(columns), lineterminator="\n")
     writer.writeheader()

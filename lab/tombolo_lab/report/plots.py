@@ -41,7 +41,8 @@ from tombolo_lab.report.style import (
     MARKERS,
     MOST_CURVES,
     MOST_PANELS,
-    MOST_UPRIGHT,
+    MOST_LEANING,
+    MOST_LEVEL,
     PANEL_HEIGHT_IN,
     WIDTH_IN,
     label_of,
@@ -82,6 +83,8 @@ STYLE = {
     "legend.frameon": False,
     "figure.dpi": 100,
     "savefig.dpi": 150,
+    # A power of ten apart from the numbers would stand in the label of the axis.
+    "axes.formatter.limits": (-12, 12),
 }
 
 
@@ -306,7 +309,7 @@ class Painter:
             return
         if "x" in plot.log and min(levels) > 0:
             logarithmic(axes, "x")
-            if len(levels) <= MOST_UPRIGHT:
+            if len(levels) <= MOST_LEVEL:
                 columns = axes.get_subplotspec().get_gridspec().ncols
                 axes.set_xticks(*spaced(levels, columns))
                 axes.minorticks_off()
@@ -379,15 +382,18 @@ class Painter:
         self.categories(axes, plot, levels)
 
     def categories(self, axes: Axes, plot: Plot, levels: Sequence) -> None:
-        many = len(levels) > MOST_UPRIGHT
+        many = len(levels) > MOST_LEVEL
         columns = axes.get_subplotspec().get_gridspec().ncols
         width = 22 if many else max(9, 84 // (len(levels) * columns))
         texts = [wrapped(level_text(level), width) for level in levels]
+        # Labels of several lines that lean lie on each other where there are many.
+        on_end = len(levels) > MOST_LEANING and any("\n" in text for text in texts)
         axes.set_xticks(
             range(len(levels)),
             texts,
-            rotation=60 if many else 0,
+            rotation=(90 if on_end else 60) if many else 0,
             ha="right" if many else "center",
+            va="center" if on_end else "top",
             rotation_mode="anchor" if many else "default",
         )
         axes.grid(axis="x", visible=False)
@@ -619,7 +625,7 @@ class Painter:
                 height = 1.2 + 0.28 * MOST_EFFECTS
             elif plot.kind in ("bars", "box", "curve"):
                 # Rotated names need room.
-                height += 1.2 * (len(self.experiment.factors[plot.x]) > MOST_UPRIGHT)
+                height += 1.2 * (len(self.experiment.factors[plot.x]) > MOST_LEVEL)
             is_shared = plot.kind in ("curve", "bars", "box")
             figure, every_axes = panel_grid(len(panels), columns, height, sharey=is_shared)
             for axes, panel in zip(every_axes, panels, strict=True):

@@ -24,7 +24,9 @@ MOST_CURVES = len(COLOURS)
 # Panels of one figure; more make another figure.
 MOST_PANELS = 6
 # More names than this under an axis are rotated.
-MOST_UPRIGHT = 8
+MOST_LEVEL = 8
+# And more than this stand on end where one of them has several lines.
+MOST_LEANING = 10
 WIDTH_IN, PANEL_HEIGHT_IN = 7.0, 2.9
 
 
