@@ -4,8 +4,8 @@
 usage: tests/stages.py [--lanes N] [STAGE...]
 
 A stage is a recipe of ./x. All stages run, even after a failure, so that one run shows everything that needs fixing. N of them
-run at the same time (two where there are two CPUs), each after those whose results it uses. Beside two or more runs one of the
-stages that mostly wait. Output goes to build/test/STAGE.log and, in one piece per stage, to the terminal. At the end come the
+run at the same time (two where there are two CPUs), each after those whose results it uses. Beside two or more run up to two
+of the stages that mostly wait. Output goes to build/test/STAGE.log and, in one piece per stage, to the terminal. At the end come the
 slowest tests, the output of repeated failures, and a table: the tests of each stage that passed, were skipped, or passed only
 on a second run (tests/run.py), and how many CPUs the stage kept busy. The last line counts stages and skipped tests. A stopped
 stage ends all that it has started.
@@ -33,6 +33,8 @@ GRACE_S = 30
 LEFT_S = 5
 # How often a stage is looked at that says nothing.
 TICK_S = 0.2
+# How many stages that mostly wait run beside two or more others.
+WAITING = 2
 # How many of the slowest tests are listed.
 SLOWEST = 12
 # Lines shown again of a stage that failed otherwise than by a test of tests/run.py.
@@ -203,9 +205,9 @@ def end_all(running):
 
 
 def has_room(name, running, lanes):
-    """Whether a stage may run beside those that run: `lanes` of them, and where that is more than one, another one that mostly waits."""
-    more = 1 if lanes > 1 and any(STAGES[one].waits for one in (name, *running)) else 0
-    return len(running) < lanes + more
+    """Whether a stage may run beside those that run: `lanes` of them, and where that is more than one, up to `WAITING` that mostly wait."""
+    waits = sum(STAGES[one].waits for one in (name, *running))
+    return len(running) < lanes + (min(waits, WAITING) if lanes > 1 else 0)
 
 
 def run_in_lanes(names, lanes, running, interrupted):
@@ -286,7 +288,7 @@ def need_room():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lanes", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N", help="stages that run at the same time (%(default)s), and one more that mostly waits where N is more than 1")
+    parser.add_argument("--lanes", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N", help=f"stages that run at the same time (%(default)s), and up to {WAITING} more that mostly wait where N is more than 1")
     parser.add_argument("stages", nargs="*", metavar="STAGE")
     options = parser.parse_args()
     stages = options.stages or list(STAGES)
@@ -310,11 +312,11 @@ def main():
         if stage.status:
             print(f"\n=== {stage.name} failed:")
             print("\n".join(tests.failures()))
-    print(f"\n{'stage':14} {'verdict':8} {'seconds':>8} {'CPUs':>5} {'tests':>6} {'skipped':>8} {'second run':>11}")
+    print(f"\n{'stage':14} {'verdict':8} {'begins':>8} {'seconds':>8} {'CPUs':>5} {'tests':>6} {'skipped':>8} {'second run':>11}")
     for stage, tests in rows:
         counts = f"{tests.passed:6} {tests.skipped:8} {tests.second_runs:11}" if tests.passed + tests.skipped else ""
-        print(f"{stage.name:14} {'FAILED' if stage.status else 'passed':8} {stage.took:8.1f} {stage.cpu_s / stage.took:5.2f} {counts}".rstrip())
-    print(f"{'all':14} {'':8} {took:8.1f} {sum(stage.cpu_s for stage, _ in rows) / took:5.2f}")
+        print(f"{stage.name:14} {'FAILED' if stage.status else 'passed':8} {stage.started - start:8.1f} {stage.took:8.1f} {stage.cpu_s / stage.took:5.2f} {counts}".rstrip())
+    print(f"{'all':14} {'':8} {'':8} {took:8.1f} {sum(stage.cpu_s for stage, _ in rows) / took:5.2f}")
     failed = sum(stage.status != 0 for stage, _ in rows)
     second_runs = sum(tests.second_runs for _, tests in rows)
     note = f", {second_runs} tests passed on a second run" if second_runs else ""

@@ -1,5 +1,6 @@
 """A Xen host under QEMU: real Xen, a Linux dom0 that takes commands, and cells as domains (tools/xen/dom0.py builds it)."""
 
+import collections
 import contextlib
 import gzip
 import hashlib
@@ -69,6 +70,8 @@ class XenHost(Process, Commands):
         argv += ["-no-user-config", "-no-reboot", "-serial", "stdio", "-kernel", BUILD / "xen/xen", "-append", XEN_LINE]
         argv += ["-initrd", f"vmlinux {DOM0_LINE.replace(',', ',,')},dom0.cpio"]
         super().__init__(argv, name="xen", cwd=folder, stdin=True, nice=nice)
+        # The whole lines of each domain's console that have been read.
+        self._consoles = collections.defaultdict(list)
 
     def bring_up(self, seconds=240):
         """Waits for dom0 and starts what a Xen host runs; gives the seconds since QEMU's start."""
@@ -93,8 +96,15 @@ class XenHost(Process, Commands):
         self.run(f"xen-cell {name} {app} {memory_mib} {mac if vif else 'none'} {shlex.quote(line)}", 120)
 
     def console(self, name):
-        """What a domain has printed so far."""
-        return self.run(f"cat /var/log/xen/console/guest-{name}.log", check=False).text
+        """What a domain has printed so far. What has been read is not asked for again: dom0's own console takes a millisecond for each
+        line."""
+        whole = self._consoles[name]
+        read = self.run(f"tail -n +{len(whole) + 1} /var/log/xen/console/guest-{name}.log && echo", check=False)
+        if read.code:
+            return "\n".join(whole)
+        *lines, rest = read.text.split("\n")
+        whole += lines
+        return "\n".join([*whole, rest])
 
     def wait_console(self, name, words, seconds=60):
         """Waits until a domain has printed `words`; gives all it printed."""
