@@ -458,6 +458,24 @@ class Report(Case):
         figure.canvas.draw()
         self.assertEqual(figure.axes[0].xaxis.get_offset_text().get_text(), "")
 
+    def test_a_panel_without_values_is_left_out(self):
+        from tombolo_lab.report import plots
+
+        text = TWO_LEVELS.replace('"effects"', '"bars"\nx = "size"\npanels = ["kind"]')
+        run = self.run_of(text, lambda cell, source: 5.0 if cell["kind"] == "one" else None)
+        report.write(run, run.folder)
+        painter = plots.Painter(run, json.loads((run.folder / "summary.json").read_text()))
+        [(_, _, figure)] = painter.figures(1, run.experiment.plots[0])
+        self.addCleanup(plots.pyplot.close, figure)
+        self.assertEqual([axes.get_title() for axes in figure.axes], ["kind one"])
+
+    def test_large_levels_are_brief(self):
+        from tombolo_lab.report import style
+
+        levels = (0.5, 64, 65536, 100_000, 1_048_576, 10_000_000, 2**30)
+        texts = ["0.5", "64", "65536", "100k", "1.05M", "10M", "1.07G"]
+        self.assertEqual([style.brief(level) for level in levels], texts)
+
     def test_many_names_of_several_lines_do_not_touch(self):
         from tombolo_lab.report import plots
 

@@ -108,7 +108,7 @@ def others(found: dict) -> list[str]:
 # Columns of summary.csv that follow from others or from the raw points.
 _LEFT_OUT = ("deviation", "cv", "boot_low", "boot_high")
 # Of no use to readers, or said more briefly: metadata, names to which nothing refers, decimals
-# beyond a thousandth of a drawing, styles that are equal in all of a group.
+# beyond a hundredth of a point, styles that are equal in all of a group.
 _SCOUR = (
     "--enable-comment-stripping",
     "--enable-id-stripping",
@@ -118,7 +118,7 @@ _SCOUR = (
     # A font is no attribute.
     "--disable-style-to-xml",
     "--create-groups",
-    "--set-precision=6",
+    "--set-precision=5",
     "--indent=none",
     "--no-line-breaks",
     "--quiet",
@@ -133,9 +133,12 @@ def compact(svg: str) -> str:
         raise LabError("publishing needs scour: apt-get install python3-scour") from error
     # Of one width with the font by which the places of texts were computed.
     svg = re.sub(r"'DejaVu Sans'(?!,)", "'DejaVu Sans', Verdana, sans-serif", svg)
-    # The second pass shortens what the first has made equal: by a tenth on average.
-    for _ in range(2):
-        svg = str(scour.scourString(svg, scour.parse_args([*_SCOUR])))
+    options = scour.parse_args([*_SCOUR])
+    # A pass shortens what the one before has made equal, together by a tenth.
+    shorter = str(scour.scourString(svg, options))
+    while len(shorter) < len(svg):
+        svg, shorter = shorter, str(scour.scourString(shorter, options))
+    svg = re.sub(r' ([xy])="(-?\d+\.\d{3,})"', lambda m: f' {m[1]}="{float(m[2]):.2f}"', svg)
     return re.sub(r"^<!DOCTYPE[^>]*>\s*", "", svg)
 
 

@@ -176,8 +176,8 @@ class Shared:
         return "; ".join(parts)
 
 
-def panels_of(experiment: Experiment, plot: Plot) -> Iterator[list[Panel]]:
-    """The panels of each figure that a plot needs."""
+def panels_of(experiment: Experiment, plot: Plot) -> list[Panel]:
+    """The panels of a plot."""
     levels = experiment.factors[plot.curves] if plot.curves else (None,)
     parts = [levels[i : i + MOST_CURVES] for i in range(0, len(levels), MOST_CURVES)]
     panels = []
@@ -189,8 +189,7 @@ def panels_of(experiment: Experiment, plot: Plot) -> Iterator[list[Panel]]:
                 for level in part
             )
             panels.append(Panel(where, curves))
-    for start in range(0, len(panels), MOST_PANELS):
-        yield panels[start : start + MOST_PANELS]
+    return panels
 
 
 # ---- kinds ---------------------------------------------------------------------------------------
@@ -212,6 +211,13 @@ class Painter:
 
     def values(self, where: Cell, measure: str) -> list[float]:
         return statistics.clean(rows_of(self.frame, where)[measure])
+
+    def has_values(self, plot: Plot, panel: Panel) -> bool:
+        """Whether a panel has something to show."""
+        measure = plot.z or plot.y or plot.x
+        if measure not in self.experiment.measures:
+            return True
+        return any(self.values({**panel.where, **part}, measure) for _, part in panel.curves)
 
     def shared(self, plot: Plot, where: Cell) -> Shared:
         """Over which cells the values of a plot's panels with these levels go."""
@@ -385,12 +391,18 @@ class Painter:
         many = len(levels) > MOST_LEVEL
         columns = axes.get_subplotspec().get_gridspec().ncols
         width = 22 if many else max(9, 84 // (len(levels) * columns))
+        if len(levels) > MOST_LEANING:
+            # There is no room for a second line.
+            width = 40
         texts = [wrapped(level_text(level), width) for level in levels]
-        # Labels of several lines that lean lie on each other where there are many.
-        on_end = len(levels) > MOST_LEANING and any("\n" in text for text in texts)
+        # Labels that lean lie on each other where there are many, and sooner those of several lines.
+        lines = max(text.count("\n") + 1 for text in texts)
+        on_end = len(levels) * lines > MOST_LEANING
+        room_pt = 72 * 0.8 * WIDTH_IN / columns / len(levels) / lines
         axes.set_xticks(
             range(len(levels)),
             texts,
+            fontsize=min(STYLE["font.size"], room_pt / 1.2) if on_end else STYLE["font.size"],
             rotation=(90 if on_end else 60) if many else 0,
             ha="right" if many else "center",
             va="center" if on_end else "top",
@@ -617,7 +629,10 @@ class Painter:
         averaged = free_factors(self.experiment, plot)
         if averaged and plot.kind != "effects":
             title += f" (over levels of {', '.join(averaged)}: see its note)"
-        groups = list(panels_of(self.experiment, plot))
+        every = panels_of(self.experiment, plot)
+        # One without a value would show nothing but its axes.
+        shown = [panel for panel in every if self.has_values(plot, panel)] or every
+        groups = [shown[at : at + MOST_PANELS] for at in range(0, len(shown), MOST_PANELS)]
         for part, panels in enumerate(groups):
             columns = 1 if len(panels) == 1 or plot.kind in ("effects", "heat") else 2
             height = PANEL_HEIGHT_IN
@@ -734,10 +749,13 @@ def default_plots(experiment: Experiment) -> tuple[Plot, ...]:
 
 
 def draw(run: Run, summary: dict, folder: Path) -> list[Drawn]:
-    """Draws all plots of a run; writes plots/STEM.svg and plots/STEM.png."""
+    """Draws all plots of a run; writes plots/STEM.svg and plots/STEM.png, in place of those of an
+    earlier report, which may have been more."""
     drawn = []
     target = folder / "plots"
     target.mkdir(parents=True, exist_ok=True)
+    for old in (*target.glob("[0-9][0-9]-*.svg"), *target.glob("[0-9][0-9]-*.png")):
+        old.unlink()
     with matplotlib.rc_context(STYLE):
         painter = Painter(run, summary)
         for number, plot in enumerate(default_plots(run.experiment), 1):

@@ -25,8 +25,8 @@ MOST_CURVES = len(COLOURS)
 MOST_PANELS = 6
 # More names than this under an axis are rotated.
 MOST_LEVEL = 8
-# And more than this stand on end where one of them has several lines.
-MOST_LEANING = 10
+# And more than this stand on end; a name of two lines counts twice.
+MOST_LEANING = 20
 WIDTH_IN, PANEL_HEIGHT_IN = 7.0, 2.9
 
 
@@ -87,6 +87,14 @@ def logarithmic(axes: Axes, which: str) -> None:
     axis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
 
 
+def brief(level: float) -> str:
+    """A number of a few characters: 100k and 1.07G."""
+    if abs(level) < 1e5:
+        return f"{level:g}"
+    size, letter = next((s, t) for s, t in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(level) >= s)
+    return f"{level / size:.3g}{letter}"
+
+
 def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str]]:
     """Ticks of a logarithmic axis and their texts, without texts that would touch in a panel that
     is one of `columns` beside each other."""
@@ -95,6 +103,6 @@ def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str
     for level in ticks:
         place = math.log(level / ticks[0]) / span
         shown = place - last > 0.02 + 0.06 * columns
-        texts.append(f"{level:g}" if shown else "")
+        texts.append(brief(level) if shown else "")
         last = place if shown else last
     return ticks, texts
