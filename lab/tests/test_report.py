@@ -446,17 +446,28 @@ class Report(Case):
         for one, other in itertools.pairwise(boxes):
             self.assertLess(one.x1, other.x0)
 
-    def test_no_power_of_ten_stands_in_the_label_of_an_axis(self):
+    def stands_apart(self, text, value):
+        """What stands apart from the numbers of the axes of a run's first drawing."""
         from tombolo_lab.report import plots
 
-        run = self.run_of(TWO_LEVELS, lambda cell, source: 1e-6 * source.random())
+        run = self.run_of(text, value)
         report.write(run, run.folder)
         painter = plots.Painter(run, json.loads((run.folder / "summary.json").read_text()))
         with plots.pyplot.rc_context(plots.STYLE):
             [(_, _, figure)] = painter.figures(1, run.experiment.plots[0])
         self.addCleanup(plots.pyplot.close, figure)
         figure.canvas.draw()
-        self.assertEqual(figure.axes[0].xaxis.get_offset_text().get_text(), "")
+        axes = figure.axes[0]
+        return "".join(axis.get_offset_text().get_text() for axis in (axes.xaxis, axes.yaxis))
+
+    def test_no_power_of_ten_stands_in_the_label_of_an_axis(self):
+        found = self.stands_apart(TWO_LEVELS, lambda cell, source: 1e-6 * source.random())
+        self.assertEqual(found, "")
+
+    def test_no_summand_is_left_out_of_the_numbers_of_an_axis(self):
+        text = TWO_LEVELS.replace('"effects"', '"curve"\nx = "size"')
+        found = self.stands_apart(text, lambda cell, source: 199.9 + source.random() / 100)
+        self.assertEqual(found, "")
 
     def test_a_panel_without_values_is_left_out(self):
         from tombolo_lab.report import plots
@@ -472,8 +483,8 @@ class Report(Case):
     def test_large_levels_are_brief(self):
         from tombolo_lab.report import style
 
-        levels = (0.5, 64, 65536, 100_000, 1_048_576, 10_000_000, 2**30)
-        texts = ["0.5", "64", "65536", "100k", "1.05M", "10M", "1.07G"]
+        levels = (0.5, 64, 65536, 100_000, 999_999, 1_048_576, 10_000_000, 2**30, 10**12)
+        texts = ["0.5", "64", "65536", "100k", "1M", "1.05M", "10M", "1.07G", "1T"]
         self.assertEqual([style.brief(level) for level in levels], texts)
 
     def test_many_names_of_several_lines_do_not_touch(self):

@@ -21,12 +21,12 @@ summary.json is one object:
     published     [{label, source, measure, value, low, high, differs, match, ours, ratio}]
     warnings      texts
 
-FIGURES: n, mean, median, deviation, cv, low, high (Student's t of the mean), boot_low, boot_high
-(bootstrap of the median), aa: {ratio, low, high} (odd repetitions by even ones), and, where raw
-samples were kept, samples and percentiles: {"50": …}. Where points kept evenly spaced ranks of more
-values, percentiles beyond the last but one of them are null. Where points counted by range, ranges:
-[[low, high, count]], over all of them; high is null for a range without an end. What cannot be
-computed is null.
+FIGURES: n, mean, median, highest (not in summary.csv), deviation, cv, low, high (Student's t of the
+mean), boot_low, boot_high (bootstrap of the median), aa: {ratio, low, high} (odd repetitions by
+even ones), and, where raw samples were kept, samples and percentiles: {"50": …}. Where points kept
+evenly spaced ranks of more values, percentiles beyond the last but one of them are null. Where
+points counted by range, ranges: [[low, high, count]], over all of them; high is null for a range
+without an end. What cannot be computed is null.
 
 summary.csv has one row for each cell and measure.
 """

@@ -83,8 +83,10 @@ STYLE = {
     "legend.frameon": False,
     "figure.dpi": 100,
     "savefig.dpi": 150,
-    # A power of ten apart from the numbers would stand in the label of the axis.
+    # Nothing stands apart from the numbers of an axis: no power of ten, which would be in its label,
+    # and no summand, with which no value can be read.
     "axes.formatter.limits": (-12, 12),
+    "axes.formatter.useoffset": False,
 }
 
 
@@ -397,7 +399,7 @@ class Painter:
         texts = [wrapped(level_text(level), width) for level in levels]
         # Labels that lean lie on each other where there are many, and sooner those of several lines.
         lines = max(text.count("\n") + 1 for text in texts)
-        on_end = len(levels) * lines > MOST_LEANING
+        on_end = many and len(levels) * lines > MOST_LEANING
         room_pt = 72 * 0.8 * WIDTH_IN / columns / len(levels) / lines
         axes.set_xticks(
             range(len(levels)),

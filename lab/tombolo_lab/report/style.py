@@ -89,10 +89,11 @@ def logarithmic(axes: Axes, which: str) -> None:
 
 def brief(level: float) -> str:
     """A number of a few characters: 100k and 1.07G."""
-    if abs(level) < 1e5:
-        return f"{level:g}"
-    size, letter = next((s, t) for s, t in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(level) >= s)
-    return f"{level / size:.3g}{letter}"
+    level = float(f"{level:.3g}") if abs(level) >= 1e5 else level
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e5, "k")):
+        if abs(level) >= size:
+            return f"{level / (1e3 if letter == 'k' else size):g}{letter}"
+    return f"{level:g}"
 
 
 def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str]]:
