@@ -110,12 +110,13 @@ def line(runs: dict[str, Run]) -> dict:
         figures = Figures(runs["calls"])
         for key, (row, measure, digits) in FIGURES.items():
             found[key] = figures.median(measure, digits, row=row)
-        ratios = {}
+        ratios, between = {}, {}
         for name, ours, theirs, measure in PAIRS:
             each = figures.paired(measure, {"row": ours}, {"row": theirs})
             if each:
                 ratios[name] = round(statistics.median(each), 3)
-        found["ratios"] = ratios
+                between[name] = [round(min(each), 3), round(max(each), 3)]
+        found["ratios"], found["ratios_between"] = ratios, between
         found["missing_peers"] = missing_peers(runs["calls"])
     if "deadlines" in runs:
         misses = Figures(runs["deadlines"]).values("missed", order="edf", load=90)
