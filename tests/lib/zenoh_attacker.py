@@ -39,6 +39,11 @@ def message(kind, number, content=b"", side=0):
     return b"TSC\x01" + struct.pack("<BBBBQQ", kind, side, 0, 0, number, 0) + content
 
 
+def say(text):
+    """A line as a whole, whichever of zenoh's threads says it."""
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
+
+
 def until(seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -46,10 +51,10 @@ def until(seconds):
 
 
 def listen(session, name, seconds):
-    handlers = [session.declare_subscriber(key, lambda sample: print(f"heard {sample.key_expr}", flush=True))
+    handlers = [session.declare_subscriber(key, lambda sample: say(f"heard {sample.key_expr}"))
                 for key in (f"{BASE}/**", f"{BASE}/*/calls/*", *(f"{BASE}/*/calls/{other}" for other in OTHERS), f"{BASE}/*/change")]
-    handlers.append(session.liveliness().declare_subscriber(f"{BASE}/*/here", lambda sample: print(f"heard {sample.key_expr}", flush=True), history=True))
-    print("begins", flush=True)
+    handlers.append(session.liveliness().declare_subscriber(f"{BASE}/*/here", lambda sample: say(f"heard {sample.key_expr}"), history=True))
+    say("begins")
     time.sleep(seconds)
     del handlers
 
@@ -65,7 +70,7 @@ def forge(session, name, seconds):
     for other in OTHERS:
         kept.append(session.liveliness().declare_token(f"{BASE}/{other}/here"))
         kept.append(session.declare_queryable(f"{BASE}/{other}/state", lambda query: query.reply(query.key_expr, b"x" * 64), complete=True))
-    print("begins", flush=True)
+    say("begins")
     for _ in until(seconds):
         for one, two in (OTHERS, OTHERS[::-1]):
             session.put(f"{BASE}/{one}/calls/{two}", message(1, 7))
@@ -87,7 +92,7 @@ def flood(session, name, seconds):
     # As calls have it.
     publishers = [session.declare_publisher(f"{BASE}/{name}/calls/{other}", congestion_control=zenoh.CongestionControl.BLOCK,
                                             priority=zenoh.Priority.INTERACTIVE_HIGH, express=True) for other in OTHERS]
-    print("begins", flush=True)
+    say("begins")
     number = 0
     for _ in until(seconds):
         for publisher in publishers:
@@ -101,7 +106,7 @@ def flood(session, name, seconds):
 
 
 def stall(session, name, seconds):
-    print("begins", flush=True)
+    say("begins")
     for number in range(2000):
         session.put(f"{BASE}/{name}/calls/{OTHERS[0]}", message(1, number))
         # A message of no connection has an answer.

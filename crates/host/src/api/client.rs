@@ -160,6 +160,11 @@ impl ClientError {
         }
     }
 
+    /// Whether its socket is missing although it was seen to run.
+    fn is_seen(&self) -> bool {
+        matches!(self, ClientError::NotRunning { fabric, running, .. } if running.contains(fabric))
+    }
+
     /// Whether there is no such fabric any more, or not yet.
     pub fn is_absent(&self) -> bool {
         matches!(self, ClientError::NotRunning { .. } | ClientError::Stale { .. })
@@ -568,6 +573,21 @@ impl Client {
         UnixStream::from_std(blocking::spawn(wait).await??)
     }
 
+    /// What an error of `connect` says.
+    fn not_connected(&self, error: io::Error) -> ClientError {
+        let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
+        match error.kind() {
+            io::ErrorKind::NotFound => ClientError::not_running(fabric, socket),
+            io::ErrorKind::ConnectionRefused => ClientError::Stale { fabric, socket },
+            io::ErrorKind::PermissionDenied => ClientError::Denied { fabric, socket },
+            io::ErrorKind::WouldBlock => self.unanswered("its queue of connections is full", false),
+            // The daemon closed its listener, for another one or for good, before it took this
+            // connection from the queue.
+            io::ErrorKind::ConnectionReset => self.unanswered(error, false),
+            _ => self.broken(error),
+        }
+    }
+
     /// Connects. If the socket is missing or has no listener, this waits while its daemon holds its
     /// lock: the daemon starts, or makes the deleted socket again.
     async fn connect(&self) -> Result<UnixStream, ClientError> {
@@ -577,17 +597,20 @@ impl Client {
                 Ok(stream) => return Ok(stream),
                 Err(error) => error,
             };
-            let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
-            let absent = match error.kind() {
-                io::ErrorKind::NotFound => ClientError::not_running(fabric, socket),
-                io::ErrorKind::ConnectionRefused => ClientError::Stale { fabric, socket },
-                io::ErrorKind::PermissionDenied => return Err(ClientError::Denied { fabric, socket }),
-                io::ErrorKind::WouldBlock => return Err(self.unanswered("its queue of connections is full", false)),
-                _ => return Err(self.broken(error)),
-            };
-            let Some(pid) = self.socket.parent().and_then(rundir::daemon_of) else { return Err(absent) };
-            if Instant::now() >= timeout {
-                return Err(ClientError::Unreachable { fabric: self.fabric.clone(), socket: self.socket.clone(), pid });
+            let error = self.not_connected(error);
+            if !error.is_absent() {
+                return Err(error);
+            }
+            match self.socket.parent().and_then(rundir::daemon_of) {
+                Some(pid) if Instant::now() >= timeout => {
+                    let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
+                    return Err(ClientError::Unreachable { fabric, socket, pid });
+                }
+                Some(_) => {}
+                // While a daemon makes its deleted files again, one look sees it and another does
+                // not.
+                None if error.is_seen() && Instant::now() < timeout => {}
+                None => return Err(error),
             }
             tokio::time::sleep(LOOK_AGAIN).await;
         }
@@ -684,6 +707,25 @@ pub(crate) fn quoted(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_connection_that_ends_in_the_queue_is_tried_again_whatever_is_asked() {
+        let client = Client::new("lab", Path::new("/run/lab/api.sock")).unwrap();
+        let reset = client.not_connected(io::Error::from(io::ErrorKind::ConnectionReset));
+        assert!(reset.may_go_better(false) && !reset.is_absent(), "{reset}");
+        let other = client.not_connected(io::Error::from(io::ErrorKind::AddrNotAvailable));
+        assert!(!other.may_go_better(true), "{other}");
+    }
+
+    #[test]
+    fn a_fabric_that_was_seen_to_run_is_not_absent_for_good() {
+        let error = |running: &[&str]| ClientError::NotRunning {
+            fabric: "lab".into(),
+            socket: "/run/lab/api.sock".into(),
+            running: running.iter().map(|name| name.to_string()).collect(),
+        };
+        assert!(error(&["a", "lab"]).is_seen() && !error(&["a"]).is_seen());
+    }
 
     #[test]
     fn a_name_cannot_leave_its_place_in_the_path() {
