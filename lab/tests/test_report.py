@@ -432,22 +432,15 @@ class Report(Case):
         self.assertIn("mean of the means of 2 cells: no interval", note)
 
     def test_ticks_of_small_effects_do_not_touch(self):
-        from tombolo_lab.report import plots
-
-        run = self.run_of(TWO_LEVELS, lambda cell, source: 0.8192 + source.random() / 2000)
-        report.write(run, run.folder)
-        painter = plots.Painter(run, json.loads((run.folder / "summary.json").read_text()))
-        [(_, _, figure)] = painter.figures(1, run.experiment.plots[0])
-        self.addCleanup(plots.pyplot.close, figure)
-        figure.canvas.draw()
+        figure = self.first_figure(TWO_LEVELS, lambda _, source: 0.8192 + source.random() / 2000)
         shown = [label for label in figure.axes[0].get_xticklabels() if label.get_text()]
         boxes = sorted((label.get_window_extent() for label in shown), key=lambda box: box.x0)
         self.assertGreater(len(boxes), 2)
         for one, other in itertools.pairwise(boxes):
             self.assertLess(one.x1, other.x0)
 
-    def stands_apart(self, text, value):
-        """What stands apart from the numbers of the axes of a run's first drawing."""
+    def first_figure(self, text, value):
+        """The first drawing of a run, as in its report."""
         from tombolo_lab.report import plots
 
         run = self.run_of(text, value)
@@ -457,7 +450,11 @@ class Report(Case):
             [(_, _, figure)] = painter.figures(1, run.experiment.plots[0])
         self.addCleanup(plots.pyplot.close, figure)
         figure.canvas.draw()
-        axes = figure.axes[0]
+        return figure
+
+    def stands_apart(self, text, value):
+        """What stands apart from the numbers of the axes of a run's first drawing."""
+        axes = self.first_figure(text, value).axes[0]
         return "".join(axis.get_offset_text().get_text() for axis in (axes.xaxis, axes.yaxis))
 
     def test_no_power_of_ten_stands_in_the_label_of_an_axis(self):
@@ -470,14 +467,8 @@ class Report(Case):
         self.assertEqual(found, "")
 
     def test_a_panel_without_values_is_left_out(self):
-        from tombolo_lab.report import plots
-
         text = TWO_LEVELS.replace('"effects"', '"bars"\nx = "size"\npanels = ["kind"]')
-        run = self.run_of(text, lambda cell, source: 5.0 if cell["kind"] == "one" else None)
-        report.write(run, run.folder)
-        painter = plots.Painter(run, json.loads((run.folder / "summary.json").read_text()))
-        [(_, _, figure)] = painter.figures(1, run.experiment.plots[0])
-        self.addCleanup(plots.pyplot.close, figure)
+        figure = self.first_figure(text, lambda cell, _: 5.0 if cell["kind"] == "one" else None)
         self.assertEqual([axes.get_title() for axes in figure.axes], ["kind one"])
 
     def test_large_levels_are_brief(self):
@@ -492,15 +483,9 @@ class Report(Case):
 
         text = TWO_LEVELS.replace('"effects"', '"bars"\nx = "size"')
         text = text.replace("[1, 2]", str(list(range(1, 18))))
-        run = self.run_of(text, lambda cell, source: 5.0 + source.random())
-        report.write(run, run.folder)
         name = "the_name_of_a_setting={0} and_that_of_another={0}"
-        named = mock.patch.object(plots, "level_text", lambda level: name.format(level))
-        with named:
-            painter = plots.Painter(run, json.loads((run.folder / "summary.json").read_text()))
-            [(_, _, figure)] = painter.figures(1, run.experiment.plots[0])
-        self.addCleanup(plots.pyplot.close, figure)
-        figure.canvas.draw()
+        with mock.patch.object(plots, "level_text", lambda level: name.format(level)):
+            figure = self.first_figure(text, lambda cell, source: 5.0 + source.random())
         labels = figure.axes[0].get_xticklabels()
         self.assertEqual([label.get_text().count("\n") for label in labels], [1] * 17)
         for one, other in itertools.pairwise(label.get_window_extent() for label in labels):

@@ -173,13 +173,11 @@ def figures(text: str) -> str:
     counts = [column for column in columns if column.endswith(" n")]
     if all(len({cell[n] for n in counts if n in cell}) <= 1 for cell in cells.values()):
         for cell in cells.values():
-            cell["n"] = next((cell.pop(n) for n in counts if n in cell), "")
-            for column in counts:
-                cell.pop(column, None)
+            cell["n"] = next((cell[n] for n in counts if n in cell), "")
         rest = [column for column in columns if column not in (*factors, *counts)]
         columns = dict.fromkeys([*factors, "n", *rest])
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(columns), lineterminator="\n")
+    writer = csv.DictWriter(out, list(columns), lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(cells.values())
     return out.getvalue()

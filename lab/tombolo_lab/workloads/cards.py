@@ -188,9 +188,7 @@ class Nics(Workload):
         "loss": network.MEASURES["loss"],
         "loss_port": Measure("… of these, lost before the socket", "", "lower", 0, 1),
         "loss_socket": Measure("… of these, lost by a full receive buffer", "", "lower", 0, 1),
-        "loss_free_mbit_s": Measure(
-            "Highest offered rate without loss", "Mbit/s", "higher", top="search_top"
-        ),
+        "loss_free_mbit_s": network.LOSS_FREE,
         "packets_per_poll": Measure("Packets of a poll that took any", "", ""),
         "full_polls": Measure("Polls that used up their weight", "", "", 0, 1),
         "squeezed_s": Measure("Runs of the guest's softirq that left work", "1/s", "lower"),

@@ -448,6 +448,9 @@ class Stress(Network):
             return loaded(end, cell)
 
 
+LOSS_FREE = Measure("Highest offered rate without loss", "Mbit/s", "higher", top="search_top")
+
+
 class Budget(Network):
     """Poll budgets: what a turn carries."""
 
@@ -467,9 +470,7 @@ class Budget(Network):
     }
     measures = {
         **MEASURES,
-        "loss_free_mbit_s": Measure(
-            "Highest offered rate without loss", "Mbit/s", "higher", top="search_top"
-        ),
+        "loss_free_mbit_s": LOSS_FREE,
     }
 
     def seconds(self, cell: dict) -> float:
