@@ -360,6 +360,8 @@ impl Session {
         }
         let deadline_ns = match (left_ns, time_left) {
             (BEST_EFFORT, _) => BEST_EFFORT,
+            // Nothing is left: it has passed, however soon the request is looked at.
+            (0, true) => now_ns.saturating_sub(1),
             (left, true) => now_ns.saturating_add(left),
             // An instant of a clock that we do not share.
             (_, false) => return Err(Broken::Kind),

@@ -231,6 +231,24 @@ fn the_earliest_deadline_is_served_first_and_the_late_are_told() {
 }
 
 #[test]
+fn a_request_of_whose_deadline_nothing_is_left_is_answered_at_once() {
+    for mut pair in Pair::both(&ServeOptions::default()) {
+        let nothing = CallOptions { deadline: Deadline::At(0), wait_late: Duration::MAX, ..CallOptions::default() };
+        let late = pair.a.submit(&nothing, b"late").unwrap();
+        pair.turn(5 * MS);
+        // The answer waits for no thread that serves, and none gets the request in the same instant.
+        assert!(pair.b.next(5 * MS).is_none());
+        assert_eq!((pair.result(late), pair.b.session.stats().late), (Some(Err(CallError::Late)), 1));
+    }
+    let options = ServeOptions { late: Late::BestEffort, ..ServeOptions::default() };
+    for mut pair in Pair::both(&options) {
+        pair.a.submit(&within(0), b"late").unwrap();
+        pair.turn(5 * MS);
+        assert_eq!(pair.b.serve(5 * MS, echo), [b"late"]);
+    }
+}
+
+#[test]
 fn the_deadline_crosses_as_time_left_whatever_the_clocks_say() {
     for mut pair in Pair::both(&ServeOptions::default()) {
         pair.a.submit(&within(10), b"x").unwrap();

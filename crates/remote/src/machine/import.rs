@@ -7,8 +7,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tombolo_calls::CallError;
 use tombolo_calls::session::ServeOptions;
+use tombolo_calls::{CallError, CallOptions, Deadline};
+use tombolo_ring::rpc::entry::Token;
 use tombolo_rpc::clock::now_ns;
 use tombolo_rpc::provider::{self, Access, Options, Service};
 
@@ -74,7 +75,7 @@ pub enum ImportEvent {
     Up {
         /// Its name.
         machine: String,
-        /// How long its first answer took.
+        /// The shortest time that a request was on its way, there and back.
         round_trip: Duration,
     },
     /// It is not there any more.
@@ -102,8 +103,6 @@ pub enum ImportEvent {
 struct Peer {
     remote: Remote,
     calls: Mutex<Option<Calls>>,
-    /// How long its hello took, in ns: an estimate until calls were answered.
-    hello_ns: AtomicUsize,
     under_way: AtomicU32,
     /// Until when other machines are preferred, since it left a call unanswered or had it fail: an
     /// instant of [`now_ns`].
@@ -113,6 +112,23 @@ struct Peer {
 impl Peer {
     fn calls(&self) -> MutexGuard<'_, Option<Calls>> {
         self.calls.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// Measures the way to a machine ([`Calls::way`]) by a request that the machine answers itself.
+#[derive(Default)]
+struct Probe(Option<Token>);
+
+impl Probe {
+    /// Asks, and waits up to [`LOOK`] for the answer. While one is missing, it waits for that one:
+    /// a machine that answers nothing has one probe of the slots for calls.
+    fn measure(&mut self, calls: &Calls) {
+        // Nothing is left of its deadline, so that it is refused as late and no service sees it.
+        let late = CallOptions { deadline: Deadline::At(0), wait_late: Duration::MAX, ..CallOptions::default() };
+        let Some(token) = self.0.take().or_else(|| calls.submit(b"", &late).ok()) else { return };
+        if calls.wait_for(token, LOOK).is_none() {
+            self.0 = Some(token);
+        }
     }
 }
 
@@ -158,7 +174,6 @@ impl Import {
         let peer = |remote: &Remote| Peer {
             remote: remote.clone(),
             calls: Mutex::default(),
-            hello_ns: AtomicUsize::new(usize::MAX),
             under_way: AtomicU32::new(0),
             silent_until_ns: AtomicU64::new(0),
         };
@@ -228,17 +243,24 @@ impl ImporterInner {
     fn follow(self: &Arc<Self>, at: usize) {
         let peer = &self.peers[at];
         let machine = || peer.remote.machine.clone();
+        // The one that seems to be farther is not called, so that calls would not correct that.
+        let is_compared = self.import.pick == Pick::Nearest && self.peers.len() > 1;
         let (mut pause, mut told) = (FIRST_PAUSE, String::new());
         while !self.stops() {
             match self.connect(peer) {
                 Ok((calls, took)) => {
-                    peer.hello_ns.store(took.as_nanos() as usize, Ordering::Relaxed);
+                    let mut probe = Probe::default();
+                    probe.measure(&calls);
                     *peer.calls() = Some(calls.clone());
-                    (self.tell)(ImportEvent::Up { machine: machine(), round_trip: took });
+                    let round_trip = calls.way().unwrap_or(took);
+                    (self.tell)(ImportEvent::Up { machine: machine(), round_trip });
                     let began = Instant::now();
                     self.settle();
                     while !self.stops() && !calls.wait_end(LOOK) {
                         self.settle();
+                        if is_compared {
+                            probe.measure(&calls);
+                        }
                     }
                     *peer.calls() = None;
                     self.settle();
@@ -347,10 +369,7 @@ impl ImporterInner {
             return there(0);
         }
         match self.import.pick {
-            Pick::Nearest => all().min_by_key(|(at, calls)| {
-                let hello = self.peers[*at].hello_ns.load(Ordering::Relaxed) as u128;
-                calls.way().map_or(hello, |way| way.as_nanos().min(hello))
-            }),
+            Pick::Nearest => all().min_by_key(|(_, calls)| calls.way().unwrap_or(Duration::MAX)),
             // Equal ones take turns, since the one picked last is under way.
             Pick::LeastLoaded => all().min_by_key(|(at, _)| self.peers[*at].under_way.load(Ordering::Relaxed)),
             Pick::Sticky => {
