@@ -325,32 +325,34 @@ fn holders(root: &Path) -> Vec<(String, u32, bool)> {
     out
 }
 
+/// Whether a daemon holds the lock that has its name in this runtime directory.
+fn is_locked(folder: &Path) -> bool {
+    File::open(folder.join("lock")).is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockShared).is_err())
+}
+
 /// The process that runs the fabric of this runtime directory, by the lock that it holds, even if
 /// its files are gone.
 pub fn daemon_of(folder: &Path) -> Option<u32> {
     let (root, name) = (folder.parent()?, folder.file_name()?.to_str()?);
-    let named =
-        File::open(folder.join("lock")).is_ok_and(|l| flock(&l, FlockOperation::NonBlockingLockShared).is_err());
-    let recorded = read_owner(folder).filter(|o| process::liveness(o.pid, o.started_ticks) == Liveness::Runs);
-    match recorded.filter(|_| named) {
-        Some(owner) => Some(owner.pid),
-        None => holders(root).into_iter().find(|(n, ..)| n == name).map(|(_, pid, _)| pid),
-    }
+    let runs = |o: &Owner| is_locked(folder) && process::liveness(o.pid, o.started_ticks) == Liveness::Runs;
+    let recorded = read_owner(folder).filter(runs).map(|owner| owner.pid);
+    let holder = || holders(root).into_iter().find(|(n, ..)| n == name).map(|(_, pid, _)| pid);
+    // Its lock may have got a name again while the processes were looked through, by a descriptor
+    // that was not in its list yet. The record follows later.
+    recorded.or_else(holder).or_else(|| is_locked(folder).then(holder).flatten())
 }
 
 /// Names of the fabrics that run, sorted: those whose lock is held, also where its file was
 /// deleted.
 pub fn running(root: &Path) -> Vec<String> {
-    let entries = fs::read_dir(root).into_iter().flatten();
-    let mut out: Vec<String> = entries
-        .flatten()
-        .filter(|e| {
-            let Ok(lock) = File::open(e.path().join("lock")) else { return false };
-            flock(&lock, FlockOperation::NonBlockingLockShared).is_err()
-        })
-        .filter_map(|e| e.file_name().into_string().ok())
-        .collect();
+    let named = || {
+        let folders = fs::read_dir(root).into_iter().flatten().flatten().filter(|entry| is_locked(&entry.path()));
+        folders.filter_map(|entry| entry.file_name().into_string().ok())
+    };
+    let mut out: Vec<String> = named().collect();
     out.extend(holders(root).into_iter().filter(|(.., is_deleted)| *is_deleted).map(|(name, ..)| name));
+    // As in `daemon_of`.
+    out.extend(named());
     out.sort();
     out.dedup();
     out
@@ -817,6 +819,34 @@ mod tests {
             waiter.join().unwrap()
         });
         assert_eq!(waiter.unwrap(), Some(me));
+    }
+
+    #[test]
+    fn a_daemon_is_found_while_it_makes_its_deleted_files_again() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("f");
+        let mut dir = RunDir::of_test(&make_dir(&folder).map(|()| folder.clone()).unwrap());
+        flock(&dir.lock, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let me = std::process::id();
+        dir.owner = Owner { pid: me, started_ticks: process::start_ticks(me).unwrap(), ..Owner::default() };
+        // The more descriptors, the longer the moment in which a new one is overlooked.
+        let _many: Vec<File> = (0..500).map(|_| File::open("/dev/null").unwrap()).collect();
+        let begun = Instant::now();
+        assert_eq!((daemon_of(&folder), running(root.path())), (Some(me), vec!["f".to_string()]));
+        let took = begun.elapsed();
+        // At each moment of a look.
+        for turn in 0..200 {
+            fs::remove_dir_all(&folder).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(took * turn / 200);
+                    // Who looks whether the lock is held, holds it for that moment.
+                    while dir.restore().is_err() {}
+                });
+                assert_eq!(daemon_of(&folder), Some(me), "turn {turn}");
+                assert_eq!(running(root.path()), ["f"], "turn {turn}");
+            });
+        }
     }
 
     #[test]

@@ -160,11 +160,6 @@ impl ClientError {
         }
     }
 
-    /// Whether its socket is missing although it was seen to run.
-    fn is_seen(&self) -> bool {
-        matches!(self, ClientError::NotRunning { fabric, running, .. } if running.contains(fabric))
-    }
-
     /// Whether there is no such fabric any more, or not yet.
     pub fn is_absent(&self) -> bool {
         matches!(self, ClientError::NotRunning { .. } | ClientError::Stale { .. })
@@ -607,9 +602,6 @@ impl Client {
                     return Err(ClientError::Unreachable { fabric, socket, pid });
                 }
                 Some(_) => {}
-                // While a daemon makes its deleted files again, one look sees it and another does
-                // not.
-                None if error.is_seen() && Instant::now() < timeout => {}
                 None => return Err(error),
             }
             tokio::time::sleep(LOOK_AGAIN).await;
@@ -715,16 +707,6 @@ mod tests {
         assert!(reset.may_go_better(false) && !reset.is_absent(), "{reset}");
         let other = client.not_connected(io::Error::from(io::ErrorKind::AddrNotAvailable));
         assert!(!other.may_go_better(true), "{other}");
-    }
-
-    #[test]
-    fn a_fabric_that_was_seen_to_run_is_not_absent_for_good() {
-        let error = |running: &[&str]| ClientError::NotRunning {
-            fabric: "lab".into(),
-            socket: "/run/lab/api.sock".into(),
-            running: running.iter().map(|name| name.to_string()).collect(),
-        };
-        assert!(error(&["a", "lab"]).is_seen() && !error(&["a"]).is_seen());
     }
 
     #[test]
