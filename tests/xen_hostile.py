@@ -124,18 +124,20 @@ DESTROYED = ("published", "connected", "traffic", "refused", "closing")
 FOE, FOE_MAC = "10.9.0.3", "00:16:3e:00:00:03"
 
 # Has the hostile cell make attacks one after the other. After each the switch says what it has
-# counted.
+# counted. The watch fires at once, and then for each verdict.
 ATTACK = """#!/bin/sh
 data=/local/domain/$(xl domid foe)/data
+mkfifo /tmp/verdicts
+xenstore-watch $data/met >/tmp/verdicts &
+watch=$!
+exec 3</tmp/verdicts
+trap 'kill $watch; rm /tmp/verdicts' EXIT
 n=0
 for name; do
     n=$((n + 1))
     xenstore-write $data/attack "$n $name"
-    tries=0
     until met=$(xenstore-read $data/met 2>/dev/null) && [ "${met%% *}" = $n ]; do
-        tries=$((tries + 1))
-        [ $tries -lt 500 ] || exit 2
-        usleep 30000
+        read -r -t 60 _ <&3 || exit 2
     done
     echo "$n $name ${met#* }" >/tmp/ask
     until grep -q "^end of $n " /tmp/said; do

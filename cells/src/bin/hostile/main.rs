@@ -200,6 +200,12 @@ impl Foe {
 
     /// Whether the backend takes a sound frame.
     async fn goes_on(&self, rings: &mut Rings) -> bool {
+        self.answer(rings).await == Some(0)
+    }
+
+    /// The status with which the backend answers a sound frame; `None` where it does not, or
+    /// closes.
+    async fn answer(&self, rings: &mut Rings) -> Option<i16> {
         let index = rings.produced;
         rings.push(rings.sound());
         rings.publish();
@@ -207,11 +213,11 @@ impl Foe {
         while rings.answered() != rings.produced {
             self.xen.notify(rings.channel);
             if self.net.now_ns() > until_ns || self.state() != CONNECTED {
-                return false;
+                return None;
             }
             self.pause().await;
         }
-        rings.status(index) == 0
+        Some(rings.status(index))
     }
 }
 
