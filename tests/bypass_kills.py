@@ -6,8 +6,9 @@ import subprocess
 import time
 from pathlib import Path
 
+from bypass_interfaces import has_again
 from bypass_paths import PROGRAM, Host, has_ended, host
-from lib import Namespace, need_program, scratch, timeout, until
+from lib import Namespace, Skip, alone, need_program, scratch, timeout, until
 from lib.machine import SLOW
 from lib.process import children
 
@@ -225,4 +226,28 @@ def test_what_a_deleted_namespace_left_without_a_keeper_goes_with_the_next_attac
         h.attach("ta", "tb", words=("--no-controller",))
         assert len([e for e in (folder / "run/bypass").iterdir() if e.name.endswith(".json")]) == 1
         h.cli("detach")
+        assert not (folder / "run/bypass").exists()
+
+
+# Namespaces that other tests make meanwhile take the number.
+@alone
+def test_what_a_deleted_namespace_left_goes_also_where_another_has_its_number():
+    with host() as h, scratch() as folder, Namespace() as space, Namespace() as later:
+        lone(folder, space).attach("lone", words=("--no-controller",))
+        number = os.stat(f"/run/netns/{space}").st_ino
+        subprocess.run(["ip", "netns", "del", str(space)], check=True)
+        try:
+            until("the number", lambda: has_again(later, number), 60 * SLOW, 0.1)
+        except TimeoutError:
+            raise Skip("the kernel has not given the namespace's number again in a minute") from None
+        inside = subprocess.Popen(["ip", "netns", "exec", str(later), "sleep", "1000"])
+        try:
+            until("the process to be inside", lambda: os.stat(f"/proc/{inside.pid}/ns/net").st_ino == number)
+            h.folder = folder
+            h.attach("ta", "tb", words=("--no-controller",))
+            assert len(list((folder / "run/bypass").glob("*.json"))) == 1
+            h.cli("detach")
+        finally:
+            inside.kill()
+            inside.wait()
         assert not (folder / "run/bypass").exists()

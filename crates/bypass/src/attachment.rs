@@ -255,6 +255,28 @@ fn is_leftover(place: &Place) -> Result<bool, AttachError> {
     Ok(!record.interfaces.iter().any(is_here))
 }
 
+/// Removes what is left of other namespaces that are gone, where no controller did. The caller
+/// holds the lock.
+fn sweep(place: &Place) -> Result<(), AttachError> {
+    for other in place.others() {
+        if other.controller().is_none() && (other.is_abandoned(0) || is_anothers(&other)) {
+            other.remove()?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether the place is one of another namespace, whose number one has now that processes are in.
+fn is_anothers(place: &Place) -> bool {
+    let Some(path) = place.has_lost_its_name().then(|| place.namespace()).flatten() else { return false };
+    let look = || place::enter(&path.to_string_lossy()).is_ok() && is_leftover(place).unwrap_or(false);
+    // A thread of its own, since it stays there.
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, look);
+        matches!(thread.map(|thread| thread.join()), Ok(Ok(true)))
+    })
+}
+
 /// What may be done with frames that come in at an interface, and which ways out of it there are.
 pub(crate) fn capabilities(link: &InterfaceInfo, others: Others) -> u32 {
     let ingress = if others.queued { PORT_QUEUED } else { 0 } | if others.preceding { PORT_PRECEDED } else { 0 };
@@ -388,7 +410,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     let (mut done, mut changed) = (vec![], vec![]);
     let result = attach_locked(place, names, options, fresh, (&mut done, &mut changed));
     // What others left is no reason for this one to fail; the next one tries again.
-    let _ = place.sweep();
+    let _ = sweep(place);
     if result.is_err() {
         if fresh {
             strip(place);

@@ -217,39 +217,36 @@ impl Place {
     /// A path that leads to the namespace: by the name that was used to attach, another name, or a
     /// process in it. `None` if it has neither.
     pub fn namespace(&self) -> Option<PathBuf> {
-        let is_it = |path: &PathBuf| fs::metadata(path).is_ok_and(|m| m.ino() == self.id);
         let entries = |folder: &str| fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
         let used = self.record().ok().map(|record| record.netns).filter(|name| !name.is_empty());
         let used = used.map(|name| path_of(&name)).into_iter();
         let own = ["/proc/thread-self/ns/net".into()].into_iter();
         let of_processes = entries("/proc").map(|process| process.join("ns/net"));
-        used.chain(own).chain(entries("/run/netns")).chain(of_processes).find(is_it)
+        used.chain(own).chain(entries("/run/netns")).chain(of_processes).find(|path| self.is_at(path))
     }
 
-    /// Whether the namespace was deleted and only its bypass is still in it. That is so if the name
-    /// that was used to attach no longer leads to it, and it holds no process except the controller
-    /// `but`.
+    fn is_at(&self, path: &Path) -> bool {
+        fs::metadata(path).is_ok_and(|m| m.ino() == self.id)
+    }
+
+    /// Whether the name that was used to attach no longer leads to the namespace.
+    pub(crate) fn has_lost_its_name(&self) -> bool {
+        self.record().is_ok_and(|record| !record.netns.is_empty() && !self.is_at(&path_of(&record.netns)))
+    }
+
+    /// Whether the namespace was deleted and only its bypass is still in it. That is so if it has
+    /// lost its name, and it holds no process except the controller `but`.
     pub(crate) fn is_abandoned(&self, but: u32) -> bool {
-        let is_here = |path: PathBuf| fs::metadata(path).is_ok_and(|m| m.ino() == self.id);
-        match self.record() {
-            Ok(record) if !record.netns.is_empty() && !is_here(path_of(&record.netns)) => {}
-            _ => return false,
-        }
         let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
         let other =
             |e: &fs::DirEntry| e.file_name().to_str().and_then(|n| n.parse().ok()).is_some_and(|pid: u32| pid != but);
-        !processes.filter(other).any(|e| is_here(e.path().join("ns/net")))
+        self.has_lost_its_name() && !processes.filter(other).any(|e| self.is_at(&e.path().join("ns/net")))
     }
 
-    /// Removes what is left of namespaces that are gone, where no controller did. The caller holds
-    /// the lock.
-    pub(crate) fn sweep(&self) -> Result<(), PlaceError> {
-        for place in Place::all(self.root.parent().unwrap_or(Path::new("/"))) {
-            if place.id != self.id && place.controller().is_none() && place.is_abandoned(0) {
-                place.remove()?;
-            }
-        }
-        Ok(())
+    /// The places of other namespaces.
+    pub(crate) fn others(&self) -> impl Iterator<Item = Place> {
+        let all = Place::all(self.root.parent().unwrap_or(Path::new("/")));
+        all.into_iter().filter(|place| place.id != self.id)
     }
 
     /// Where the bypass's pins are.
