@@ -1,6 +1,5 @@
 """The bypass and changes of interfaces: VLANs, existing programs, taps that are created again, and taps as microVMs' monitors use them."""
 
-import contextlib
 import fcntl
 import json
 import os
@@ -203,20 +202,6 @@ def test_an_interface_with_the_number_of_one_that_went_is_not_attached_already()
             until("the controller to have looked", lambda: shown(h) == ["ta"] and (keeper or recorded(h) == ["ta"]))
 
 
-def has_again(space, number):
-    """Makes a namespace of this name again; whether it has that number. A new one has the lowest number that is free, so others take the lower
-    ones first. The number may be another process's for a while, or the kernel may not have taken the old one down yet."""
-    subprocess.run(["ip", "netns", "del", str(space)], check=True)
-    with contextlib.ExitStack() as lower:
-        while True:
-            subprocess.run(["ip", "netns", "add", str(space)], check=True)
-            found = os.stat(f"/run/netns/{space}").st_ino
-            if found >= number:
-                return found == number
-            subprocess.run(["ip", "netns", "del", str(space)], check=True)
-            lower.enter_context(Namespace())
-
-
 # Namespaces that other tests make meanwhile take the number.
 @alone
 def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
@@ -230,9 +215,9 @@ def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
         try:
             make()
             h.attach("again", words=("--no-controller", "--lease", "5000"))
-            old = os.stat(f"/run/netns/{space}").st_ino
+            old = space.number()
             try:
-                until("the number", lambda: has_again(space, old), 60 * SLOW, 0.1)
+                until("the number", lambda: space.has_again(old), 60 * SLOW, 0.1)
             except TimeoutError:
                 raise Skip("the kernel has not given the namespace's number again in a minute") from None
             make()

@@ -6,7 +6,6 @@ import subprocess
 import time
 from pathlib import Path
 
-from bypass_interfaces import has_again
 from bypass_paths import PROGRAM, Host, has_ended, host
 from lib import Namespace, Skip, alone, need_program, scratch, timeout, until
 from lib.machine import SLOW
@@ -234,10 +233,10 @@ def test_what_a_deleted_namespace_left_without_a_keeper_goes_with_the_next_attac
 def test_what_a_deleted_namespace_left_goes_also_where_another_has_its_number():
     with host() as h, scratch() as folder, Namespace() as space, Namespace() as later:
         lone(folder, space).attach("lone", words=("--no-controller",))
-        number = os.stat(f"/run/netns/{space}").st_ino
+        number = space.number()
         subprocess.run(["ip", "netns", "del", str(space)], check=True)
         try:
-            until("the number", lambda: has_again(later, number), 60 * SLOW, 0.1)
+            until("the number", lambda: later.has_again(number), 60 * SLOW, 0.1)
         except TimeoutError:
             raise Skip("the kernel has not given the namespace's number again in a minute") from None
         inside = subprocess.Popen(["ip", "netns", "exec", str(later), "sleep", "1000"])

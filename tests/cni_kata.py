@@ -13,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from lib import Fabric, LinuxGuest, Namespace, Net, need_root, scratch, timeout, until
+from lib import Fabric, LinuxGuest, Namespace, Net, alone, need_root, scratch, timeout, until
 from lib.containers import Cni, Failed, of, path, plugin
 
 FILE = """
@@ -140,26 +140,18 @@ def test_a_virtual_machine_ends_with_its_namespace_though_another_has_the_path_w
         assert set(vms.ports()) == {"vm1", "vm2"}, "the daemon has looked at them"
 
 
+# Namespaces that other tests make meanwhile take the number.
+@alone
 @timeout(180)
 def test_a_virtual_machine_ends_with_its_namespace_though_another_has_its_path_and_inode():
     with fabric() as f, Namespace() as one:
         cni = Cni(f, "1.1.0", vm="vhost-user")
         cni("ADD", "vm1", path(one))
         assert len(cni.ports()) == 1
-        inode = os.stat(path(one)).st_ino
+        inode = one.number()
         f.process.signal(signal.SIGSTOP)
         try:
-            subprocess.run(["ip", "netns", "del", str(one)], check=True)
-
-            def same():
-                # The kernel gives the lowest free number, once it has cleaned up.
-                subprocess.run(["ip", "netns", "add", str(one)], check=True)
-                if os.stat(path(one)).st_ino == inode:
-                    return True
-                subprocess.run(["ip", "netns", "del", str(one)], check=True)
-                return False
-
-            until("a namespace with the same inode", same, 60)
+            until("a namespace with the same inode", lambda: one.has_again(inode), 60)
         finally:
             f.process.signal(signal.SIGCONT)
         until("the port goes with the first namespace", lambda: not cni.ports(), 30)

@@ -13,6 +13,7 @@ from lib import Namespace, Process, Skip, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM, Fabric
 from lib.machine import ROOT, SLOW
 from lib.netns import Bridge
+from lib.process import thread_names
 
 SPAN = Path(os.environ.get("TOMBOLO_SPAN", ROOT / "span/target/release/tombolo-span"))
 PATIENCE_S = 60 * SLOW
@@ -137,7 +138,7 @@ def test_three_machines_know_each_others_members_by_proven_names():
             machine.knows(*(other for other in all_three if other is not machine))
         assert one.pings(three) and two.pings(one)
         # zenoh's TLS is no use on two threads: src/carrier.rs.
-        threads = [(task / "comm").read_text().strip() for task in Path(f"/proc/{one.span.pid}/task").iterdir()]
+        threads = thread_names(one.span.pid)
         assert [name for name in threads if name.startswith(("rx-", "tx-"))] == ["tx-0"], threads
         # Who has an address was answered here, and not asked over the tunnel.
         details = one.details()

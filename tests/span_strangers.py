@@ -12,7 +12,7 @@ from lib import ROOT, Process, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.machine import SLOW
 from lib.netns import Bridge
-from lib.process import rss_bytes
+from lib.process import rss_bytes, thread_names
 from span_control import PATIENCE_S, PORT, Machine
 from span_router import HUB, LONG, PYTHON, RoutedMachine, machines, needed
 
@@ -128,8 +128,7 @@ def refused_under_its_own_name_alone(is_routed):
 
 def most_are_refused(attacker, one, two):
     """It has no more connections than it may, and hears of those beyond that they are ended."""
-    threads = [(task / "comm").read_text().strip() for task in Path(f"/proc/{one.span.pid}/task").iterdir()]
-    streams = [name for name in threads if name.startswith("stream-")]
+    streams = [name for name in thread_names(one.span.pid) if name.startswith("stream-")]
     # Two of each connection; those of node-2's calls are among them.
     assert len(streams) <= 2 * (MOST_STREAMS + 2), len(streams)
     told = json.loads(attacker.wait_line(lambda line: line.startswith("{"))[1])

@@ -1,5 +1,6 @@
 """Network namespaces and the taps within them, gone when the `with` ends."""
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -42,6 +43,23 @@ class Namespace:
 
     def __exit__(self, *_):
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
+
+    def number(self):
+        """The number by which the kernel knows it: its inode."""
+        return os.stat(f"/run/netns/{self.name}").st_ino
+
+    def has_again(self, number):
+        """Makes it again; whether it has that number now, of a namespace that went. A new one has the lowest number that is free, so others
+        take the lower ones first. The number may be another process's for a while, or the kernel may not have taken the old one down
+        yet. Namespaces that other tests make meanwhile may take it, so such a test is `@alone`."""
+        ip("netns", "del", self.name)
+        with contextlib.ExitStack() as lower:
+            while True:
+                ip("netns", "add", self.name)
+                if self.number() >= number:
+                    return self.number() == number
+                ip("netns", "del", self.name)
+                lower.enter_context(Namespace())
 
     def tap(self, name="tap0", address=None, vnet_hdr=True):
         """A persistent tap, up, with an address ("10.77.0.1/24") if given; QEMU adopts it by its name."""

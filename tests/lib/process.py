@@ -1,5 +1,6 @@
 """Child processes that cannot outlive the test, and waits that cannot outlive their deadline."""
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -51,6 +52,15 @@ def cpu_seconds(pid):
     """User and system time of a process and its threads so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def thread_names(pid):
+    """The names of its threads, without those that end meanwhile."""
+    names = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 def rss_bytes(pid):
