@@ -81,7 +81,7 @@ def test_members_moves_leases_and_restarts_with_clocks_that_are_hours_apart():
                 assert 0 < other["rtt_us"] < PATIENCE_S * 1e6 and 0 <= other["heard_s"] < PATIENCE_S, other
         # A member moves to the machine whose clock is behind, and back.
         moved, address = three.takes_member_of(two, one)
-        until("node-1 to follow", lambda: moved in one.remotes()["node-3"] and moved not in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
+        one.follows(moved, two, three)
         three.member.ip("address", "del", f"{address}/24", "dev", "member-3")
         three.member.ip("link", "set", "member-3", "down")
         two.member.ip("link", "set", "member-2", "up")

@@ -91,6 +91,11 @@ learning = false
         until(f"{self.name} to know the members of {', '.join(o.name for o in others)}",
               lambda: all(o.mac() in self.remotes().get(o.name, {}) for o in others), PATIENCE_S, every=0.2)
 
+    def follows(self, mac, before, after):
+        """Waits until it knows of the one machine's member that the other one has it now. A machine that has none is not in the list."""
+        until(f"{self.name} to follow",
+              lambda: mac in self.remotes().get(after.name, {}) and mac not in self.remotes().get(before.name, {}), PATIENCE_S, every=0.2)
+
     def waits(self, seconds):
         """Lets time pass, as its tombolo-span and its daemon count it."""
         begin = until("a report", self.report)["uptime_s"]
@@ -191,7 +196,7 @@ def test_a_member_that_moves_to_another_machine_is_followed():
         one.knows(two)
         assert one.pings(two)
         moved, address = three.takes_member_of(two, one)
-        until("node-1 to follow", lambda: moved in one.remotes()["node-3"] and moved not in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
+        one.follows(moved, two, three)
         assert one.member.answers(address)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import span_calls
 import span_control
-from lib import Process, timeout, until
+from lib import Process, timeout
 from lib.wire import Wire
 from span_control import FIXED, LEASE_S, PATIENCE_S
 from span_strangers import DirectMachine
@@ -71,7 +71,7 @@ def test_machines_know_each_other_and_a_stream_comes_whole_through_a_bad_network
             assert all(other["rtt_us"] >= ROUND_TRIP_US for other in machine.report()["machines"]), machine.report()
         # A member that moves is followed.
         moved, _ = three.takes_member_of(two, one)
-        until("node-1 to follow", lambda: moved in one.remotes()["node-3"] and moved not in one.remotes().get("node-2", {}), PATIENCE_S, every=0.2)
+        one.follows(moved, two, three)
 
 
 @timeout(300)
