@@ -319,10 +319,9 @@ impl Foe {
             Due::Either => {
                 self.linger().await;
                 let is_up = self.state() == CONNECTED;
-                let answer = if is_up { self.answer(&mut rings).await } else { None };
                 // Where both rings are one, what is received may be written over the request.
-                let is_taken = answer == Some(0) || answer.is_some() && name == "ring-twice";
-                is_taken || self.state() != CONNECTED
+                let is_due = |status| status == 0 || name == "ring-twice";
+                !is_up || self.answer(&mut rings).await.is_some_and(is_due) || self.state() != CONNECTED
             }
             Due::Nothing => true,
             Due::Failed => false,
