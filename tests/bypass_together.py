@@ -10,7 +10,7 @@ import sys
 import threading
 
 from bypass_paths import PROGRAM, has_ended, host
-from lib import timeout, until
+from lib import need_program, timeout, until
 from lib.machine import SLOW
 
 TIMES = int(os.environ.get("TOMBOLO_TIMES", "1"))
@@ -95,6 +95,32 @@ def test_two_hundred_attaches_at_once_leave_one_bypass_of_all_that_said_attached
             nothing_is_left(h, keepers)
             for name in names[2:]:
                 h.space.ip("link", "del", name)
+
+
+@timeout(120)
+def test_an_attach_beside_another_whose_controller_starts_starts_none():
+    """It waits for that, which has the lock from its first moment: 200 at once had started fifteen, each in the way of the others."""
+    need_program("strace")
+    with host() as h:
+        log = h.folder / "strace"
+        # The controller makes a session of its own before anything else.
+        slowly = ["strace", "-f", "-qq", "-o", str(log), "-e", "trace=setsid", "-e", "inject=setsid:delay_enter=2s"]
+        environment = dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
+        first = subprocess.Popen([*slowly, *command(h, "attach", "ta")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        try:
+            until("the first one's controller to start", lambda: keepers_of(h) or first.poll() is not None)
+            second = begin(h, "attach", "tb")
+            said = second.communicate(timeout=60 * SLOW)
+            assert second.returncode == 0, said
+            keeper = h.status()["keeper"]
+            assert [int(line.split()[0]) for line in log.read_text().splitlines() if "setsid" in line] == [keeper], (keeper, log.read_text(), said)
+            works(h)
+            nothing_is_left(h, [keeper])
+            # strace follows the controller to its end.
+            assert first.wait(60 * SLOW) == 0, first.stdout.read()
+        finally:
+            first.kill()
+            first.communicate()
 
 
 def keepers_of(h):

@@ -182,10 +182,8 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
         return Ok(Start::Works);
     }
     let (mut child, log) = {
-        // Who detaches meanwhile must not find a new log behind it, nor a controller of what it
-        // removed.
-        let lock = place.lock_if_there().map_err(std::io::Error::other)?;
-        if lock.is_none() || lacks(place).is_none() {
+        let Some(lock) = place.lock_if_there().map_err(std::io::Error::other)? else { return Ok(Start::Works) };
+        if lacks(place).is_none() {
             return Ok(Start::Works);
         }
         end(place)?;
@@ -198,13 +196,15 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
             .args(["bypass", "keep"])
             .current_dir("/")
             .process_group(0)
-            .stdin(Stdio::null())
+            // The new controller has the lock from its first moment: who detaches meanwhile must not
+            // find a new log behind it, nor a controller of what it removed, and who attaches must
+            // not start another one. Nor does it wait behind all who want the lock.
+            .stdin(Stdio::from(lock))
             .stdout(Stdio::null())
             .stderr(log.try_clone()?)
             .spawn()?;
         (child, log)
     };
-    // From here on: how long others had the lock says nothing of this controller.
     let limit = Instant::now() + STARTING;
     while place.controller().is_none() {
         if let Some(status) = child.try_wait()? {
@@ -218,6 +218,9 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
             return Ok(if is_fault && !is_removed { Start::Failed } else { Start::Overtaken });
         }
         if Instant::now() > limit {
+            // It may still have the lock.
+            child.kill()?;
+            child.wait()?;
             return Ok(Start::Failed);
         }
         std::thread::sleep(Duration::from_millis(5));
@@ -654,8 +657,12 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
 /// Runs until the place is gone. Gives back at once where another controller runs.
 pub fn keep(place: &Place) -> Result<(), AttachError> {
     let lock = {
+        let held = match place.lock_handed_over()? {
+            Some(lock) => Some(lock),
+            None => place.lock_if_there()?,
+        };
         // One that comes late must not make its lock in a place that was removed.
-        let Some(_held) = place.lock_if_there()?.filter(|_| place.exists()) else { return Ok(()) };
+        let Some(_held) = held.filter(|_| place.exists()) else { return Ok(()) };
         let Some(mut lock) = place.controller_lock()? else { return Ok(()) };
         // The lock is what counts; the number is for people.
         let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));

@@ -315,6 +315,23 @@ impl Place {
         }
     }
 
+    /// The lock that the process which started this one has handed over as standard input, which is
+    /// /dev/null from then on. Nothing where that is anything else, or not locked by it.
+    pub(crate) fn lock_handed_over(&self) -> Result<Option<File>, PlaceError> {
+        let wrong = file(&self.root);
+        let input = std::io::stdin().as_fd().try_clone_to_owned().map(File::from).map_err(&wrong)?;
+        let number = |m: fs::Metadata| (m.dev(), m.ino());
+        let is_folder = |root| input.metadata().is_ok_and(|given| number(given) == number(root));
+        if !fs::metadata(&self.root).is_ok_and(is_folder) {
+            return Ok(None);
+        }
+        // Opened anew, the folder could have been locked by another process: then this fails.
+        let is_locked = input.try_lock().is_ok();
+        let null = Path::new("/dev/null");
+        rustix::stdio::dup2_stdin(File::open(null).map_err(file(null))?).map_err(|e| file(null)(e.into()))?;
+        Ok(is_locked.then_some(input))
+    }
+
     fn lock_if_there_within(&self, limit: Duration) -> Result<Option<File>, PlaceError> {
         let wrong = file(&self.root);
         let lock = match File::open(&self.root) {
@@ -538,9 +555,11 @@ fn holder_of(lock: &File) -> Option<u32> {
 /// The same in words.
 fn holder(lock: &File) -> String {
     let number = holder_of(lock);
-    let name = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    match number {
-        Some(pid) => format!("process {pid} ({})", name(pid).trim_end()),
+    let name = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm"));
+    match number.map(|pid| (pid, name(pid))) {
+        Some((pid, Ok(name))) => format!("process {pid} ({})", name.trim_end()),
+        // The kernel names who locked it first (`lock_handed_over`).
+        Some((pid, Err(_))) => format!("a process that got it from process {pid}, which has ended"),
         None => "a process that cannot be seen from here".into(),
     }
 }
@@ -694,6 +713,24 @@ mod tests {
         let mut long = hold("4");
         assert!(matches!(place.lock_within(Duration::from_millis(2500)), Err(PlaceError::Busy { .. })));
         long.wait().unwrap();
+        fs::remove_dir(&place.root).unwrap();
+    }
+
+    #[test]
+    fn one_that_got_a_lock_from_another_is_named_by_that() {
+        let place = absent("handed-over");
+        drop(place.lock().unwrap());
+        let script = r#"exec 9<"$0"; flock 9; exec sleep 100"#;
+        let mut child = std::process::Command::new("sh").args(["-c", script]).arg(&place.root).spawn().unwrap();
+        let error = loop {
+            match place.lock_within(Duration::from_millis(1)) {
+                Err(error) => break error.to_string(),
+                Ok(_) => assert!(child.try_wait().unwrap().is_none(), "the lock's holder ended"),
+            }
+        };
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(error.contains("a process that got it from process "), "{error}");
         fs::remove_dir(&place.root).unwrap();
     }
 
