@@ -4,8 +4,8 @@
 usage: tests/run.py [--jobs N] GROUP [PART-OF-A-NAME...]
 
 GROUP may be a path, as for the samples of tests/runner_tells.py. With --jobs N, N tests run at the same time; those marked
-`@alone` (tests/lib/machine.py) run after the others, one at a time, and no other stage's test runs beside them. Prints one
-line per test, with its seconds and the CPU time of all that it started and waited for. The last line is 'N passed, N failed,
+`@alone` (tests/lib/machine.py) run after the others, one at a time, and no other test runs beside them, of another stage or
+(for root) of another clone. Prints one line per test, with its seconds and the CPU time of all that it started and waited for. The last line is 'N passed, N failed,
 N skipped', followed by ', N passed on a second run' if there were any. A test must leave no process and no network namespace:
 leftovers are found, ended and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
 
@@ -44,6 +44,9 @@ ENDING_S = 3 * SLOW
 NETNS = Path("/run/netns")
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# Where the locks of tests are that run alone: of root's, also beside those of another clone, because
+# CPUs and numbers of namespaces are the machine's. A test of this program names another folder.
+LOCKS = Path(os.environ.get("TOMBOLO_TEST_LOCKS") or ("/run" if os.geteuid() == 0 else BUILD))
 # Set for what a test starts.
 IN_TURN = "TOMBOLO_IN_TURN"
 # Tests of a group that may pass on a second run only; more of them fail the group.
@@ -194,8 +197,8 @@ def turn(is_alone):
         # The runner is a test's.
         yield
         return
-    BUILD.mkdir(exist_ok=True)
-    with (BUILD / ".tests-door.lock").open("w") as door, (BUILD / ".tests-room.lock").open("w") as room:
+    LOCKS.mkdir(exist_ok=True)
+    with (LOCKS / "tombolo-tests-door.lock").open("w") as door, (LOCKS / "tombolo-tests-room.lock").open("w") as room:
         # One that waits to be alone keeps the door, so that no other goes in before it.
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)

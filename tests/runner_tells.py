@@ -197,17 +197,18 @@ def test_stages_are_not_begun_on_a_disk_that_they_would_fill():
 
 
 @timeout(120)
-def test_a_test_that_needs_the_machine_has_no_other_stage_beside_it():
+def test_a_test_that_needs_the_machine_has_no_other_beside_it_of_another_stage_or_clone():
     with scratch() as folder:
-        # A checkout of its own: this test has its turn in the one it is of.
-        (folder / "tests").mkdir()
-        shutil.copy(RUNNER, folder / "tests")
-        shutil.copytree(RUNNER.parent / "lib", folder / "tests/lib")
-        environment = {"TOMBOLO_IN_TURN": ""}
+        # Locks of its own: this test has its turn by those of the machine.
+        environment = {"TOMBOLO_IN_TURN": "", "TOMBOLO_TEST_LOCKS": str(folder)}
+        stages = []
         for group, body in {"alone": "@alone\n" + SPAN.format(name="alone"), "beside": SPAN.format(name="beside1") + SPAN.format(name="beside2")}.items():
-            (folder / f"tests/{group}_one.py").write_text(HEAD.format(folder=str(folder)) + body)
-        words = [sys.executable, "-B", str(folder / "tests/run.py"), "--jobs", "2"]
-        with Process([*words, "alone"], env=environment) as alone_one, Process([*words, "beside"], env=environment) as beside:
+            tests = folder / f"clone-{group}/tests"
+            shutil.copytree(RUNNER.parent / "lib", tests / "lib")
+            shutil.copy(RUNNER, tests)
+            (tests / f"{group}_one.py").write_text(HEAD.format(folder=str(folder)) + body)
+            stages.append([sys.executable, "-B", str(tests / "run.py"), "--jobs", "2", group])
+        with Process(stages[0], env=environment) as alone_one, Process(stages[1], env=environment) as beside:
             assert alone_one.wait(60) == 0 and beside.wait(60) == 0
         notes = (folder / "notes").read_text().split()
         begun = notes.index("alone-begins")
