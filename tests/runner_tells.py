@@ -253,21 +253,51 @@ def test_stages_run_side_by_side_each_after_those_it_uses():
         assert done.returncode == 0 and "2 stages passed, 0 failed" in done.stdout, done
 
 
-@timeout(60)
-def test_a_stage_that_mostly_waits_runs_beside_those_that_compute():
+def stat(idle_s):
+    """/proc/stat of a machine whose CPUs were idle for so long."""
+    row = f" 0 0 0 {idle_s * os.sysconf('SC_CLK_TCK'):.0f} 0 0 0 0 0 0\n"
+    return "".join(f"cpu{number}{row}" for number in range(os.cpu_count()))
+
+
+@timeout(120)
+def test_more_stages_run_while_cpus_are_idle():
     with scratch() as folder:
-        # Each notes how many run beside it; of the three that compute, two at most run at a time.
-        note = "touch run-{0}; sleep 1; ls -d run-* | wc -l > most-{0}; sleep 1; rm run-{0}"
-        recipes = {name: note.format(name) for name in ("fmt", "paths", "doc", "cni", "daytwo")}
+        # Each notes how many run beside it, until it is told to end.
+        names = ("fmt", "paths", "doc", "lint", "unsafe-list", "rooms", "licences")
+        recipes = {name: f"touch run-{name}; until [ -e end ]; do sleep 0.05; done; rm run-{name}" for name in names}
+        count = lambda: len(list(folder.glob("run-*")))  # noqa: E731
 
-        def most(*words):
-            done = subprocess.run(stages(folder, recipes, *words, *recipes), capture_output=True, text=True)
-            assert done.returncode == 0, done
-            return {name: int((folder / f"most-{name}").read_text()) for name in recipes}
+        def most(lanes, idle_cpus, expected):
+            """Waits until so many run, then for as long as five looks take; how many run at most."""
+            (folder / "end").unlink(missing_ok=True)
+            began = time.monotonic()
+            (folder / "stat").write_text(stat(0))
+            words = stages(folder, recipes, "--lanes", str(lanes), *names)
+            program = folder / "tests/stages.py"
+            text = program.read_text()
+            assert 'Path("/proc/stat")' in text and "\nLOOK_S = 4\n" in text
+            program.write_text(text.replace('Path("/proc/stat")', f'Path("{folder}/stat")').replace("\nLOOK_S = 4\n", "\nLOOK_S = 0.4\n"))
 
-        found = most("--lanes", "2")
-        assert found["fmt"] == found["paths"] == found["cni"] == found["daytwo"] == 4 and max(found.values()) == 4, found
-        assert set(most("--lanes", "1").values()) == {1}
+            def go_on():
+                new = folder / "stat-new"
+                new.write_text(stat((time.monotonic() - began) * idle_cpus / os.cpu_count()))
+                new.rename(folder / "stat")
+                return count()
+
+            with Process(words) as process:
+                until(f"{expected} stages", lambda: go_on() >= expected, 30)
+                found, end = 0, time.monotonic() + 2
+                while time.monotonic() < end:
+                    found = max(found, go_on())
+                    time.sleep(0.02)
+                (folder / "end").touch()
+                assert process.wait(30) == 0, process.text
+            return found
+
+        cpus = len(os.sched_getaffinity(0)) / os.cpu_count()
+        assert most(2, 1.2 / cpus, 6) == 6
+        assert most(2, 0.2 / cpus, 2) == 2
+        assert most(1, 1.2 / cpus, 1) == 1
 
 
 @timeout(60)

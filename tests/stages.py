@@ -4,8 +4,8 @@
 usage: tests/stages.py [--lanes N] [STAGE...]
 
 A stage is a recipe of ./x. All stages run, even after a failure, so that one run shows everything that needs fixing. N of them
-run at the same time (two where there are two CPUs), each after those whose results it uses. Beside two or more run up to two
-of the stages that mostly wait. Output goes to build/test/STAGE.log and, in one piece per stage, to the terminal. At the end come the
+run at the same time (two where there are two CPUs), each after those whose results it uses. Where N is more than one, up to
+four more run where the CPUs are idle meanwhile, as tests wait for most of their time. Output goes to build/test/STAGE.log and, in one piece per stage, to the terminal. At the end come the
 slowest tests, the output of repeated failures, and a table: the tests of each stage that passed, were skipped, or passed only
 on a second run (tests/run.py), and how many CPUs the stage kept busy. The last line counts stages and skipped tests. A stopped
 stage ends all that it has started.
@@ -33,8 +33,12 @@ GRACE_S = 30
 LEFT_S = 5
 # How often a stage is looked at that says nothing.
 TICK_S = 0.2
-# How many stages that mostly wait run beside two or more others.
-WAITING = 2
+# How many more stages may run where so many CPUs were idle on average for so long: it takes a while
+# until a stage that has begun shows what it needs.
+MORE = 4
+IDLE_CPUS = 0.4
+LOOK_S = 4
+STAT = Path("/proc/stat")
 # How many of the slowest tests are listed.
 SLOWEST = 12
 # Lines shown again of a stage that failed otherwise than by a test of tests/run.py.
@@ -58,40 +62,38 @@ class Stage(NamedTuple):
     minutes: int
     # The stages whose results it uses.
     after: tuple = ()
-    # It mostly waits: it keeps less than half of a CPU busy.
-    waits: bool = False
 
 
 PROGRAMS = ("build", "cells")
-# In this order the cheap verdicts come first; of the others, those that compile and those that wait
-# take turns.
+# They begin in this order, the cheap verdicts first.
 STAGES = {
     "fmt": Stage(5),
     "paths": Stage(3),
     "unsafe-list": Stage(3),
     "rooms": Stage(3),
     "licences": Stage(10),
+    # Most others wait for these three.
     "build": Stage(45),
-    "lint": Stage(45),
     "cells": Stage(30),
-    "doc": Stage(30),
-    "runner": Stage(15, waits=True),
-    "bypass": Stage(45, ("build",)),
-    "unit": Stage(60),
-    # Packages have it too.
     "span-program": Stage(45),
-    "faults": Stage(60, PROGRAMS, waits=True),
-    "loom": Stage(45),
-    "span": Stage(45, (*PROGRAMS, "span-program"), waits=True),
-    "cell-unit": Stage(30),
-    "cni": Stage(30, PROGRAMS, waits=True),
+    # Those that take long, and mostly wait, before those that fill what CPU time they leave.
+    "runner": Stage(15),
     "xen": Stage(45, PROGRAMS),
-    "package-test": Stage(45, (*PROGRAMS, "span-program"), waits=True),
-    "daytwo": Stage(30, (*PROGRAMS, "span-program"), waits=True),
+    "bypass": Stage(45, ("build",)),
+    "span": Stage(45, (*PROGRAMS, "span-program")),
+    "faults": Stage(60, PROGRAMS),
+    "unit": Stage(60),
     "guests": Stage(60, PROGRAMS),
-    "lab-unit": Stage(30, ("build",)),
+    "package-test": Stage(45, (*PROGRAMS, "span-program")),
+    "daytwo": Stage(30, (*PROGRAMS, "span-program")),
+    "cni": Stage(30, PROGRAMS),
     "lab-quick": Stage(45, PROGRAMS),
-    "cell-boot": Stage(30, PROGRAMS, waits=True),
+    "lint": Stage(45),
+    "cell-boot": Stage(30, PROGRAMS),
+    "lab-unit": Stage(30, ("build",)),
+    "loom": Stage(45),
+    "doc": Stage(30),
+    "cell-unit": Stage(30),
     "bindings": Stage(30, ("build",)),
 }
 
@@ -177,7 +179,7 @@ def holders(pipe):
 
 
 def run_all(names, lanes):
-    """Runs these stages in so many lanes (`has_room`); gives them as they were started. SIGTERM, SIGINT and SIGHUP end those that run, and
+    """Runs these stages, so many at a time or more (`MORE`); gives them as they were started. SIGTERM, SIGINT and SIGHUP end those that run, and
     the program. So does an error of its own, such as a terminal that is gone."""
     interrupted, running = [], []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -204,23 +206,44 @@ def end_all(running):
             time.sleep(TICK_S)
 
 
-def has_room(name, running, lanes):
-    """Whether a stage may run beside those that run: `lanes` of them, and where that is more than one, up to `WAITING` that mostly wait."""
-    waits = sum(STAGES[one].waits for one in (name, *running))
-    return len(running) < lanes + (min(waits, WAITING) if lanes > 1 else 0)
+class Look:
+    """How idle the CPUs are from now on."""
+
+    def __init__(self):
+        self.since, self.idle_s = time.monotonic(), idle_s()
+
+    def is_over(self):
+        return time.monotonic() - self.since >= LOOK_S
+
+    def idle_cpus(self):
+        return (idle_s() - self.idle_s) / (time.monotonic() - self.since)
+
+
+def idle_s():
+    """For how long the CPUs that this program may use have been idle, in seconds since the machine started (proc(5), /proc/stat: in 1/100 s)."""
+    own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    rows = [line.split() for line in STAT.read_text().splitlines()]
+    # The fourth number is idle time, the fifth that of waits for a disk.
+    return sum(int(row[4]) + int(row[5]) for row in rows if row and row[0] in own) / os.sysconf("SC_CLK_TCK")
 
 
 def run_in_lanes(names, lanes, running, interrupted):
     waiting, begun = list(names), []
-    shown = 0
+    shown, look = 0, Look()
     while running or (waiting and not interrupted):
+        most = lanes
+        if lanes > 1 and look.is_over():
+            if look.idle_cpus() > IDLE_CPUS:
+                # One at a time: the next look has that in it.
+                most = max(lanes, min(len(running) + 1, lanes + MORE))
+            look = Look()
         for name in list(waiting):
-            beside = [stage.name for stage in running]
-            unfinished = {*waiting, *beside}
-            if has_room(name, beside, lanes) and not interrupted and unfinished.isdisjoint(STAGES[name].after):
+            unfinished = {*waiting, *(stage.name for stage in running)}
+            if len(running) < most and not interrupted and unfinished.isdisjoint(STAGES[name].after):
                 waiting.remove(name)
                 running.append(Running(name, STAGES[name].minutes))
                 begun.append(running[-1])
+                look = Look()
         opened = [stage.process.stdout for stage in running if not stage.is_closed]
         readable = select.select(opened, [], [], TICK_S)[0]
         for stage in list(running):
@@ -288,7 +311,7 @@ def need_room():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lanes", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N", help=f"stages that run at the same time (%(default)s), and up to {WAITING} more that mostly wait where N is more than 1")
+    parser.add_argument("--lanes", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N", help=f"stages that run at the same time (%(default)s); where N is more than 1, up to {MORE} more while CPUs are idle")
     parser.add_argument("stages", nargs="*", metavar="STAGE")
     options = parser.parse_args()
     stages = options.stages or list(STAGES)
