@@ -17,6 +17,7 @@
 //! through the main loop. With `spin` the processor does not even sleep.
 
 use super::device::Device;
+use super::first_ring::FirstRing;
 use super::poll_interval::PollInterval;
 use crate::Net;
 use crate::stack::NetInner;
@@ -27,7 +28,6 @@ use core::cell::{Cell, RefCell};
 use core::fmt;
 use core::future::poll_fn;
 use core::task::{Poll, Waker};
-use tombolo_ring::ivshmem::backoff::{LookTimes, Wakes};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 
 /// A link is not to be had.
@@ -65,11 +65,9 @@ struct Taken {
     poll_interval: Cell<PollInterval>,
     /// Something was found or sent since the last look that found nothing.
     has_moved: Cell<bool>,
-    /// When to look again. Where peers ring it is as [`LookTimes`] has it.
+    /// When to look again.
     look_at_ns: Cell<Option<u64>>,
-    look_times: Cell<LookTimes>,
-    /// Rings before the peer came: with no more than these it was not heard yet.
-    rings_before: Cell<u64>,
+    first_ring: Cell<FirstRing>,
     waker: RefCell<Option<Waker>>,
 }
 
@@ -116,8 +114,7 @@ impl Links {
             has_moved: Cell::new(true),
             poll_interval: Cell::new(PollInterval::new(shared.config.pauses)),
             look_at_ns: Cell::new(None),
-            look_times: Cell::default(),
-            rings_before: Cell::new(device.rings().unwrap_or(0)),
+            first_ring: Cell::new(FirstRing::awaited(device.rings().unwrap_or(0))),
             waker: RefCell::new(None),
             device,
         });
@@ -175,16 +172,9 @@ impl Link {
         self.taken.device.rings().unwrap_or(0)
     }
 
-    /// Of several peers it is not known which of them has rung.
-    fn wakes(&self) -> Wakes {
-        let is_heard = self.rings() != self.taken.rings_before.get() && self.max_peers() == 2;
-        if is_heard { Wakes::Heard } else { Wakes::Unheard }
-    }
-
-    /// Another peer is there, whose first rings may get lost ([`tombolo_ring::ivshmem::backoff`]).
+    /// Another peer is there, whose first rings may get lost.
     pub(crate) fn peer_joined(&self) {
-        self.taken.rings_before.set(self.rings());
-        self.taken.look_times.set(LookTimes::default());
+        self.taken.first_ring.set(FirstRing::awaited(self.rings()));
     }
 
     /// The section that this peer writes and all read.
@@ -241,10 +231,12 @@ impl Link {
     fn after_look(&self) {
         let now_ns = self.now_ns();
         if self.has_doorbell() {
-            let Taken { look_at_ns, look_times, has_moved, .. } = &*self.taken;
-            let mut times = look_times.get();
-            look_at_ns.set(times.next(now_ns, self.wakes(), has_moved.replace(false)));
-            look_times.set(times);
+            let Taken { look_at_ns, first_ring, has_moved, .. } = &*self.taken;
+            let mut first = first_ring.get();
+            // Of several peers it is not known which of them has rung.
+            let is_heard = first.has_come(self.rings()) && self.max_peers() == 2;
+            look_at_ns.set(first.next_look(now_ns, is_heard, has_moved.replace(false)));
+            first_ring.set(first);
         } else {
             let mut poll_interval = self.taken.poll_interval.get();
             self.taken.look_at_ns.set(Some(poll_interval.next(now_ns)));

@@ -22,6 +22,7 @@
 //! doorbell is polled too while it is down, since a peer that died does not ring.
 
 use super::device::Device;
+use super::first_ring::FirstRing;
 use super::poll_interval::{Pauses, PollInterval};
 use crate::config::Config;
 use crate::device::capabilities;
@@ -35,7 +36,6 @@ use core::fmt;
 use core::num::NonZeroU16;
 use smoltcp::phy::{DeviceCapabilities, PacketMeta, TxToken};
 use smoltcp::wire::EthernetAddress;
-use tombolo_ring::ivshmem::backoff::{LookTimes, Wakes};
 use tombolo_ring::ivshmem::net::{Geometry, NetError, OFFLOAD_HEADER_BYTES, Receiver, Sections, Sender, initialise};
 use tombolo_ring::ivshmem::state::{Duty, Machine, Offloads};
 use tombolo_ring::virtio::net::NetHeaderRepr;
@@ -118,9 +118,8 @@ pub(crate) struct IvshmemNet {
     is_busy: bool,
     /// Frames moved, or the link came up, since the last [`IvshmemNet::recheck`].
     has_moved: bool,
-    /// Rings before the link came up: with no more than these the peer was not heard yet.
-    rings_before: Option<u64>,
-    look_times: LookTimes,
+    /// Since the link came up.
+    first_ring: FirstRing,
     /// When a link may come up again that broke.
     down_until_ns: u64,
     saw_syn: bool,
@@ -176,8 +175,7 @@ impl IvshmemNet {
             poll_interval: PollInterval::new(pauses),
             is_busy: false,
             has_moved: true,
-            rings_before: None,
-            look_times: LookTimes::default(),
+            first_ring: FirstRing::default(),
             down_until_ns: 0,
             saw_syn: false,
             watch: Watch::default(),
@@ -270,8 +268,7 @@ impl IvshmemNet {
         let was_up = self.outgoing.is_up;
         self.outgoing.is_up = self.machine.may_use_rings();
         if self.outgoing.is_up && !was_up {
-            self.rings_before = self.device.rings();
-            self.look_times = LookTimes::default();
+            self.first_ring = FirstRing::awaited(self.device.rings().unwrap_or(0));
         }
         if !self.outgoing.is_up {
             self.device.assert_state(self.machine.own_word());
@@ -409,20 +406,17 @@ impl IvshmemNet {
         }
     }
 
-    /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings. The
-    /// first ring of a peer that came can get lost ([`tombolo_ring::ivshmem::backoff`]).
+    /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings.
     pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
         let is_busy = core::mem::take(&mut self.is_busy);
         if is_busy {
             self.poll_interval.busy(now_ns);
         }
-        if self.device.rings().is_none() || !self.outgoing.is_up {
+        let Some(rings) = self.device.rings().filter(|_| self.outgoing.is_up) else {
             return Some(self.poll_interval.next(now_ns));
-        }
-        if self.device.rings() != self.rings_before {
-            return None;
-        }
-        self.look_times.next(now_ns, Wakes::Unheard, is_busy)
+        };
+        // A second look at a peer that was heard is `recheck`'s.
+        if self.first_ring.has_come(rings) { None } else { self.first_ring.next_look(now_ns, false, is_busy) }
     }
 
     /// Whether nothing can be sent now: the stack's wish to send is no reason to stay awake.
