@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::{Notify, mpsc};
 use tokio::time::MissedTickBehavior;
-use tombolo_span::control::Conflict;
+use tombolo_span::Conflict;
 use tombolo_span::member::mac_text;
 use tombolo_span::{Action, Control, PeerState, Settings};
 

@@ -1,12 +1,14 @@
 //! The state of one machine's control plane. See the head of the crate for how it works.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::claims::{Claims, Homes, Machine};
 use crate::member::{Address, MAX_ADDRESSES, MAX_MEMBERS, MAX_NETWORKS, Mac, Member, mac_text};
 use crate::message::{Change, Claim, Known, KnownAnswer, MAX_CHANGE_BYTES, MAX_CHANGES, MessageError, Network, Number};
+use crate::moves::{Moves, Verdict};
+use crate::report::{Conflict, Peer, PeerState};
 
 /// Machines of one site: this one, and as many as a tunnel has remotes.
 pub const MAX_MACHINES: usize = 129;
@@ -15,25 +17,8 @@ pub const MAX_MACHINES: usize = 129;
 pub const MAX_CHANGES_PER_S: u32 = 200;
 /// How far a version may lie above the highest that is known for the same MAC address.
 pub const MAX_JUMP: u64 = 1000;
-/// How long the frames of a member that moves may be under way: a member that sent nothing later
-/// than this after a rival's claim came has moved away.
-const SLACK: Duration = Duration::from_millis(500);
-/// A member that another machine claims has moved here if it came and sent within this time. An
-/// older entry of the switch's table may be from before it moved away.
-const FRESH: Duration = Duration::from_secs(10);
-/// How often a member is won back within [`CALM`]. One that two machines still both have then is
-/// two members with one address.
-const MAX_WINS: u32 = 5;
-const CALM: Duration = Duration::from_secs(60);
-/// A member that was taken from a machine, and that sends there again within this time, is kept by
-/// that machine for as long.
-const MEMORY: Duration = Duration::from_secs(600);
-/// A machine that keeps a member gives it up if the member sends nothing for so long while another
-/// machine claims it. It doubles with each time that the member comes back, up to the longest.
-const FIRST_PATIENCE: Duration = Duration::from_secs(5);
-const LONGEST_PATIENCE: Duration = Duration::from_secs(300);
-/// Members that were taken which are remembered.
-const MAX_TAKEN: usize = 65_536;
+/// How long one machine's refused messages are only counted, after an event said why.
+const BETWEEN_WARNINGS: Duration = Duration::from_secs(60);
 
 /// How a machine takes part.
 #[derive(Clone, Debug)]
@@ -117,70 +102,6 @@ pub enum Action {
     Event(String),
 }
 
-/// What is known of the connection to a machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PeerState {
-    /// Never heard.
-    Unheard,
-    /// Heard within two beats.
-    Up,
-    /// Not heard for longer; what it has is kept.
-    Stale,
-    /// Forgotten.
-    Gone,
-}
-
-impl PeerState {
-    /// One word.
-    pub const fn name(self) -> &'static str {
-        match self {
-            PeerState::Unheard => "unheard",
-            PeerState::Up => "up",
-            PeerState::Stale => "stale",
-            PeerState::Gone => "gone",
-        }
-    }
-}
-
-/// Another machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Peer {
-    /// Its name.
-    pub name: String,
-    /// Whether it is heard.
-    pub state: PeerState,
-    /// When it was last heard.
-    pub heard: Option<Duration>,
-    /// Members that it claims in all networks.
-    pub members: usize,
-    /// Its networks, each with the end of its tunnel.
-    pub networks: Vec<(String, Option<IpAddr>)>,
-    /// Messages of its that were refused, since they were wrong or too many.
-    pub refused: u64,
-}
-
-/// Something that members of several machines claim.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Conflict {
-    /// The network.
-    pub network: String,
-    /// An IP address, a name, or a MAC address.
-    pub what: String,
-    /// The machines that claim it, in order.
-    pub machines: Vec<String>,
-    /// The one whose member has it, or to which a file gives it.
-    pub winner: String,
-}
-
-impl std::fmt::Display for Conflict {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Conflict { network, what, machines, winner } = self;
-        let verb =
-            if machines.contains(winner) { format!("{winner} has it") } else { format!("it belongs to {winner}") };
-        write!(out, "conflict in {network}: {what} is claimed by {}, and {verb}", machines.join(" and "))
-    }
-}
-
 #[derive(Clone, Debug, Default)]
 struct Joined {
     end: Option<IpAddr>,
@@ -209,36 +130,6 @@ impl Other {
     }
 }
 
-/// When a claim of another machine to a member of this one came, and how often the member was won
-/// back.
-#[derive(Clone, Copy, Debug, Default)]
-struct Rivalry {
-    version: u64,
-    since: Duration,
-    wins: u32,
-    first_win: Duration,
-}
-
-impl Rivalry {
-    /// Another machine claims the member with a higher version. It counts since when it did so after
-    /// this machine's last claim, of version `mine`: further ones do not put off what follows.
-    fn rises(&mut self, version: u64, mine: u64, now: Duration) {
-        if self.version <= mine {
-            self.since = now;
-        }
-        self.version = version;
-    }
-}
-
-/// A member that one machine took from another one, which still claimed that it is there.
-#[derive(Clone, Copy, Debug)]
-struct Taken {
-    from: Machine,
-    at: Duration,
-    /// How often the member came back.
-    returns: u32,
-}
-
 /// The control plane of one machine.
 #[derive(Clone, Debug)]
 pub struct Control {
@@ -251,8 +142,7 @@ pub struct Control {
     own: BTreeMap<String, Joined>,
     others: BTreeMap<Machine, Other>,
     claims: BTreeMap<String, Claims>,
-    rivalries: HashMap<(String, Mac), Rivalry>,
-    taken: HashMap<(String, Mac), Taken>,
+    moves: Moves,
     homes: BTreeMap<String, Vec<Home>>,
     /// How many members of a network were not announced.
     left_out: BTreeMap<String, usize>,
@@ -275,8 +165,7 @@ impl Control {
             own: BTreeMap::new(),
             others: BTreeMap::new(),
             claims: BTreeMap::new(),
-            rivalries: HashMap::new(),
-            taken: HashMap::new(),
+            moves: Moves::default(),
             homes: BTreeMap::new(),
             left_out: BTreeMap::new(),
             dirty: BTreeSet::new(),
@@ -304,7 +193,7 @@ impl Control {
         for claims in self.claims.values_mut() {
             claims.renumber(shift);
         }
-        self.taken.values_mut().for_each(|taken| taken.from = shift(taken.from));
+        self.moves.renumber(shift);
         self.others.insert(at, Other { tokens: f64::from(MAX_CHANGES_PER_S), ..Other::default() });
         let has_home = |homes: &[Home]| homes.iter().any(|home| home.machine == name);
         let at_home: Vec<String> =
@@ -373,20 +262,10 @@ impl Control {
         self.dirty.extend(touched.into_iter().map(|machine| (network.to_string(), machine)));
     }
 
-    /// A machine takes a member from another one that still claims it. The first time it may have
-    /// moved. One that came back since, or comes back now, is that of two machines: the one to
-    /// which it came back keeps it as long as it claims it. If a file has the member at home at one
-    /// of the two, it is this one that keeps it: the other one may have claimed it before it ran.
+    /// A machine takes a member from another one that still claims it ([`Moves::takes`]).
     fn takes(&mut self, network: &str, mac: Mac, (from, to): (Machine, Machine), now: Duration) {
-        let key = (network.to_string(), mac);
-        let old = self.taken.get(&key).filter(|old| now.saturating_sub(old.at) < MEMORY).copied();
         let home = self.claims.get(network).and_then(|claims| claims.home(mac));
-        let home = home.filter(|home| [from, to].contains(home));
-        let keeper = old.and_then(|old| home.or(Some(old.from).filter(|keeper| [from, to].contains(keeper))));
-        let returns = old.map_or(0, |old| old.returns) + u32::from(keeper.is_some());
-        if old.is_some() || self.taken.len() < MAX_TAKEN {
-            self.taken.insert(key, Taken { from: home.or(keeper).unwrap_or(from), at: now, returns });
-        }
+        let keeper = self.moves.takes((network.to_string(), mac), (from, to), home, now);
         let Some(keeper) = keeper else { return };
         let (claims, keeps) = (if keeper == from { to } else { from }, &self.names[keeper as usize]);
         let what = mac_text(mac);
@@ -407,38 +286,29 @@ impl Control {
 
     /// Ends what was remembered of members that were taken long ago.
     fn forget_taken(&mut self, now: Duration) {
-        let is_old = |taken: &Taken| now.saturating_sub(taken.at) >= MEMORY;
-        let old: Vec<(String, Mac)> =
-            self.taken.iter().filter(|(_, t)| is_old(t)).map(|(key, _)| key.clone()).collect();
-        for (network, mac) in old {
+        for key in self.moves.taken_long_ago(now) {
+            let (network, mac) = &key;
             // A member that two machines still claim stays where it is.
-            let claims = self.claims.get(&network);
-            let placed = |claims: &Claims| claims.all_of(mac).filter(|claim| claim.placed).count();
-            if claims.is_some_and(|claims| claims.keeper(mac).is_some() && placed(claims) > 1) {
+            let claims = self.claims.get(network);
+            let placed = |claims: &Claims| claims.all_of(*mac).filter(|claim| claim.placed).count();
+            if claims.is_some_and(|claims| claims.keeper(*mac).is_some() && placed(claims) > 1) {
                 continue;
             }
-            self.keep(&network, mac, None);
-            self.taken.remove(&(network, mac));
+            self.keep(network, *mac, None);
+            self.moves.forget_taken(&key);
         }
     }
 
     /// Whether a member that this machine has, and that another one claims, is silent for so long
     /// that it has moved there.
     fn gives_up(&self, network: &str, mac: Mac, silent: Option<Duration>, now: Duration) -> bool {
-        let key = (network.to_string(), mac);
-        let (Some(claims), Some(rivalry)) = (self.claims.get(network), self.rivalries.get(&key)) else { return false };
+        let Some(claims) = self.claims.get(network) else { return false };
         let Some(own) = claims.of(self.me, mac) else { return false };
         if claims.rival_placed(self.me, mac).is_none_or(|rival| rival <= own.version) {
             return false;
         }
-        let patience = match claims.keeper(mac) == Some(self.me) {
-            true => {
-                let returns = self.taken.get(&key).map_or(1, |taken| taken.returns);
-                LONGEST_PATIENCE.min(FIRST_PATIENCE * (1 << returns.saturating_sub(1).min(6)))
-            }
-            false => SLACK,
-        };
-        now.saturating_sub(rivalry.since) > patience && silent.is_none_or(|silent| silent > patience)
+        let keeps = claims.keeper(mac) == Some(self.me);
+        self.moves.has_moved_away(&(network.to_string(), mac), keeps, silent, now)
     }
 
     /// What this machine has in a network now, in place of what it had, and where it receives the
@@ -485,7 +355,7 @@ impl Control {
         let (kept, went): (Vec<Mac>, Vec<Mac>) = missing.copied().partition(is_kept);
         for mac in &went {
             self.claim(network, self.me, *mac, None, now);
-            self.rivalries.remove(&(network.to_string(), *mac));
+            self.moves.leaves(&(network.to_string(), *mac));
         }
         let were_left_out = match left_out {
             0 => self.left_out.remove(network),
@@ -513,46 +383,25 @@ impl Control {
         silent: Option<Duration>,
         now: Duration,
     ) -> u64 {
+        let key = (network.to_string(), mac);
         // With no other claim, versions begin again. So they stay small.
         let Some(rival) = rival else {
-            if let Some(rivalry) = self.rivalries.get_mut(&(network.to_string(), mac)) {
-                rivalry.version = 0;
-            }
+            self.moves.is_alone(&key);
             return 1;
         };
         let mine = old.map_or(1, |claim| claim.version);
         if rival < mine {
             return mine;
         }
-        let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
-        if rivalry.version != rival {
-            // The claim came since this was last looked at, at the latest now.
-            rivalry.rises(rival, mine, now);
-            // A member that just came and sends has moved here; one that was here must first send
-            // again.
-            if old.is_some() {
-                return mine;
-            }
-        }
-        let is_here = silent.is_some_and(|silent| match old {
-            None => silent < FRESH,
-            Some(_) => now.saturating_sub(silent) > rivalry.since + SLACK,
-        });
-        if !is_here {
-            return mine;
-        }
-        if now.saturating_sub(rivalry.first_win) > CALM {
-            (rivalry.wins, rivalry.first_win) = (0, now);
-        }
-        rivalry.wins += 1;
-        if rivalry.wins > MAX_WINS {
-            if rivalry.wins == MAX_WINS + 1 {
+        match self.moves.meets(key, (old.map(|claim| claim.version), rival), silent, now) {
+            Verdict::Won => return rival.saturating_add(1),
+            Verdict::Two => {
                 let what = format!("{}: two machines have a member with this MAC address in {network}", mac_text(mac));
                 self.actions.push(Action::Event(what));
             }
-            return mine;
+            Verdict::Unchanged => {}
         }
-        rival.saturating_add(1)
+        mine
     }
 
     /// Tells all machines, in as many messages as it takes.
@@ -636,7 +485,7 @@ impl Control {
     fn refuse(&mut self, machine: Machine, why: &str, now: Duration) {
         let Some(other) = self.others.get_mut(&machine) else { return };
         other.refused += 1;
-        if other.warned.is_none_or(|warned| now.saturating_sub(warned) > CALM) {
+        if other.warned.is_none_or(|warned| now.saturating_sub(warned) > BETWEEN_WARNINGS) {
             other.warned = Some(now);
             let name = &self.names[machine as usize];
             self.actions.push(Action::Event(format!("machine {name}: {why}")));
@@ -768,10 +617,7 @@ impl Control {
         joined.macs.insert(mac);
         if self.own.get(network).is_some_and(|own| own.macs.contains(&mac)) {
             let mine = self.claims.get(network).and_then(|claims| claims.of(self.me, mac)).map_or(0, |own| own.version);
-            let rivalry = self.rivalries.entry((network.into(), mac)).or_default();
-            if rivalry.version < claim.version {
-                rivalry.rises(claim.version, mine, now);
-            }
+            self.moves.rival_claims((network.into(), mac), (mine, claim.version), now);
         }
         self.claim(network, machine, mac, Some(claim), now);
         true
@@ -935,7 +781,7 @@ impl Control {
                 all.push(Conflict { network: network.clone(), what, machines, winner: name(&winner) });
             }
         }
-        for ((network, mac), _) in self.rivalries.iter().filter(|(_, rivalry)| rivalry.wins > MAX_WINS) {
+        for (network, mac) in self.moves.contested() {
             let Some(claims) = self.claims.get(network).filter(|claims| claims.rival(self.me, *mac).is_some()) else {
                 continue;
             };

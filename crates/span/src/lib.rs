@@ -7,8 +7,9 @@
 //! anything. The program `tombolo-span` gives it messages and instants, and carries out its
 //! [`Action`]s.
 //!
-//! [`control`] has the state of one machine, [`claims`] who wins, [`member`] what can be claimed,
-//! [`message`] the bytes, and [`simulation`] many machines on a virtual clock.
+//! [`control`] has the state of one machine, [`claims`] who wins, `moves` where a member is that two
+//! machines claim, [`member`] what can be claimed, [`message`] the bytes, [`report`] what is said of
+//! other machines, and [`simulation`] many machines on a virtual clock.
 //!
 //! # Messages
 //! - A [`Change`](message::Change) goes to all: what came and what went, with a number. A receiver
@@ -77,8 +78,11 @@ pub mod claims;
 pub mod control;
 pub mod member;
 pub mod message;
+mod moves;
+pub mod report;
 pub mod simulation;
 pub mod stream;
 
-pub use control::{Action, Conflict, Control, Home, Local, Peer, PeerState, Settings};
+pub use control::{Action, Control, Home, Local, Settings};
 pub use member::{Address, Mac, Member};
+pub use report::{Conflict, Peer, PeerState};
