@@ -104,7 +104,7 @@ def test_an_attach_beside_another_whose_controller_starts_starts_none():
     with host() as h:
         log = h.folder / "strace"
         # The controller makes a session of its own before anything else.
-        slowly = ["strace", "-f", "-qq", "-o", str(log), "-e", "trace=setsid", "-e", "inject=setsid:delay_enter=2s"]
+        slowly = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(log), "-e", "trace=setsid", "-e", "inject=setsid:delay_enter=2s"]
         environment = dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
         first = subprocess.Popen([*slowly, *command(h, "attach", "ta")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         try:
