@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Runs the tests of one group: every `test_*` function of tests/GROUP_*.py, each in its own process.
 
-usage: tests/run.py [--jobs N] GROUP [PART-OF-A-NAME...]
+usage: tests/run.py [--jobs N] [--alone with|without|only] GROUP [PART-OF-A-NAME...]
 
-GROUP may be a path, as for the samples of tests/runner_tells.py. With --jobs N, N tests run at the same time; those marked
+GROUP may be a path, as for the samples of tests/runner_tells.py, or '*' for all. With --jobs N, N tests run at the same time; those marked
 `@alone` (tests/lib/machine.py) run after the others, one at a time, and no other test runs beside them, of another stage or
-(for root) of another clone. Prints one line per test, with its seconds and the CPU time of all that it started and waited for. The last line is 'N passed, N failed,
+(for root) of another clone; --alone, or TOMBOLO_ALONE, leaves them out or runs no others. Prints one line per test, with its seconds and the CPU time of all that it started and waited for. The last line is 'N passed, N failed,
 N skipped', followed by ', N passed on a second run' if there were any. A test must leave no process and no network namespace:
 leftovers are found, ended and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
 
@@ -183,6 +183,10 @@ def collect(group, parts):
     return tests
 
 
+def is_alone(test):
+    return getattr(test, "alone", False)
+
+
 def stop(*_):
     """The handler of SIGTERM and SIGINT: what runs is ended once, however often it is asked for."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -303,7 +307,7 @@ def tell(name, verdict, text, took, used):
 def run_all(tests, jobs, in_ci):
     """Runs all tests; gives the verdict of each by its name, and the names of those that passed on a second run only."""
     verdicts, failed = {}, []
-    alone = {name for name, test in tests.items() if getattr(test, "alone", False)}
+    alone = {name for name, test in tests.items() if is_alone(test)}
     together = [name for name in tests if jobs > 1 and name not in alone]
     one_by_one = [name for name in tests if name not in together]
     for names, count in ((together, jobs), (one_by_one, 1)):
@@ -336,6 +340,9 @@ def run_all(tests, jobs, in_ci):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tests that run at the same time (1)")
+    # Not for what a test starts.
+    which = os.environ.pop("TOMBOLO_ALONE", "with")
+    parser.add_argument("--alone", choices=("with", "without", "only"), default=which, help="tests that run alone: with the others, not at all, or nothing else (with)")
     parser.add_argument("group")
     parser.add_argument("parts", nargs="*", metavar="PART-OF-A-NAME")
     options = parser.parse_args()
@@ -343,6 +350,11 @@ def main():
         signal.signal(number, stop)
     remove_stale_namespaces()
     tests = collect(options.group, options.parts)
+    left_out = [name for name, test in tests.items() if (options.alone == "without") == is_alone(test) and options.alone != "with"]
+    for name in left_out:
+        del tests[name]
+    if left_out and options.alone == "without":
+        print(f"left to the stage of tests that run alone: {', '.join(left_out)}", flush=True)
     in_ci = os.environ.get("CI") == "true"
     try:
         verdicts, second_runs = run_all(tests, options.jobs, in_ci)

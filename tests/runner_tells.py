@@ -196,6 +196,18 @@ def test_stages_are_not_begun_on_a_disk_that_they_would_fill():
         assert not list(Path(folder).iterdir()), "the mount was its own"
 
 
+@timeout(60)
+def test_those_that_run_alone_can_be_left_out_and_run_by_themselves():
+    text = "def test_one(): pass\n@alone\ndef test_alone(): pass\n"
+    with scratch() as folder:
+        group = sample(folder, text)
+        for which, expected in (("with", {"one", "alone"}), ("without", {"one"}), ("only", {"alone"})):
+            for words, more in (("--alone", which), {}), ((), {"TOMBOLO_ALONE": which}):
+                done = subprocess.run([sys.executable, "-B", str(RUNNER), *words, group], env=os.environ | more, capture_output=True, text=True)
+                assert set(re.findall(r"^ok +sample_one.test_(\S+)", done.stdout, re.M)) == expected and done.returncode == 0, done
+                assert ("left to the stage of tests that run alone: sample_one.test_alone" in done.stdout) == (which == "without"), done
+
+
 @timeout(120)
 def test_a_test_that_needs_the_machine_has_no_other_beside_it_of_another_stage_or_clone():
     with scratch() as folder:
