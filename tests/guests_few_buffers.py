@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from lib import Fabric, LinuxGuest, Namespace, Net, Skip, scratch, timeout, until
+from lib import Fabric, LinuxGuest, Namespace, Net, Skip, alone, scratch, timeout, until
 from lib.guest import Guest
 from lib.http import socket_in
 
@@ -109,6 +109,7 @@ def fetches(folder, server, net, number):
         return [later - earlier for earlier, later in zip(asked, asked[1:])]
 
 
+@alone
 @timeout(600)
 def test_ipxe_is_as_fast_over_vhost_user_as_over_a_stream():
     ipxe()
