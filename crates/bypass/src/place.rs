@@ -326,7 +326,7 @@ impl Place {
         if !fs::metadata(&self.root).is_ok_and(is_folder) {
             return Ok(None);
         }
-        // Opened anew, the folder could have been locked by another process: then this fails.
+        // Where another process has the lock of the folder, this fails.
         let is_locked = input.try_lock().is_ok();
         let null = Path::new("/dev/null");
         rustix::stdio::dup2_stdin(File::open(null).map_err(file(null))?).map_err(|e| file(null)(e.into()))?;
