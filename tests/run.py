@@ -350,7 +350,7 @@ def main():
         signal.signal(number, stop)
     remove_stale_namespaces()
     tests = collect(options.group, options.parts)
-    left_out = [name for name, test in tests.items() if (options.alone == "without") == is_alone(test) and options.alone != "with"]
+    left_out = [name for name, test in tests.items() if options.alone == ("without" if is_alone(test) else "only")]
     for name in left_out:
         del tests[name]
     if left_out and options.alone == "without":

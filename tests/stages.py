@@ -5,10 +5,10 @@ usage: tests/stages.py [--lanes N] [STAGE...]
 
 A stage is a recipe of ./x. All stages run, even after a failure, so that one run shows everything that needs fixing. N of them
 run at the same time (two where there are two CPUs), each after those whose results it uses. Where N is more than one, up to
-four more run where the CPUs are idle meanwhile, as tests wait for most of their time. Output goes to build/test/STAGE.log and, in one piece per stage, to the terminal. At the end come the
-slowest tests, the output of repeated failures, and a table: the tests of each stage that passed, were skipped, or passed only
-on a second run (tests/run.py), and how many CPUs the stage kept busy. The last line counts stages and skipped tests. A stopped
-stage ends all that it has started.
+four more run where the CPUs are idle meanwhile, as tests wait for most of their time. Output goes to build/test/STAGE.log
+and, in one piece per stage, to the terminal. At the end come the slowest tests, the output of repeated failures, and a
+table: the tests of each stage that passed, were skipped, or passed only on a second run (tests/run.py), and how many CPUs the
+stage kept busy. The last line counts stages and skipped tests. A stopped stage ends all that it has started.
 """
 
 import argparse

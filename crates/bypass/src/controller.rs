@@ -181,30 +181,27 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
     if lacks(place).is_none() {
         return Ok(Start::Works);
     }
-    let (mut child, log) = {
-        let Some(lock) = place.lock_if_there().map_err(std::io::Error::other)? else { return Ok(Start::Works) };
-        if lacks(place).is_none() {
-            return Ok(Start::Works);
-        }
-        end(place)?;
-        // It has time to start.
-        Beats::open(place).and_then(|mut b| b.set_all(monotonic_ns())).map_err(std::io::Error::other)?;
-        let log = std::fs::File::create(place.log())?;
-        // The program that runs, also if another one is installed by now.
-        let child = Command::new("/proc/self/exe")
-            .arg0("tombolo")
-            .args(["bypass", "keep"])
-            .current_dir("/")
-            .process_group(0)
-            // The new controller has the lock from its first moment: who detaches meanwhile must not
-            // find a new log behind it, nor a controller of what it removed, and who attaches must
-            // not start another one. Nor does it wait behind all who want the lock.
-            .stdin(Stdio::from(lock))
-            .stdout(Stdio::null())
-            .stderr(log.try_clone()?)
-            .spawn()?;
-        (child, log)
-    };
+    let Some(lock) = place.lock_if_there().map_err(std::io::Error::other)? else { return Ok(Start::Works) };
+    if lacks(place).is_none() {
+        return Ok(Start::Works);
+    }
+    end(place)?;
+    // It has time to start.
+    Beats::open(place).and_then(|mut b| b.set_all(monotonic_ns())).map_err(std::io::Error::other)?;
+    let log = std::fs::File::create(place.log())?;
+    // The program that runs, also if another one is installed by now.
+    let mut child = Command::new("/proc/self/exe")
+        .arg0("tombolo")
+        .args(["bypass", "keep"])
+        .current_dir("/")
+        .process_group(0)
+        // The new controller has the lock from its first moment: who detaches meanwhile must not
+        // find a new log behind it, nor a controller of what it removed, and who attaches must not
+        // start another one. Nor does it wait behind all who want the lock.
+        .stdin(Stdio::from(lock))
+        .stdout(Stdio::null())
+        .stderr(log.try_clone()?)
+        .spawn()?;
     let limit = Instant::now() + STARTING;
     while place.controller().is_none() {
         if let Some(status) = child.try_wait()? {

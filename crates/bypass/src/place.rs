@@ -321,9 +321,7 @@ impl Place {
     pub(crate) fn lock_handed_over(&self) -> Result<Option<File>, PlaceError> {
         let wrong = file(&self.root);
         let input = std::io::stdin().as_fd().try_clone_to_owned().map(File::from).map_err(&wrong)?;
-        let number = |m: fs::Metadata| (m.dev(), m.ino());
-        let is_folder = |root| input.metadata().is_ok_and(|given| number(given) == number(root));
-        if !fs::metadata(&self.root).is_ok_and(is_folder) {
+        if !is_at(&input, &self.root) {
             return Ok(None);
         }
         // Where another process has the lock of the folder, this fails.
@@ -369,8 +367,7 @@ impl Place {
             std::thread::sleep(PAUSE);
         }
         // It may have been removed and re-created meanwhile: then the new folder must be locked.
-        let is = lock.metadata().map_err(&wrong)?.ino();
-        Ok(fs::metadata(&self.root).is_ok_and(|now| now.ino() == is).then_some(lock))
+        Ok(is_at(&lock, &self.root).then_some(lock))
     }
 
     /// Makes the folder for pins, and the bpffs around it.
@@ -519,8 +516,7 @@ impl Place {
     }
 
     fn has_lock(&self, name: &str, lock: &File) -> bool {
-        let held = lock.metadata().map(|m| m.ino());
-        self.exists() && fs::metadata(self.beside(name)).is_ok_and(|m| held.is_ok_and(|ino| ino == m.ino()))
+        self.exists() && is_at(lock, &self.beside(name))
     }
 
     /// The controller's process, if one runs.
@@ -545,6 +541,12 @@ impl Place {
     pub fn log(&self) -> PathBuf {
         self.beside("log")
     }
+}
+
+/// Whether this path names that open file, and not another one that was made in its place.
+fn is_at(file: &File, path: &Path) -> bool {
+    let number = |m: fs::Metadata| (m.dev(), m.ino());
+    file.metadata().is_ok_and(|is| fs::metadata(path).is_ok_and(|now| number(now) == number(is)))
 }
 
 /// The process that holds the lock of an open file: the kernel lists them in /proc/locks.
