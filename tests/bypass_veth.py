@@ -39,6 +39,19 @@ def bound(space, kind, address):
     return s
 
 
+@contextlib.contextmanager
+def told_of(h, *ends):
+    """Adds to an error what became of the connections: for conntrack in the router, and for TCP there and at these ends."""
+    try:
+        yield
+    except Exception as error:
+        for space, command in ((h.space, "conntrack -S"), (h.space, "conntrack -L"),
+                               *((space, command) for space in (h.space, *ends) for command in ("nstat -as", "ss -tino"))):
+            done = space.run(*command.split(), check=False)
+            error.add_note(f"{space}: {command}\n{done.stdout}{done.stderr}")
+        raise
+
+
 def test_a_tap_reaches_a_container_whose_veth_has_neither_xdp_nor_gro():
     for mode in ("tcx", "xdp"):
         with host() as h, container(h) as far:
@@ -87,24 +100,25 @@ def test_tcp_between_containers_arrives_whole_through_nat_and_a_firewall():
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         client = bound(other, socket.SOCK_STREAM, ("10.5.0.2", 0))
-        client.connect(("10.5.0.1", 8080))
+        with told_of(h, far, other):
+            client.connect(("10.5.0.1", 8080))
 
-        def taken():
-            # The controller has to mark the connection first, in its own time.
-            for _ in range(24):
-                client.sendall(block)
-                sent.update(block)
-            counts = h.status("vd")
-            return counts["by_reason"].get("taken_peer", 0) >= 100 and counts["taken_large"] >= 50
+            def taken():
+                # The controller has to mark the connection first, in its own time.
+                for _ in range(24):
+                    client.sendall(block)
+                    sent.update(block)
+                counts = h.status("vd")
+                return counts["by_reason"].get("taken_peer", 0) >= 100 and counts["taken_large"] >= 50
 
-        until("the connection to be taken", taken)
-        client.shutdown(socket.SHUT_WR)
-        answer = b""
-        while part := client.recv(100):
-            answer += part
-        thread.join()
-        assert answer == sent.digest()
-        assert "packets 0 " in h.space.run("nft", "list", "counter", "inet", "f", "invalid").stdout
+            until("the connection to be taken", taken)
+            client.shutdown(socket.SHUT_WR)
+            answer = b""
+            while part := client.recv(100):
+                answer += part
+            thread.join()
+            assert answer == sent.digest()
+            assert "packets 0 " in h.space.run("nft", "list", "counter", "inet", "f", "invalid").stdout
         client.close()
         listener.close()
 
