@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import socket
@@ -41,12 +42,11 @@ def bound(space, kind, address):
 
 @contextlib.contextmanager
 def told_of(h, *ends):
-    """Adds to an error what became of the connections: for conntrack in the router, and for TCP there and at these ends."""
+    """Adds to an error what became of the connections, for conntrack and for TCP, in the router and at these ends."""
     try:
         yield
     except Exception as error:
-        for space, command in ((h.space, "conntrack -S"), (h.space, "conntrack -L"),
-                               *((space, command) for space in (h.space, *ends) for command in ("nstat -as", "ss -tino"))):
+        for space, command in itertools.product((h.space, *ends), ("conntrack -S", "conntrack -L", "nstat -as *Rst* *Reset* *Retrans* *Abort*", "ss -tino")):
             done = space.run(*command.split(), check=False)
             error.add_note(f"{space}: {command}\n{done.stdout}{done.stderr}")
         raise
