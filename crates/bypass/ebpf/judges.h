@@ -48,20 +48,18 @@ static __always_inline __u32 other_port(__u16 in, __u16 out, __u32 is_out, __u16
 	return ((port - first) | (last - port)) >> 31;
 }
 
-/* Whether a rule could judge each frame of the flow that is about to be learned under `generation`. Without branches between
- * what is compared: the verifier follows each. */
-static __always_inline bool is_judged(struct net *net, __u32 generation, __u32 input, __u32 output, const struct key6 *in,
-				      const struct key6 *out, __u32 world)
+/* Whether a rule could judge each frame of the flow that is about to be learned under `generation`, with the interfaces' slots and the
+ * frame's addresses as it came in and goes out. A function of its own, which the verifier checks once and not once per path that leads
+ * here; and without branches between what is compared, since it follows each. */
+__noinline int is_judged(const struct key6 *in, const struct key6 *out, __u32 generation, __u32 slots, __u32 world)
 {
-	__u32 zero = 0;
+	__u32 zero = 0, input = slots >> 16 & (MAX_PORTS - 1), output = slots & (MAX_PORTS - 1);
 	const struct judges *all = bpf_map_lookup_elem(&judges, &zero);
 
-	if (!all || all->state == RULES_UNREAD)
+	if (!in || !out || !all || all->state == RULES_UNREAD)
 		return true;
-	if (all->state == RULES_READ && bpf_core_field_exists(net->nft.base_seq) && all->generation != generation)
+	if (all->state == RULES_READ && has_rules_counter() && all->generation != generation)
 		return true;
-	input &= MAX_PORTS - 1;
-	output &= MAX_PORTS - 1;
 #pragma clang loop unroll(disable)
 	for (__u32 n = 0; n < MAX_JUDGES; n++) {
 		const struct judge *j = &all->judges[n];

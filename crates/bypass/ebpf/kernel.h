@@ -337,4 +337,11 @@ static __always_inline __u64 number_of(void *pointer)
 	})
 
 #endif
+
+/* Whether the transport's checksum is left to the card: its field holds the sum of the pseudo header only. */
+static __always_inline bool is_partial(const struct sk_buff *skb)
+{
+	return BITFIELD(skb, ip_summed) == CHECKSUM_PARTIAL;
+}
+
 #endif

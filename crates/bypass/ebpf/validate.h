@@ -23,9 +23,17 @@ struct netns_nftables___old {
 	__u8 gencursor;
 } __attribute__((preserve_access_index));
 
+/* Whether the kernel counts the changes of the rules, or has one bit that flips with each. */
+static __always_inline bool has_rules_counter(void)
+{
+	const struct net *net = NULL;
+
+	return bpf_core_field_exists(net->nft.base_seq);
+}
+
 static __always_inline __u32 rules_generation(struct net *net)
 {
-	if (bpf_core_field_exists(net->nft.base_seq))
+	if (has_rules_counter())
 		return FIELD(net, nft.base_seq);
 	return FIELD(net, nft.gencursor);
 }
