@@ -189,6 +189,18 @@ TOLD = [
 ]
 
 
+def counts_of_what_was_told(name, change, prepared, routes):
+    """How the frames went after a change that the controller is told of, once the bypass does what the kernel does."""
+    with twins(rules=prepared, routes=routes) as (plain, bypassed):
+        warm(plain, bypassed, 20)
+        before = outcomes(plain, 20)
+        for h in (plain, bypassed):
+            change(h)
+        assert outcomes(plain, 20) != before
+        until(name, lambda: outcomes(plain, 20) == outcomes(bypassed, 20))
+        return bypassed.status()["interfaces"][0]["by_reason"]
+
+
 @timeout(600)
 def test_what_the_keeper_is_told_of_is_obeyed_before_the_lease_ends():
     # A's way back is another, which a host that is strict about sources does not stand; a table of
@@ -199,16 +211,13 @@ def test_what_the_keeper_is_told_of_is_obeyed_before_the_lease_ends():
         if "renamed" in name and not renames_what_is_up():
             print(f"{name}: left out, since Linux before 6.2 renames no interface that is up")
             continue
-        print(name)
-        with twins(rules=prepared, routes=(*ROUTES, *(odd if "sources" in name else ()))) as (plain, bypassed):
-            warm(plain, bypassed, 20)
-            before = outcomes(plain, 20)
-            for h in (plain, bypassed):
-                change(h)
-            assert outcomes(plain, 20) != before
-            until(name, lambda p=plain, b=bypassed: outcomes(p, 20) == outcomes(b, 20))
-            counts = bypassed.status()["interfaces"][0]["by_reason"]
-            assert "up_lease" not in counts and counts["up_changed"] >= 1, counts
+        # A slow guest may take longer for it than a lease of 10 s, which says nothing then.
+        for _ in range(5 if SLOW > 1 else 1):
+            counts = counts_of_what_was_told(name, change, prepared, (*ROUTES, *(odd if "sources" in name else ())))
+            print(name, counts)
+            if "up_lease" not in counts:
+                break
+        assert "up_lease" not in counts and counts["up_changed"] >= 1, counts
 
 
 def test_what_rules_write_into_packets_beyond_a_translation_is_not_left_out():
