@@ -40,8 +40,8 @@ static __always_inline bool has_priority(const struct __sk_buff *skb, int family
 	return family == AF_INET6 && skb->priority;
 }
 
-/* Whether a frame of the flow was seen not long ago; from now on it was, or it was not: a coin decides whether it takes the place of another flow. Without
- * the coin two flows of one place, frame by frame in turn, would never be seen. */
+/* Whether a frame of the flow was seen not long ago. From now on it was, unless another flow has its place: then a coin decides which of
+ * the two keeps it. Without the coin two flows of one place, frame by frame in turn, would never be seen. */
 static __always_inline bool was_seen(const struct key6 *key)
 {
 	__u32 hash = key->ports * 0x9e3779b1 + key->proto, slot, *sight;
@@ -273,7 +273,8 @@ static __always_inline bool is_injected(struct __sk_buff *skb)
 	return option.kind_and_length == bpf_htons(RETRACK_OPTION) && option.low == (__u32)nonce && option.high == nonce >> 32;
 }
 
-/* What is to become of a frame. One that is taken has its headers altered here and is counted; `by` is its flow then. */
+/* Decides what becomes of a frame: an enum verdict. `by` is set only where the frame is taken; then its headers are altered, and it is
+ * counted and captured. */
 static __always_inline int attempt(struct __sk_buff *skb, struct frame *f, int family, struct flow **by)
 {
 	struct flow *flow;
@@ -385,6 +386,7 @@ static __always_inline int attempt(struct __sk_buff *skb, struct frame *f, int f
 	return flow->flags & FLOW_PEER ? TAKEN_PEER : TAKEN_TCX;
 }
 
+/* Does what was decided: the only place where a frame goes up, out or away. */
 static __always_inline int take(struct __sk_buff *skb, int family)
 {
 	struct frame f = {};

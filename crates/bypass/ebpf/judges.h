@@ -4,7 +4,7 @@
  * take the kernel's path. src/rules finds these rules, and writes the filters that are compared here.
  *
  * The filters are those of one generation of the ruleset. Under another one nothing is learned, so that no flow is taken
- * under rules that were not read yet. Before Linux 6.17 programs cannot read the generation: there the manager's
+ * under rules that were not read yet. Before Linux 6.17 programs cannot read the generation: there the controller's
  * epoch has flows learned again once it has read them.
  */
 #ifndef TOMBOLO_JUDGES_H
@@ -48,9 +48,10 @@ static __always_inline __u32 other_port(__u16 in, __u16 out, __u32 is_out, __u16
 	return ((port - first) | (last - port)) >> 31;
 }
 
-/* Whether a rule could judge each frame of the flow that is about to be learned under `generation`, with the interfaces' slots and the
- * frame's addresses as it came in and goes out. A function of its own, which the verifier checks once and not once per path that leads
- * here; and without branches between what is compared, since it follows each. */
+/* Whether a rule could judge each frame of the flow that is about to be learned under `generation`. `in` and `out` are its addresses as it
+ * comes in and goes out. `slots` is the input's << 16 | the output's, since such a function has five arguments at most. It is a function
+ * of its own so that the verifier checks it once, and not once per path that leads here. Without branches between what is compared: the
+ * verifier follows each. */
 __noinline int is_judged(const struct key6 *in, const struct key6 *out, __u32 generation, __u32 slots, __u32 world)
 {
 	__u32 zero = 0, input = slots >> 16 & (MAX_PORTS - 1), output = slots & (MAX_PORTS - 1);

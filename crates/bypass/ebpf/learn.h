@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */
 /*
  * What the kernel made of a frame that was noted at the ingress, written into a flow: what changed, where it goes, and what that
- * was decided under. Refused is what another frame of the flow might not share.
+ * was decided under. A flow is not learned where the kernel might treat another of its frames otherwise.
  */
 #ifndef TOMBOLO_LEARN_H
 #define TOMBOLO_LEARN_H
@@ -260,9 +260,10 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 		if (flow->peer && veth_peer(flow->peer) == (__u64)dev)
 			flow->flags |= FLOW_PEER;
 	}
-	/* XDP neither queues nor marks, refuses what is longer than the interface's MTU, and what captures at the output would miss it, as would programs that see frames before tcx_in does. */
-	if (output->flags & PORT_XDP_OUT && !(in->flags & PORT_PRECEDED) && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark &&
-	    !p->mark && flow->mtu <= FIELD(dev, mtu))
+	/* XDP neither queues nor marks, and refuses what is longer than the interface's MTU. What captures at the output would miss its
+	 * frames, as would programs that see frames before tcx_in does. */
+	if (output->flags & PORT_XDP_OUT && !(in->flags & PORT_PRECEDED) && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) &&
+	    !skb->mark && !p->mark && flow->mtu <= FIELD(dev, mtu))
 		flow->flags |= FLOW_XDP;
 	if (is_partial(kernel_skb))
 		flow->flags |= FLOW_PARTIAL;
@@ -273,7 +274,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	}
 	flow->used = now >> USED_SHIFT;
 	/* Behind the reading of the epoch: who writes other filters raises it afterwards. */
-	slots = (__u32)in->slot << 16 | output->slot;
+	slots = in->slot << 16 | output->slot;
 	if (is_judged(&p->key, &out->key, flow->rules_gen, slots, world_of(family, p->key.proto, nfct)))
 		return 1 + JUDGED;
 	known = look_up(&p->key, family);

@@ -60,18 +60,18 @@ static __always_inline void account(const struct frame *f, int family, __u32 oif
 		if (!u)
 			return;
 	}
-	u->at_ns = bpf_ktime_get_ns();
 	if (oif)
 		u->oif = oif;
 	if (kind != KIND_SEEN) {
 		u->refused = kind == KIND_REFUSED ? code + 1 : 0;
 	} else if (code <= TAKEN_XDP) {
-		u->taken_packets++;
-		u->taken_bytes += ETH_HLEN + f->length;
+		/* A flow's frames may come on several CPUs. */
+		__sync_fetch_and_add(&u->taken_packets, 1);
+		__sync_fetch_and_add(&u->taken_bytes, ETH_HLEN + f->length);
 		u->taken_by = code + 1;
 	} else {
-		u->passed_packets++;
-		u->passed_bytes += ETH_HLEN + f->length;
+		__sync_fetch_and_add(&u->passed_packets, 1);
+		__sync_fetch_and_add(&u->passed_bytes, ETH_HLEN + f->length);
 		u->passed_for = code + 1;
 	}
 }

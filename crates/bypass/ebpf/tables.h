@@ -3,9 +3,9 @@
  * The maps, and what is in them. src/layout.rs has the same structures on the other side; sizes and offsets that it uses are
  * asserted below.
  *
- * Writers: `settings`, `ports`, `kept`, `judges`, `wanted` and `beats` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
- * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries. `usages` is written by
- * all programs while `flows` measures; the manager only reads it.
+ * Writers: `settings`, `ports`, `kept`, `judges`, `wanted` and `beats` are written by the controller and the commands only. The egress
+ * program writes `flows4` and `flows6`: it replaces an entry whole or renews it in place. The ingress programs note in it when it was
+ * used and, of TCP, how far it came. The controller and the commands only remove entries. `usages` is written by all programs while `flows` measures; the command only reads it.
  */
 #ifndef TOMBOLO_TABLES_H
 #define TOMBOLO_TABLES_H
@@ -49,7 +49,7 @@ enum verdict {
 enum unlearned {
 	NOT_ALTERED_AS_WE_WOULD,	/* TTL, TOS, length or addresses are not what a plain forward makes of them */
 	NOT_ESTABLISHED,	/* the connection is not established both ways (TCP) */
-	NOT_LIBERAL,		/* TCP windows are still checked strictly: the manager is asked */
+	NOT_LIBERAL,		/* TCP windows are still checked strictly: the controller is asked */
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
 	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: the program that judged it there judges each frame; or routes or rules changed meanwhile */
@@ -208,7 +208,7 @@ struct pending {
 };
 #define PENDING_SLOTS 8
 
-/* What the manager shall do with a TCP connection. */
+/* What the controller is to do with a TCP connection. */
 enum wish_kind {
 	WISH_LIBERAL,	/* window checks are to be liberal */
 	WISH_ACKNOWLEDGED,	/* the flag for unacknowledged data is to go: the kernel will not see the acknowledgement */
@@ -244,13 +244,12 @@ struct event {
 	__u32 pad2;
 };
 
-/* What passed of one flow while `flows` measured, by CPU. All counts are monotonic. */
+/* What passed of one flow while `flows` measured. All counts are monotonic. */
 struct usage {
 	__u64 taken_packets;
 	__u64 taken_bytes;
 	__u64 passed_packets;
 	__u64 passed_bytes;
-	__u64 at_ns;	/* of the last frame */
 	__u32 oif;	/* where it goes out; 0: not known */
 	__u8 taken_by;	/* 1 + enum verdict of the last frame that was taken; 0: none was */
 	__u8 passed_for;	/* 1 + enum verdict of the last frame that took the kernel's path */
@@ -317,7 +316,7 @@ struct scratch {
 /* What layout.rs counts on. */
 _Static_assert(sizeof(struct captured) == 32 && offsetof(struct captured, segment) == 24 && offsetof(struct captured, point) == 29, "layout.rs");
 _Static_assert(sizeof(struct wanted) == 88 && offsetof(struct wanted, ends) == 16, "layout.rs");
-_Static_assert(SETTINGS == 8 && sizeof(struct usage) == 48 && offsetof(struct usage, oif) == 40, "layout.rs");
+_Static_assert(SETTINGS == 8 && sizeof(struct usage) == 40 && offsetof(struct usage, oif) == 32, "layout.rs");
 _Static_assert(sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
 _Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED + 2 + UNLEARNED + 1), "layout.rs");
@@ -333,7 +332,7 @@ _Static_assert(sizeof(struct flow6) == 160 && offsetof(struct flow6, flow) == 0,
 _Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && DROPPED_WINDOW == 24, "layout.rs");
 
 #define MAX_IFINDEX (1 << 22)
-#define MAX_PORTS 1024
+#define MAX_PORTS 1024	/* below 1 << 16: judges.h */
 #define MAX_FLOWS 65536	/* layout.rs */
 #define SIGHTS 65536
 
@@ -440,11 +439,11 @@ struct {
 	__type(value, struct variants);
 } guarded SEC(".maps");
 
-/* By flow, as in an event: the address family is in `zero`. */
+/* By flow, as in an event: the address family is in `zero`. Not by CPU: the kernel would allocate all entries for each CPU that the
+ * machine could have, when the map is made. */
 struct {
-	__uint(type, BPF_MAP_TYPE_LRU_PERCPU_HASH);
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, MAX_FLOWS);
-	__uint(map_flags, BPF_F_NO_COMMON_LRU);
 	__type(key, struct key6);
 	__type(value, struct usage);
 } usages SEC(".maps");
@@ -485,7 +484,7 @@ struct {
 	__type(value, struct wanted);
 } wanted SEC(".maps");
 
-/* Flows that a firewall rule could judge frame by frame. Written by the manager only: src/rules/filter.rs. */
+/* Flows that a firewall rule could judge frame by frame. Written by the controller and the commands: src/rules/filter.rs. */
 #define MAX_JUDGES 32
 #define SLOT_WORDS (MAX_PORTS / 32)
 

@@ -23,7 +23,7 @@ struct netns_nftables___old {
 	__u8 gencursor;
 } __attribute__((preserve_access_index));
 
-/* Whether the kernel counts the changes of the rules, or has one bit that flips with each. */
+/* Whether programs can read how often the rules changed (Linux 6.17). Before, there is one bit that flips with each change. */
 static __always_inline bool has_rules_counter(void)
 {
 	const struct net *net = NULL;

@@ -35,7 +35,7 @@ pub const SET_CAPTURE: u32 = 5;
 /// for each frame.
 pub const SET_OBSERVED_NS: u32 = 6;
 /// Bytes of `struct usage`.
-pub const USAGE_BYTES: usize = 48;
+pub const USAGE_BYTES: usize = 40;
 /// Bytes of `struct counters`.
 pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS + 2 + UNLEARNED_SLOTS + 1);
 /// Bytes of `struct event`.
@@ -416,7 +416,7 @@ impl Flow {
     }
 }
 
-/// What passed of one flow while `flows` measured: `struct usage`, summed over the CPUs.
+/// What passed of one flow while `flows` measured: `struct usage`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Frames that were taken.
@@ -427,8 +427,6 @@ pub struct Usage {
     pub passed: u64,
     /// Bytes of the frames in `passed`.
     pub passed_bytes: u64,
-    /// When the last frame came, on the monotonic clock.
-    pub at_ns: u64,
     /// Number of the interface where it goes out; 0: not known.
     pub output: u32,
     /// `VERDICTS`: of the last frame that was taken.
@@ -440,23 +438,19 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Adds one CPU's. Of what is known of the last frame the latest counts.
-    pub fn add(&mut self, bytes: &[u8; USAGE_BYTES]) {
+    /// From an entry of the map.
+    pub fn from_bytes(bytes: &[u8; USAGE_BYTES]) -> Usage {
         let code = |at: usize| usize::from(bytes[at]).checked_sub(1);
-        for (n, sum) in
-            [&mut self.taken, &mut self.taken_bytes, &mut self.passed, &mut self.passed_bytes].into_iter().enumerate()
-        {
-            *sum += long(bytes, 8 * n);
+        Usage {
+            taken: long(bytes, 0),
+            taken_bytes: long(bytes, 8),
+            passed: long(bytes, 16),
+            passed_bytes: long(bytes, 24),
+            output: word(bytes, 32),
+            taken_by: code(36),
+            passed_for: code(37),
+            refused: code(38),
         }
-        let at_ns = long(bytes, 32);
-        if at_ns < self.at_ns || at_ns == 0 {
-            return;
-        }
-        self.at_ns = at_ns;
-        self.output = if word(bytes, 40) != 0 { word(bytes, 40) } else { self.output };
-        self.taken_by = code(44).or(self.taken_by);
-        self.passed_for = code(45).or(self.passed_for);
-        self.refused = code(46);
     }
 }
 
@@ -586,21 +580,16 @@ mod tests {
     }
 
     #[test]
-    fn usages_of_cpus_are_summed_and_the_latest_frame_says_how_it_went() {
-        let cpu = |taken: u64, at_ns: u64, oif: u32, codes: [u8; 3]| {
-            let mut bytes = [0; USAGE_BYTES];
-            bytes[..8].copy_from_slice(&taken.to_ne_bytes());
-            bytes[32..40].copy_from_slice(&at_ns.to_ne_bytes());
-            bytes[40..44].copy_from_slice(&oif.to_ne_bytes());
-            bytes[44..47].copy_from_slice(&codes);
-            bytes
-        };
-        let mut sum = Usage::default();
-        for bytes in [cpu(3, 20, 7, [1, 14, 1]), cpu(4, 30, 0, [3, 0, 0]), cpu(0, 0, 0, [0; 3])] {
-            sum.add(&bytes);
+    fn a_usage_says_how_many_frames_went_which_way_and_why() {
+        let mut bytes = [0; USAGE_BYTES];
+        for (n, count) in [3u64, 300, 4, 400].into_iter().enumerate() {
+            bytes[8 * n..8 * n + 8].copy_from_slice(&count.to_ne_bytes());
         }
-        assert_eq!((sum.taken, sum.at_ns, sum.output), (7, 30, 7));
-        assert_eq!((sum.taken_by, sum.passed_for, sum.refused), (Some(2), Some(13), None));
+        bytes[32..36].copy_from_slice(&7u32.to_ne_bytes());
+        bytes[36..39].copy_from_slice(&[3, 14, 0]);
+        let usage = Usage::from_bytes(&bytes);
+        assert_eq!((usage.taken, usage.taken_bytes, usage.passed, usage.passed_bytes), (3, 300, 4, 400));
+        assert_eq!((usage.output, usage.taken_by, usage.passed_for, usage.refused), (7, Some(2), Some(13), None));
     }
 
     #[test]

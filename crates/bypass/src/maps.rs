@@ -11,9 +11,7 @@ use crate::object::chain;
 use crate::place::Place;
 use crate::rules::JUDGES_BYTES;
 use aya::Ebpf;
-use aya::maps::{
-    Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuHashMap, PerCpuValues, PerfEventArray, RingBuf,
-};
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, PerfEventArray, RingBuf};
 use std::collections::HashSet;
 use std::time::Duration;
 
@@ -154,24 +152,18 @@ impl Beats {
 }
 
 /// What was counted by flow.
-pub(crate) struct Usages(PerCpuHashMap<MapData, [u8; KEY6_BYTES], [u8; USAGE_BYTES]>);
+pub(crate) struct Usages(HashMap<MapData, [u8; KEY6_BYTES], [u8; USAGE_BYTES]>);
 
 impl Usages {
     /// Opens the pinned map.
     pub(crate) fn open(place: &Place) -> Result<Usages, MapsError> {
-        PerCpuHashMap::try_from(Map::PerCpuLruHashMap(data(place, "usages")?)).map(Usages).map_err(wrong("usages"))
+        HashMap::try_from(Map::LruHashMap(data(place, "usages")?)).map(Usages).map_err(wrong("usages"))
     }
 
     /// All of them now. An entry that the kernel evicts meanwhile ends the iteration early, or
     /// repeats a part of it.
     pub(crate) fn read(&self) -> std::collections::HashMap<[u8; KEY6_BYTES], Usage> {
-        let sum = |values: PerCpuValues<[u8; USAGE_BYTES]>| {
-            values.iter().fold(Usage::default(), |mut sum, cpu| {
-                sum.add(cpu);
-                sum
-            })
-        };
-        self.0.iter().flatten().take(1 << 17).map(|(key, values)| (key, sum(values))).collect()
+        self.0.iter().flatten().take(1 << 17).map(|(key, bytes)| (key, Usage::from_bytes(&bytes))).collect()
     }
 }
 

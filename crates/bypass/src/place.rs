@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 /// BPF_FS_MAGIC.
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 /// For how long the controller's lock is tried: much longer than any process looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for one other that attaches or detaches.
