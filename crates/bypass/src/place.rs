@@ -38,8 +38,16 @@ const WAITING: Duration = Duration::from_secs(60);
 /// where it goes from one to the next. Of 200 attaches at once the last one waited for more than
 /// five minutes on an emulated machine that other programs kept busy.
 const MOST_HOLDERS: u32 = 20;
-/// How often it looks whether they are done: much shorter than what they take.
+/// How often it looks whether they are done: a part of how long it has waited, so that hundreds of
+/// commands that wait do not take the CPU time of the one that works, within these bounds. The
+/// least is much shorter than what one takes.
 const PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+const PAUSES: u32 = 32;
+/// The same for a look at who holds the lock, which costs more.
+const LOOK: Duration = Duration::from_secs(1);
+const LONGEST_LOOK: Duration = Duration::from_secs(10);
+const LOOKS: u32 = 8;
 /// How long an unmount is tried again while a process looks into the bpffs.
 const UNMOUNTING: Duration = Duration::from_millis(500);
 
@@ -352,7 +360,7 @@ impl Place {
             if seen_since.elapsed() >= limit || waited >= limit * MOST_HOLDERS {
                 return Err(PlaceError::Busy { path: self.root.clone(), holder: holder(&lock), waited });
             }
-            if waited >= looked + Duration::from_secs(1) {
+            if waited >= looked + (waited / LOOKS).clamp(LOOK, LONGEST_LOOK) {
                 looked = waited;
                 // A controller holds it for a moment in each second; one that was stopped in it
                 // would hold it for ever. What cannot be ended is named when the time is up.
@@ -364,7 +372,7 @@ impl Place {
                 }
                 seen = now;
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep((waited / PAUSES).clamp(PAUSE, LONGEST_PAUSE));
         }
         // It may have been removed and re-created meanwhile: then the new folder must be locked.
         Ok(is_at(&lock, &self.root).then_some(lock))
