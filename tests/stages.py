@@ -107,7 +107,8 @@ class Running:
     def __init__(self, name, minutes, environment):
         self.name, self.minutes = name, minutes
         self.started = time.monotonic()
-        self.log = (LOGS / f"{name}.log").open("wb")
+        # Unbuffered, so that the log of a stage that hangs has its last words.
+        self.log = (LOGS / f"{name}.log").open("wb", buffering=0)
         self.process = subprocess.Popen(["bash", "x", name], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         # When it was asked to end, and when its process had ended.

@@ -24,6 +24,8 @@ from build import Archive, Modules, program_files  # noqa: E402
 DOM0 = "10.9.0.1"
 # The cell that most tests ask.
 CELL = "10.9.0.2"
+# How long a download may take at the most.
+FETCH_S = 300
 # httpd's /bytes/N: byte i is i modulo 251.
 PATTERN = bytes(range(251))
 MEMORY_MIB = 640
@@ -152,6 +154,19 @@ def pattern(size):
     return (PATTERN * (size // len(PATTERN) + 1))[:size]
 
 
+def told_of(xen, address):
+    """What dom0 and its domains say of a transfer that stands still."""
+    fabric = "tombolo status --json 2>/dev/null | tr -s ' ' | tr -d '\\n'"
+    consoles = "tail -n 4 /var/log/xen/console/guest-*.log"
+    said = []
+    for command in ("netstat -tn", f"ping -c 3 -W 2 {address}", "ip neigh", "cat /proc/net/dev", "xl list", fabric, consoles):
+        try:
+            said.append(f"{command}\n{xen.run(command, 30, check=False).text}")
+        except TimeoutError:
+            said.append(f"{command}\nno answer within 30 s")
+    return "\n".join(said)
+
+
 def fetch(xen, address, path, content, meanwhile=None):
     """Downloads http://ADDRESS/PATH to dom0 and compares its checksum with that of `content`. `meanwhile` happens while it comes: until
     that has returned, dom0 reads 128 KiB in 0.1 s, up to half of it, so that a fast machine is not ready before."""
@@ -165,7 +180,11 @@ def fetch(xen, address, path, content, meanwhile=None):
         xen.run("until [ -e /tmp/held ]; do usleep 10000; done")
         meanwhile()
         xen.run("rm /tmp/held")
-    got, want = xen.finish(handle, 300).text.split()[0], sha256(content)
+    try:
+        text = xen.finish(handle, FETCH_S).text
+    except TimeoutError:
+        raise AssertionError(f"{address}/{path} has not come within {FETCH_S} s\n{told_of(xen, address)}") from None
+    got, want = text.split()[0], sha256(content)
     assert got == want, f"{address}/{path} has the checksum {got}, expected {want}"
 
 
