@@ -1,7 +1,7 @@
 //! Finds lost TCP segments that the stack below does not notice, and has it send them again. Pure.
 //!
 //! smoltcp 0.14 sends a segment again after three duplicate acknowledgements, or after a timeout of
-//! at least a second. That leaves three gaps:
+//! at least a second. That leaves four gaps:
 //!
 //! * It counts only acknowledgements with an unchanged window, and reads no selective
 //!   acknowledgements. A peer that reads slowly tells another window each time, so a loss waits for
@@ -12,6 +12,9 @@
 //!   a reply was lost, it waits for the answers to three keep-alives: 30 s. Linux as a peer does
 //!   that: it drops a segment for which its full buffer has no room, and closes its window in the
 //!   same step.
+//! * It probes a closed window at intervals that double up to a minute, whatever the peer answers,
+//!   and gives up a peer that was silent for longer than [`tcp`](crate::tcp) allows. So a peer that
+//!   reads nothing for a minute would lose its connection, although it answers each probe.
 //!
 //! A [`LossDetector`] watches the TCP segments of one device in both directions
 //! (docs/decisions/0021-tcp-losses-of-cells.md has the alternatives). It takes the first
@@ -27,10 +30,14 @@
 //! 4. when nothing was acknowledged for as long as RFC 6298 says, but with Linux's minimum of 200
 //!    ms.
 //!
-//! A plain window update is none of these. Then the stack is handed the peer's last acknowledgement
-//! again, as often as makes it a loss by the stack's own rule. The stack sends the segment from its
-//! own buffer, and its congestion control counts the loss; the detector holds no data and sends
-//! nothing.
+//! A plain window update is none of these. For a lost segment the stack is handed the peer's last
+//! acknowledgement again, as often as makes it a loss by the stack's own rule. The stack sends the
+//! segment from its own buffer, and its congestion control counts the loss; the detector holds no
+//! data and sends nothing.
+//!
+//! For the fourth gap the stack is told, after each [`PROBED_NS`] of answers with a closed window,
+//! of a window of one byte, and at once of the closed one again. That starts its probes from the
+//! shortest interval.
 //!
 //! **Limits.** One record of a few words per connection, [`MAX_CONNECTIONS`] of them; the one
 //! unused for longest goes first. Per acknowledgement of a peer there is at most one loss. After
@@ -81,7 +88,12 @@ const MAX_UNANSWERED: u32 = 3;
 const MAX_CONNECTIONS: usize = 2048;
 /// An acknowledgement with another window clears the stack's count of duplicates, one with the
 /// right window follows, and three more are duplicates of that.
-const REPEATS: u8 = 5;
+const LOSS_REPEATS: u8 = 5;
+/// A window that opens ends the stack's probes, and the closed one begins them.
+const PROBE_REPEATS: u8 = 2;
+/// How long a window may be closed before the stack's probes start from the shortest interval. By
+/// then they are at most twice as far apart, which is less than a peer may be silent.
+const PROBED_NS: u64 = 5_000_000_000;
 /// No receive ring of a device holds more frames.
 const MAX_RING_FRAMES: usize = 4096;
 /// Of the frames of the detector, which no router sees.
@@ -235,6 +247,8 @@ struct Connection {
     selective_acks: usize,
     /// The end of what was on the way when the peer closed its window.
     closed: Option<TcpSeqNumber>,
+    /// Since when the window is closed, or the stack's probes began again.
+    probed_since_ns: Option<u64>,
     /// The start of the segment that was sent again last.
     resent: Option<TcpSeqNumber>,
     /// The end of what was on the way when a loss was guessed: all of that may be lost.
@@ -262,6 +276,7 @@ impl Connection {
             selective_bytes: 0,
             selective_acks: 0,
             closed: None,
+            probed_since_ns: None,
             resent: None,
             doubtful: None,
             sample: None,
@@ -373,6 +388,21 @@ impl Connection {
         evidence.filter(|_| self.resent != Some(self.unacknowledged))
     }
 
+    /// Notes the window of an acknowledgement. Whether it has been closed for so long that the
+    /// stack's probes are to begin again.
+    fn was_probed(&mut self, window: u16, now_ns: u64) -> bool {
+        if window > 0 {
+            self.probed_since_ns = None;
+            return false;
+        }
+        let since_ns = *self.probed_since_ns.get_or_insert(now_ns);
+        let is_long = now_ns.saturating_sub(since_ns) >= PROBED_NS;
+        if is_long {
+            self.probed_since_ns = Some(now_ns);
+        }
+        is_long
+    }
+
     /// The first segment is lost, and about to be sent again.
     fn lost(&mut self, evidence: Evidence, now_ns: u64) {
         self.resent = Some(self.unacknowledged);
@@ -385,10 +415,18 @@ impl Connection {
     }
 }
 
-/// A connection whose last acknowledgement the stack is to get again.
+/// A connection whose last acknowledgement the stack is to get `count` times again, the first time
+/// with another window.
 struct Repeat {
     flow: Flow,
+    count: u8,
     left: u8,
+}
+
+impl Repeat {
+    fn new(flow: Flow, count: u8) -> Repeat {
+        Repeat { flow, count, left: count }
+    }
 }
 
 /// A frame of the detector's own, for the stack.
@@ -460,7 +498,7 @@ impl LossDetector {
                     connection.backoff += 1;
                     connection.lost(Evidence::Guess, now_ns);
                     self.losses += 1;
-                    self.repeats.push_back(Repeat { flow: *flow, left: REPEATS });
+                    self.repeats.push_back(Repeat::new(*flow, LOSS_REPEATS));
                 }
             }
             look_before(&mut self.look_at_ns, connection.deadline_ns);
@@ -507,10 +545,13 @@ impl LossDetector {
                 window: segment.window,
             });
         }
+        let was_probed = connection.was_probed(segment.window, now_ns);
         if let Some(evidence) = connection.acknowledged(number, &segment, now_ns) {
             connection.lost(evidence, now_ns);
             self.losses += 1;
-            self.repeats.push_back(Repeat { flow, left: REPEATS });
+            self.repeats.push_back(Repeat::new(flow, LOSS_REPEATS));
+        } else if was_probed {
+            self.repeats.push_back(Repeat::new(flow, PROBE_REPEATS));
         }
         look_before(&mut self.look_at_ns, connection.deadline_ns);
     }
@@ -584,17 +625,17 @@ impl LossDetector {
     fn next_repeat(&mut self) -> Option<AckFrame> {
         loop {
             let repeat = self.repeats.front_mut()?;
-            let Repeat { flow, left } = *repeat;
+            let Repeat { flow, count, left } = *repeat;
             repeat.left -= 1;
             if left == 1 {
                 self.repeats.pop_front();
             }
             let Some(connection) = self.connections.get(&flow) else { continue };
             let Some(last) = connection.last_ack else { continue };
-            let window = match (left, last.window) {
-                (REPEATS, 0) => 1,
-                (REPEATS, window) => window - 1,
-                (_, window) => window,
+            let window = match last.window {
+                window if left < count => window,
+                0 => 1,
+                window => window - 1,
             };
             let seq = connection.receive_window.map_or(last.seq, |own| last.seq.max(own.start));
             return Some(AckFrame::new(&flow, self.mac, &LastAck { window, seq, ..last }, connection.unacknowledged));

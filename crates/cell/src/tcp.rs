@@ -38,7 +38,8 @@ const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long a peer may take to answer the first time.
 const CONNECT_NS: u64 = 10_000_000_000;
-/// How long a stream that was dropped may take to deliver what it has and to say goodbye.
+/// How long a stream that was dropped may take to deliver what it has and to say goodbye, and then
+/// its reset to leave.
 const LINGER_NS: u64 = 30_000_000_000;
 
 /// What a stream may always have on the way.
@@ -158,6 +159,18 @@ fn new_socket(window_bytes: usize, send_bytes: usize) -> tcp::Socket<'static> {
     socket.set_timeout(Some(PEER_TIMEOUT));
     socket.set_keep_alive(Some(KEEP_ALIVE));
     socket
+}
+
+/// Whether a connection has ended, and its peer was told. A reset waits where the device has no room
+/// or its link is down; the stack forgets the peer when it is sent.
+pub(crate) fn is_over(socket: &tcp::Socket<'_>) -> bool {
+    match socket.state() {
+        // Left at once: the peer has said its last word and was answered in the turn before; one that
+        // says it again gets a reset.
+        State::TimeWait => true,
+        State::Closed => socket.remote_endpoint().is_none(),
+        _ => false,
+    }
 }
 
 fn is_listening(nics: &[Nic], handle: &Handle) -> bool {
@@ -291,17 +304,13 @@ impl Stack {
             let Closing { handle, listener, deadline_ns } = self.closing[at];
             let nic = &mut self.nics[handle.nic];
             let socket = nic.sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
-            // TIME-WAIT is left at once: the peer has said its last word and was answered in the
-            // turn before; one that says it again gets a reset.
-            let ended = matches!(socket.state(), State::Closed | State::TimeWait);
-            if !ended && now_ns < deadline_ns {
+            if !is_over(socket) && now_ns < deadline_ns {
                 at += 1;
                 continue;
             }
-            if !ended {
+            if !matches!(socket.state(), State::Closed | State::TimeWait) {
                 socket.abort();
-                self.closing[at].deadline_ns = u64::MAX;
-                // The reset is sent in this turn; the socket is reclaimed in the next.
+                self.closing[at].deadline_ns = now_ns + LINGER_NS;
                 at += 1;
                 continue;
             }

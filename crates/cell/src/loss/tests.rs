@@ -39,6 +39,8 @@ fn byte(at: usize) -> u8 {
 struct Wire {
     received: VecDeque<Vec<u8>>,
     sent: Vec<Vec<u8>>,
+    /// Nothing can be sent.
+    is_down: bool,
 }
 
 struct Taken(Vec<u8>);
@@ -70,7 +72,7 @@ impl Device for Wire {
     }
 
     fn transmit(&mut self, _: Instant) -> Option<Permit<'_>> {
-        Some(Permit(&mut self.sent))
+        (!self.is_down).then_some(Permit(&mut self.sent))
     }
 
     fn capabilities(&self) -> DeviceCapabilities {
@@ -139,6 +141,8 @@ struct Peer {
     jitters: bool,
     is_closed: bool,
     is_mute: bool,
+    may_be_reset: bool,
+    is_reset: bool,
     fin_taken: bool,
     /// Bytes that came more than once.
     twice: usize,
@@ -161,6 +165,8 @@ impl Peer {
             jitters: false,
             is_closed: false,
             is_mute: false,
+            may_be_reset: false,
+            is_reset: false,
             fin_taken: false,
             twice: 0,
             selective: true,
@@ -388,7 +394,11 @@ impl Net {
         if self.peer.is_mute {
             return;
         }
-        assert!(!segment.rst, "the cell ended the connection");
+        if segment.rst {
+            assert!(self.peer.may_be_reset, "the cell ended the connection");
+            self.peer.is_reset = true;
+            return;
+        }
         if segment.syn {
             self.peer.first = segment.seq + 1;
             let ack = self.peer.ack();
@@ -617,6 +627,44 @@ fn a_window_that_stays_closed_is_probed_by_the_stack_alone() {
     let took = net.transfer(S).unwrap();
     assert!(took < 20 * MS, "{took} ns");
     assert_eq!(net.losses(), 0);
+}
+
+#[test]
+fn a_peer_that_reads_nothing_for_minutes_keeps_its_connection() {
+    for read_at in [1, 2, 5, 20, 100, 1000].map(|seconds| seconds * S) {
+        let mut net = Net::new(true, Peer { reads: false, ..Peer::new(30_000) }, 100_000, |_, _| false);
+        net.run(read_at, |_| false);
+        assert_eq!((net.state(), net.peer.taken), (tcp::State::FinWait1, 30_000));
+        let probes = net.sent_segments.iter().filter(|(from, to)| to - from == 1).count() as u64;
+        assert!(probes <= 4 + read_at / (2 * S), "{probes} probes in {} s", read_at / S);
+        // Its update of the window is lost, so the next probe has to find it out.
+        net.peer.read_all();
+        net.peer.reads = true;
+        let took = net.transfer(60 * S).unwrap();
+        assert!(took < 8 * S, "closed for {} s: {took} ns", read_at / S);
+        assert_eq!(net.losses(), 0);
+    }
+    let mut net = Net::new(false, Peer { reads: false, ..Peer::new(30_000) }, 100_000, |_, _| false);
+    net.peer.may_be_reset = true;
+    let start_ns = net.now_ns;
+    assert!(net.run(60 * S, |net| net.state() == tcp::State::Closed), "the stack alone probes as often as it must");
+    // Answers to probes after 1, 2, 4, 8 and 16 s, and then none within the 20 s that it waits.
+    let took = net.now_ns - start_ns;
+    assert!((51 * S..52 * S).contains(&took), "{took} ns");
+}
+
+#[test]
+fn a_reset_waits_for_the_way_to_its_peer() {
+    let mut net = Net::new(true, Peer::new(30_000), 1_000_000, |_, _| false);
+    net.run(2 * MS, |net| net.peer.taken > 100_000);
+    net.peer.may_be_reset = true;
+    net.wire.is_down = true;
+    net.socket().abort();
+    net.run(S, |_| false);
+    assert!(!crate::tcp::is_over(net.socket()), "its reset was not sent");
+    net.wire.is_down = false;
+    net.run(10 * MS, |_| false);
+    assert!(crate::tcp::is_over(net.socket()) && net.peer.is_reset);
 }
 
 #[test]
