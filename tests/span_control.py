@@ -324,9 +324,13 @@ def lease(machine, guest, asked=None):
     guest.ip("link", "set", "guest", "up")
     settings = files / "settings"
     settings.write_text(f"send dhcp-requested-address {asked};\n" if asked else "")
-    print(guest.run("dhclient", "-1", "-v", "-cf", settings, "-sf", script, "-lf", files / "leases", "-pf", files / "pid", "guest", check=False).stderr)
-    subprocess.run(["pkill", "-F", files / "pid"], check=False, capture_output=True)
-    return (files / "address").read_text().strip() if (files / "address").exists() else ""
+    given = lambda: (files / "address").read_text().strip() if (files / "address").exists() else ""  # noqa: E731
+    # In the foreground: in the background, it could outlive the test that has not seen its number.
+    words = ["dhclient", "-1", "-d", "-v", "-cf", settings, "-sf", script, "-lf", files / "leases", "-pf", files / "pid", "guest"]
+    with Process(words, name="dhclient", netns=guest) as client:
+        until("an address, or the client's end", lambda: given() or not client.alive(), PATIENCE_S + 60)
+        print(client.text)
+    return given()
 
 
 def lost(machine):
