@@ -159,6 +159,11 @@ enum skb_ext_id {
 	SKB_EXT_SEC_PATH,
 };
 
+/* Since Linux 6.1, and in kernels that took it over: what conntrack makes of a frame's place in its windows. */
+enum nf_ct_tcp_action {
+	NFCT_TCP_IGNORE,
+};
+
 struct dst_metrics {
 	__u32 metrics[17];
 };

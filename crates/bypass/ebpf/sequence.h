@@ -126,6 +126,12 @@ enum standing {
 	STANDING_DROP,	/* invalid */
 };
 
+/* What a frame is that is old or a little early. Linux before 6.1 calls it invalid; its tcp_in_window knows two verdicts. */
+static __always_inline enum standing stale(void)
+{
+	return bpf_core_enum_value_exists(enum nf_ct_tcp_action, NFCT_TCP_IGNORE) ? STANDING_IGNORE : STANDING_DROP;
+}
+
 /* In which window a FIN or RST is. */
 static __always_inline enum standing place_of(const struct frame *f, const struct progress *own, const struct progress *other)
 {
@@ -145,10 +151,10 @@ static __always_inline enum standing place_of(const struct frame *f, const struc
 	if (f->tcp_flags & TCP_RST && is_before(f->seq, other->ack))
 		return STANDING_DROP;
 	if (is_before(last, f->seq))
-		return f->end - last < window && !early && !late ? STANDING_IGNORE : STANDING_DROP;
+		return f->end - last < window && !early && !late ? stale() : STANDING_DROP;
 	if (early)
 		return STANDING_DROP;
-	return late || is_before(f->end, sent - window) ? STANDING_IGNORE : STANDING_UP;
+	return late || is_before(f->end, sent - window) ? stale() : STANDING_UP;
 }
 
 /* What is to become of a FIN or RST. `exact` is set for a RST that ends the connection and that the kernel cannot recognise as such. */

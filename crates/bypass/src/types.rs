@@ -11,6 +11,9 @@ use aya_obj::btf::{BtfError, BtfKind};
 use std::path::Path;
 
 const FOLDER: &str = "/sys/kernel/btf";
+/// What conntrack makes of a TCP frame's numbers. In a kernel with connection tracking as a module it
+/// is the module's, also where the kernel itself describes connections.
+const VERDICT: &str = "nf_ct_tcp_action";
 const HEADER_BYTES: usize = 24;
 
 /// Why there is no description that serves.
@@ -31,8 +34,9 @@ pub enum TypesError {
 
 /// The types of the running kernel.
 pub(crate) struct Types {
-    /// With those of the module of connection tracking, if it is one.
+    /// With those of the module of connection tracking, if that has any that are read.
     pub(crate) btf: Btf,
+    /// Connections are described by the module alone.
     is_module: bool,
 }
 
@@ -46,23 +50,35 @@ fn parsed(data: &[u8]) -> Result<Btf, BtfError> {
 }
 
 impl Types {
-    /// Reads them; loads the module of connection tracking where the kernel has it as one.
+    /// Reads them; loads the module of connection tracking where the kernel has it as one, or where it
+    /// may have.
     pub(crate) fn read() -> Result<Types, TypesError> {
         let own = file("vmlinux").map_err(TypesError::NoBtf)?;
-        let btf = parsed(&own).map_err(|e| TypesError::NoBtf(e.to_string()))?;
-        if btf.id_by_type_name_kind("nf_conn", BtfKind::Struct).is_ok() {
-            return Ok(Types { btf, is_module: false });
+        Types::of(&own, || {
+            file("nf_conntrack").or_else(|_| {
+                // The kernel loads it for any process that asks it about connections. Rules that
+                // track do so too; the module by itself tracks nothing.
+                let _ = Conntrack::open().map(|c| c.load_module());
+                file("nf_conntrack")
+            })
+        })
+    }
+
+    /// Those of the kernel's own description and, where it lacks some, of that of the module. Kernels
+    /// without [`VERDICT`] have the module asked in vain.
+    fn of(own: &[u8], module: impl FnOnce() -> Result<Vec<u8>, String>) -> Result<Types, TypesError> {
+        let btf = parsed(own).map_err(|e| TypesError::NoBtf(e.to_string()))?;
+        let is_module = btf.id_by_type_name_kind("nf_conn", BtfKind::Struct).is_err();
+        if !is_module && btf.id_by_type_name_kind(VERDICT, BtfKind::Enum).is_ok() {
+            return Ok(Types { btf, is_module });
         }
-        let module = file("nf_conntrack").or_else(|_| {
-            // The kernel loads it for any process that asks it about connections. Rules that track
-            // do so too; the module by itself tracks nothing.
-            let _ = Conntrack::open().map(|c| c.load_module());
-            file("nf_conntrack")
-        });
-        let module = module.map_err(TypesError::NoConntrack)?;
-        let whole = joined(&own, &module).ok_or_else(|| TypesError::NoConntrack("its BTF is malformed".into()))?;
+        let module = match module() {
+            Err(_) if !is_module => return Ok(Types { btf, is_module }),
+            module => module.map_err(TypesError::NoConntrack)?,
+        };
+        let whole = joined(own, &module).ok_or_else(|| TypesError::NoConntrack("its BTF is malformed".into()))?;
         let btf = parsed(&whole).map_err(|e| TypesError::NoConntrack(e.to_string()))?;
-        Ok(Types { btf, is_module: true })
+        Ok(Types { btf, is_module })
     }
 
     /// The kernel's number of a function, if it has it.
@@ -131,6 +147,28 @@ mod tests {
         let btf = parsed(&joined(&own, &module).unwrap()).unwrap();
         let id = |name| btf.id_by_type_name_kind(name, BtfKind::Struct).ok();
         assert_eq!((id("net"), id("nf_conn"), id("veth")), (Some(1), Some(2), None));
+    }
+
+    #[test]
+    fn the_module_is_asked_for_what_the_kernel_itself_does_not_describe() {
+        // An enumeration of one value: name, kind with number of values, size; the value's name and itself.
+        let verdict = |name: u32| [name, (BtfKind::Enum as u32) << 24 | 1, 4, 0, 0].map(u32::to_ne_bytes).concat();
+        let own = description(&structure(1, 8), b"\0nf_conn\0");
+        let module = description(&verdict(9), b"nf_ct_tcp_action\0");
+        let has_verdict = |types: &Types| types.btf.id_by_type_name_kind(VERDICT, BtfKind::Enum).is_ok();
+        let both = Types::of(&own, || Ok(module.clone())).unwrap();
+        assert!(has_verdict(&both) && !both.is_module && both.structure("nf_conn") == Some(1));
+        // Connection tracking is built in, and has no such verdicts.
+        let old = Types::of(&own, || Err("there is none".into())).unwrap();
+        assert!(!has_verdict(&old) && !old.is_module);
+        let whole = description(&[structure(1, 8), verdict(9)].concat(), b"\0nf_conn\0nf_ct_tcp_action\0");
+        assert!(has_verdict(&Types::of(&whole, || panic!("nothing is missing")).unwrap()));
+        // All of it is the module's.
+        let bare = description(&structure(1, 8), b"\0cpumask\0");
+        let module = description(&[structure(9, 8), verdict(17)].concat(), b"nf_conn\0nf_ct_tcp_action\0");
+        let modular = Types::of(&bare, || Ok(module)).unwrap();
+        assert!(has_verdict(&modular) && modular.is_module && modular.structure("nf_conn") == Some(1));
+        assert!(matches!(Types::of(&bare, || Err("none".into())), Err(TypesError::NoConntrack(_))));
     }
 
     #[test]
