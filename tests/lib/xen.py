@@ -169,11 +169,12 @@ def told_of(xen, address):
 
 def fetch(xen, address, path, content, meanwhile=None):
     """Downloads http://ADDRESS/PATH to dom0 and compares its checksum with that of `content`. `meanwhile` happens while it comes: until
-    that has returned, dom0 reads 128 KiB in 0.1 s, up to half of it, so that a fast machine is not ready before."""
+    that has returned, dom0 reads 128 KiB in 0.1 s, and from half of it on in 2 s, so that a fast machine is not ready before. A cell's
+    httpd gives up a client that reads nothing for 30 s."""
     read = "cat"
     if meanwhile:
         blocks = len(content) // 2 // 65536
-        paced = f"[ $n -lt {blocks} ] && n=$((n+2)) && dd bs=64k count=2 iflag=fullblock status=none; usleep 100000"
+        paced = f"[ $n -lt {blocks} ] || usleep 1900000; n=$((n+2)); dd bs=64k count=2 iflag=fullblock status=none; usleep 100000"
         read = f"{{ touch /tmp/held; n=0; while [ -e /tmp/held ]; do {paced}; done; cat; }}"
     handle = xen.start(f"wget -q -O - http://{address}/{path} | {read} | sha256sum")
     if meanwhile:
