@@ -38,8 +38,8 @@ const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long a peer may take to answer the first time.
 const CONNECT_NS: u64 = 10_000_000_000;
-/// How long a stream that was dropped may take to deliver what it has and to say goodbye, and then
-/// its reset to leave.
+/// How long a stream that was dropped may go without delivering any of what it has, or take to end,
+/// and then its reset to leave.
 const LINGER_NS: u64 = 30_000_000_000;
 
 /// What a stream may always have on the way.
@@ -118,7 +118,23 @@ impl ListenState {
 pub(crate) struct Closing {
     handle: Handle,
     listener: Option<usize>,
+    /// Bytes that were not acknowledged when this was last looked at.
+    left: usize,
     pub(crate) deadline_ns: u64,
+}
+
+impl Closing {
+    fn new(handle: Handle, listener: Option<usize>, left: usize, now_ns: u64) -> Closing {
+        Closing { handle, listener, left, deadline_ns: now_ns + LINGER_NS }
+    }
+
+    /// Notes what is left: a peer that reads slowly gets all of it.
+    fn note(&mut self, left: usize, now_ns: u64) {
+        if left < self.left {
+            self.left = left;
+            self.deadline_ns = now_ns + LINGER_NS;
+        }
+    }
 }
 
 /// The window of a new socket that wants `wanted` bytes, where those of the others are `taken` of
@@ -301,9 +317,11 @@ impl Stack {
         let before = self.closing.len();
         let mut at = 0;
         while at < self.closing.len() {
-            let Closing { handle, listener, deadline_ns } = self.closing[at];
+            let Closing { handle, listener, .. } = self.closing[at];
             let nic = &mut self.nics[handle.nic];
             let socket = nic.sockets.get_mut::<tcp::Socket<'_>>(handle.socket);
+            self.closing[at].note(socket.send_queue(), now_ns);
+            let deadline_ns = self.closing[at].deadline_ns;
             if !is_over(socket) && now_ns < deadline_ns {
                 at += 1;
                 continue;
@@ -594,12 +612,14 @@ impl TcpStream {
 
 impl Drop for TcpStream {
     fn drop(&mut self) {
-        let deadline_ns = self.net.now_ns() + LINGER_NS;
+        let now_ns = self.net.now_ns();
         let (handle, listener) = (self.handle, self.listener);
         self.net.with(|stack| {
             stack.streams -= 1;
-            stack.socket(handle).close();
-            stack.closing.push(Closing { handle, listener, deadline_ns });
+            let socket = stack.socket(handle);
+            socket.close();
+            let left = socket.send_queue();
+            stack.closing.push(Closing::new(handle, listener, left, now_ns));
         });
     }
 }
@@ -607,6 +627,9 @@ impl Drop for TcpStream {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
+    use crate::device::NetDevice;
+    use smoltcp::wire::Ipv4Address;
 
     #[test]
     fn the_windows_of_many_connections_stay_within_the_ring() {
@@ -624,6 +647,38 @@ mod tests {
             assert!(taken <= RING_BYTES, "32 windows of up to {wanted} bytes come to {taken}");
         }
         assert_eq!(window_bytes(256 << 10, usize::MAX, 1 << 30), 256 << 10);
+    }
+
+    #[test]
+    fn a_socket_whose_reset_could_not_be_sent_waits_for_that_but_not_for_good() {
+        let config = Config::parse("ip=10.0.0.10/24").unwrap();
+        let mut stack = Stack::new(Vec::from([NetDevice::None]), &config, 0, 1);
+        let nic = &mut stack.nics[0];
+        let mut socket = new_socket(64, 64);
+        socket.connect(nic.interface.context(), (Ipv4Address::new(10, 0, 0, 1), 80), 50_000).unwrap();
+        socket.abort();
+        let handle = Handle { nic: 0, socket: nic.sockets.add(socket) };
+        stack.closing.push(Closing::new(handle, None, 0, 7));
+        stack.reap_connections(6 + LINGER_NS);
+        assert_eq!(stack.closing.len(), 1);
+        stack.reap_connections(7 + LINGER_NS);
+        assert!(stack.closing.is_empty());
+    }
+
+    #[test]
+    fn a_dropped_stream_has_time_as_long_as_its_peer_reads() {
+        let handle = Handle { nic: 0, socket: SocketSet::new(Vec::new()).add(new_socket(64, 64)) };
+        let mut closing = Closing::new(handle, None, 1000, 7);
+        for (left, now_ns, expected) in [
+            (1000, 8, 7 + LINGER_NS),
+            (999, LINGER_NS, 2 * LINGER_NS),
+            (999, 2 * LINGER_NS - 1, 2 * LINGER_NS),
+            (0, 2 * LINGER_NS - 1, 3 * LINGER_NS - 1),
+            (0, 3 * LINGER_NS - 2, 3 * LINGER_NS - 1),
+        ] {
+            closing.note(left, now_ns);
+            assert_eq!(closing.deadline_ns, expected, "{left} left after {now_ns} ns");
+        }
     }
 
     #[test]
