@@ -73,6 +73,11 @@ learning = false
         done = self.fabric.cli("span", "status", "--json", check=False)
         return json.loads(done.stdout)["report"] if done.returncode == 0 else None
 
+    def connections(self):
+        """The ports of its connections to other machines, here and there."""
+        listed = self.space.run("ss", "-tnH", "state", "established", f"( sport = :{PORT} or dport = :{PORT} )").stdout
+        return [tuple(int(end.rpartition(":")[2]) for end in line.split()[2:4]) for line in listed.splitlines()]
+
     def states(self):
         return {machine["name"]: machine["state"] for machine in (self.report() or {}).get("machines", [])}
 
@@ -287,6 +292,34 @@ def test_whatever_ends_what_is_known_stays_and_a_dead_machine_is_forgotten():
         for machine in all_three:
             machine.span.stop()
             machine.fabric.down()
+
+
+@timeout(300)
+def test_a_connection_that_one_end_still_has_does_not_keep_the_other_ends_next_one_from_being_heard():
+    with machines(2) as (keys, one, two):
+        start_all((one, two), keys)
+        one.knows(two)
+        two.knows(one)
+        # With one of each direction, what one end opens next may be added to what the other end still has, and be dropped for as long as they
+        # were connected before.
+        one.waits(LEASE_S)
+        for loser, other in ((one, two), (two, one)):
+            [(own, far)] = loser.connections()
+            # It gives its connection up, and nothing tells the other end of that.
+            other.space.run("nft", "add table ip hide; add chain ip hide in { type filter hook input priority 0; }; "
+                                   f"add rule ip hide in ip saddr {loser.address} tcp sport {own} tcp dport {far} drop")
+            loser.space.run("ss", "-K", "-tn", "state", "established", f"( sport = :{own} and dport = :{far} )")
+            assert (own, far) not in loser.connections()
+            # What is new at either end is heard by way of the next one.
+            for machine, hears in ((loser, other), (other, loser)):
+                name = f"after-{loser.number}"
+                text = machine.fabric.file.read_text() + f'[tap.{name}]\nnetns = "{machine.member}"\nip = "10.87.0.{200 + 10 * loser.number + machine.number}"\n'
+                machine.fabric.file.write_text(text)
+                machine.fabric.cli("apply")
+                mac = machine.member.run("cat", f"/sys/class/net/{name}/address").stdout.strip()
+                until("the member to be known", lambda: mac in hears.remotes()[machine.name], PATIENCE_S, every=0.2)
+            until("both to be heard", lambda: one.states() == {"node-2": "up"} and two.states() == {"node-1": "up"}, PATIENCE_S, every=0.2)
+            assert len(loser.connections()) == 1, loser.connections()
 
 
 @timeout(300)

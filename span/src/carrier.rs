@@ -23,6 +23,14 @@
 //! which cost connections under load. So all of zenoh's reading and writing is on one thread
 //! ([`RUNTIMES`]).
 //!
+//! # Who connects
+//! Of two machines, the one whose name sorts first connects to the other one. If both did, they
+//! would have two connections, and when one end gives up both and connects again while the other
+//! end still has one, zenoh 1.10.2 adds the new connection to what that end has: it expects messages
+//! with the old numbers, drops those with new ones, and shows nothing of its own again. The two did
+//! not hear each other for as long as they had before. With one connection for each two machines,
+//! the end that still has it refuses the new one until it has noticed too.
+//!
 //! # Routers
 //! With a router of zenoh the session is its client: everything goes through it, and this machine
 //! listens nowhere. Then the router has the rules that keep machines from speaking for others,
@@ -106,7 +114,7 @@ pub struct Carriage<'a> {
     pub machine: &'a str,
     /// Where it listens; `None` where it is a client of routers.
     pub listen: Option<SocketAddr>,
-    /// The other machines.
+    /// The other machines. It connects to those whose names sort after its own.
     pub peers: &'a [Peer],
     /// Routers of zenoh, of which one that is there is used. Without, all machines connect to each
     /// other.
@@ -305,8 +313,9 @@ impl Carriage<'_> {
         let listen: Vec<String> = self.listen.iter().map(|address| self.endpoint(*address)).collect();
         set("listen/endpoints", listen.into())?;
         let others = if is_client { self.routers } else { self.peers };
-        let endpoints: Vec<String> =
-            others.iter().filter_map(|peer| peer.address).map(|address| self.endpoint(address)).collect();
+        let connects = |other: &&Peer| is_client || *self.machine < *other.name;
+        let addresses = others.iter().filter(connects).filter_map(|peer| peer.address);
+        let endpoints: Vec<String> = addresses.map(|address| self.endpoint(address)).collect();
         set("connect/endpoints", endpoints.into())?;
         if is_client {
             // Each router once; then this program tries again. A connection that breaks later is
@@ -686,6 +695,26 @@ mod tests {
         let policies = of_router["access_control"]["policies"].as_array().unwrap();
         let subjects: Vec<_> = policies.iter().map(|policy| policy["subjects"][0].as_str().unwrap()).collect();
         assert_eq!(subjects, ["b", "c", "a"]);
+    }
+
+    #[test]
+    fn of_two_machines_one_connects_and_every_machine_connects_to_its_router() {
+        let peers = |names: [&str; 2]| {
+            names.map(|name| Peer { name: name.into(), address: Some(([192, 0, 2, name.as_bytes()[0]], 7447).into()) })
+        };
+        let listen = Some(([192, 0, 2, 1], 7447).into());
+        let connects = |machine, others: [&str; 2], routers: &[Peer]| {
+            let peers = peers(others);
+            let listen = listen.filter(|_| routers.is_empty());
+            let config = Carriage { site: "s", machine, listen, peers: &peers, routers, keys: None }.config().unwrap();
+            let text = config.get_json("connect/endpoints").unwrap();
+            serde_json::from_str::<Vec<String>>(&text).unwrap()
+        };
+        let at = |name: u8| format!("tcp/192.0.2.{name}:7447");
+        assert_eq!(connects("a", ["b", "c"], &[]), [at(b'b'), at(b'c')]);
+        assert_eq!(connects("b", ["a", "c"], &[]), [at(b'c')]);
+        assert_eq!(connects("c", ["a", "b"], &[]), [""; 0]);
+        assert_eq!(connects("c", ["a", "b"], &peers(["a", "d"])), [at(b'a'), at(b'd')]);
     }
 
     #[test]
