@@ -127,11 +127,21 @@ pub fn has_gone(pid: u32, started_ticks: Option<u64>) -> bool {
     }
 }
 
-/// Whether a process is stopped by a signal (state T of proc_pid_stat(5)); one that is traced is
-/// not.
+/// The state of a process's first thread, a letter of proc_pid_stat(5).
+fn state(pid: u32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+/// Whether a process is stopped by a signal (state T); one that is traced is not.
 pub fn is_stopped(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
+    state(pid) == Some('T')
+}
+
+/// Whether a process runs, or waits for a processor or a disk (states R and D): if it has one
+/// thread and does not answer, it is slow and does not hang.
+pub fn is_busy(pid: u32) -> bool {
+    matches!(state(pid), Some('R' | 'D'))
 }
 
 /// Reads the process's command line. `None`: /proc does not show it.

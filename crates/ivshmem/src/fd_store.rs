@@ -86,6 +86,9 @@ const LINGER: u8 = 10;
 /// How long an fd store may take to answer, or to make room for a request, before it counts as
 /// lost.
 const TIMEOUT: Duration = Duration::from_secs(3);
+/// How long one that has just answered may take for each record that it lists: a machine with too
+/// much work.
+const SLOW: Duration = Duration::from_secs(30);
 
 /// Connections that are accepted before requests are heard again.
 const ACCEPTED: usize = 64;
@@ -233,6 +236,17 @@ impl FdStore {
     /// The fd store is lost; `EPROTO` if it is none.
     pub fn list(&self) -> Result<Vec<StoredRecord>, Errno> {
         self.list_of("")
+    }
+
+    /// As [`FdStore::list_of`], from a store that has just answered, however slow it is.
+    ///
+    /// # Errors
+    /// As for [`FdStore::list`].
+    pub(crate) fn list_slowly(&self, prefix: &str) -> Result<Vec<StoredRecord>, Errno> {
+        sockopt::set_socket_timeout(&self.socket, sockopt::Timeout::Recv, Some(SLOW))?;
+        let records = self.list_of(prefix);
+        sockopt::set_socket_timeout(&self.socket, sockopt::Timeout::Recv, Some(TIMEOUT))?;
+        records
     }
 
     /// Those records whose names begin with `prefix`.

@@ -89,7 +89,7 @@ impl Store {
     /// Why there is none, in words.
     pub fn open(mut find: Find, tell: Tell) -> Result<Store, String> {
         let fd_store = find()?;
-        let records = fd_store.list_of(PREFIX).map_err(|e| format!("the fd store does not answer: {e}"))?;
+        let records = fd_store.list_slowly(PREFIX).map_err(|e| format!("the fd store does not answer: {e}"))?;
         let left = records.into_iter().filter_map(|r| Some((r.name.strip_prefix(PREFIX)?.to_string(), r)));
         let state =
             StoreState { fd_store: Some(fd_store), find, left: left.collect(), frozen: false, busy: 0, closed: false };

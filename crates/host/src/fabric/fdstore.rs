@@ -11,9 +11,10 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::SocketType;
 use tombolo_ivshmem::fd_store::{self, FdStore};
 use tombolo_ivshmem::store::Store;
@@ -27,6 +28,8 @@ use crate::{members, process};
 
 /// How long a store may take to end.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
+/// How long a store may take to answer while it waits for a processor or a disk.
+const SLOW: Duration = Duration::from_secs(30);
 /// How long a store that was told to end may take to be gone.
 const ENDS: Duration = Duration::from_millis(500);
 
@@ -36,7 +39,7 @@ const ENDS: Duration = Duration::from_millis(500);
 /// # Errors
 /// In words.
 pub fn keep(path: &Path) -> Result<(), String> {
-    let failed = |what: &str, e: rustix::io::Errno| format!("{what} {}: {e}", path.display());
+    let failed = |what: &str, e: Errno| format!("{what} {}: {e}", path.display());
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
@@ -73,9 +76,18 @@ impl Finder {
     }
 
     /// The store that runs. One that was killed may still have its socket for an instant, and one
-    /// that hangs has it for ever: so it has to answer.
+    /// that hangs has it for ever: so it has to answer. On a machine with too much work it may take
+    /// long, and is not given up: what it holds would be lost.
     pub(crate) fn running(&self) -> Option<FdStore> {
-        FdStore::connect(&self.path).ok().filter(|fd_store| fd_store.list_of("nothing has this name").is_ok())
+        let until = Instant::now() + SLOW;
+        let asked = |fd_store: FdStore| fd_store.list_of("nothing has this name").map(|_| fd_store);
+        let is_slow = || process::fd_stores(&self.path).iter().any(|store| process::is_busy(store.pid));
+        loop {
+            match FdStore::connect(&self.path).and_then(asked) {
+                Err(Errno::AGAIN) if Instant::now() < until && is_slow() => {}
+                found => return found.ok(),
+            }
+        }
     }
 
     /// The store that runs, or a new one.
@@ -302,5 +314,51 @@ impl OwnStore {
         if let Some(store) = self.store.take() {
             store.close();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::Signal;
+
+    /// A process that is found as the store at a socket, and works as long as this one is there.
+    fn works(folder: &Path, socket: &Path) -> Child {
+        std::fs::write(folder.join("keeper"), "while kill -0 $PPID; do :; done").unwrap();
+        Command::new("sh").arg("keeper").arg(socket).current_dir(folder).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_store_that_is_slow_is_waited_for_and_one_that_is_stopped_is_not() {
+        let folder = std::env::temp_dir().join(format!("tombolo-fdstore-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let finder = Finder::new(&folder);
+        let listener = Listener::replace(finder.path(), SocketType::SEQPACKET).unwrap();
+        let mut process = works(&folder, finder.path());
+        let pid = process.id();
+        let is_stopped = |wanted| {
+            while process::is_stopped(pid) != wanted {
+                std::thread::yield_now();
+            }
+        };
+        let signal = |signal| process::Process::open(pid).unwrap().signal(signal).unwrap();
+        signal(Signal::STOP);
+        is_stopped(true);
+        assert!(finder.running().is_none() && finder.is_cut_off());
+        signal(Signal::CONT);
+        is_stopped(false);
+        // Beyond what one that hangs is given.
+        let asked = Instant::now();
+        let serves = std::thread::spawn(move || {
+            std::thread::sleep(TIMEOUT + Duration::from_secs(1));
+            fd_store::serve(listener)
+        });
+        let found = finder.running();
+        assert!(found.is_some() && asked.elapsed() > TIMEOUT, "{:?}", asked.elapsed());
+        drop(found);
+        serves.join().unwrap().unwrap();
+        process.kill().unwrap();
+        process.wait().unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }
