@@ -60,12 +60,21 @@ def standing(qga="yes", machine="microvm", attach="vhost-user", agent=True):
         with Fabric(folder, text) as fabric, Console("v", fabric.name, fabric.env) as console:
             boots(fabric, console)
             if qga == "yes" and agent:
-                until("the agent", lambda: execute(fabric, "true").returncode == 0, PATIENCE_S)
+                answers(fabric, console, lambda done: done.returncode == 0)
             elif qga != "no" and agent:
                 # One that may run no commands answers with that.
-                until("the agent", lambda: b"does not answer" not in execute(fabric, "true").stderr, PATIENCE_S)
+                answers(fabric, console, lambda done: b"does not answer" not in done.stderr)
             yield fabric, console
             fabric.down()
+
+
+def answers(fabric, console, is_right):
+    """Waits for the agent's answer."""
+    try:
+        until("the agent", lambda: is_right(execute(fabric, "true")), PATIENCE_S)
+    except TimeoutError as error:
+        guest = console.run("ps | grep qemu-ga; cat /tmp/qga.log; grep . /sys/class/virtio-ports/*/name; ls -l /dev/vport*").text
+        raise AssertionError(f"{error}: {execute(fabric, 'true').stderr.decode()}\nin the guest:\n{guest}") from None
 
 
 def execute(fabric, *words, flags=(), data=b"", seconds=PATIENCE_S):
