@@ -103,6 +103,17 @@ class Talk6(Talk):
         return self.h.space.run("conntrack", "-L", "-f", "ipv6", "-p", "tcp", "--orig-port-src", str(self.sport), check=False).stdout
 
 
+def outlasts(talk, what):
+    """Waits until its entry is that of an established connection."""
+    try:
+        until(what, talk.lasts)
+    except TimeoutError as error:
+        h = talk.h
+        logs = [path.read_text() for path in h.folder.glob("run/bypass/*.log")]
+        seen = [talk.listing(), h.cli("flows", "--json").stdout, h.cli("status", "--json").stdout, *logs]
+        raise AssertionError("\n".join([f"{error}: sent {talk.a} and {talk.b}", *seen])) from None
+
+
 # Connections are tracked, and those of before are not translated.
 TRACKED = NAT[NAT.index("table inet f"):]
 
@@ -183,10 +194,10 @@ def entries_last(kind, rules, patterns, mode):
             before = h.taken()
             pattern(talk)
             assert h.taken() >= before + 10, h.status("ta")
-            until(f"the entry after {pattern.__name__} to last", talk.lasts)
+            outlasts(talk, f"the entry after {pattern.__name__} to last")
             # And again, after more traffic.
             pattern(talk)
-            until(f"the entry after {pattern.__name__} once more to last", talk.lasts)
+            outlasts(talk, f"the entry after {pattern.__name__} once more to last")
             pattern(talk)
             h.cli("detach")
             assert talk.lasts(), (pattern.__name__, talk.entry())
@@ -209,13 +220,13 @@ def test_data_that_nobody_acknowledges_lets_the_entry_expire_as_in_the_kernel():
         talk = Talk(h, 3001)
         all_taken(talk)
         bulk(talk)
-        until("the entry to last", talk.lasts)
+        outlasts(talk, "the entry to last")
         for _ in range(20):
             assert talk.to_b(500)
         until("the entry to be one of unacknowledged data", lambda: talk.entry()[1] <= UNACKNOWLEDGED_S)
         assert talk.entry()[0] == "ESTABLISHED" and talk.entry()[1] > UNACKNOWLEDGED_S - 60
         assert talk.to_a()
-        until("the entry to last again", talk.lasts)
+        outlasts(talk, "the entry to last again")
 
 
 def half_closed(h, frames, meanwhile=None):
@@ -320,7 +331,7 @@ def guesses_are_harmless(kind, rules, patterns):
             same_guesses(talk, True, expected)
             assert talk.entry()[0] == "ESTABLISHED", talk.entry()
             pattern(talk)
-            until("the entry to last", talk.lasts)
+            outlasts(talk, "the entry to last")
             same_guesses(talk, True, expected)
             assert talk.lasts(), talk.entry()
             same_guesses(talk, False, expected_a)
@@ -369,7 +380,7 @@ def unknown_ends_are_the_kernels(kind, rules):
             assert sent(talk) == expected and "dropped_window" not in h.status("tb")["by_reason"], h.status("tb")
             # None of them counts as its end: such a connection is not settled.
             both_ways(talk)
-            until("the entry to last", talk.lasts)
+            outlasts(talk, "the entry to last")
         assert talk.to_b(flags=FIN | ACK) and talk.entry()[0] == "FIN_WAIT", talk.entry()
 
 
@@ -389,7 +400,7 @@ def test_after_detach_the_kernel_checks_windows_again():
                 # The kernel has lost its step by more than a window.
                 bulk(talk)
                 pattern(talk)
-                until("the entry to last", talk.lasts)
+                outlasts(talk, "the entry to last")
                 before = invalid(h)
                 assert h.cli("detach").stdout == "ta detached\ntb detached\n"
                 # Neither end has seen how.
@@ -608,6 +619,6 @@ def test_without_the_keeper_connections_go_back_to_the_kernel_and_last():
                 # is told where the two are.
                 assert talk.entry()[0] == "ESTABLISHED" and talk.entry()[1] > UNACKNOWLEDGED_S - 60, talk.entry()
                 attach(h)
-                until("the entry to last", talk.lasts)
+                outlasts(talk, "the entry to last")
             assert talk.lasts(), talk.entry()
             assert invalid(h) == 0
