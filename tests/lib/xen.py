@@ -46,6 +46,8 @@ LINUX_LINE = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr
 # around it.
 LINE_BYTES = 110
 PIECE_BYTES = 60
+# How long a command may take before its host is sent an empty line.
+WAKES_S = 30
 _scripts = itertools.count(1)
 
 
@@ -92,6 +94,18 @@ class XenHost(Process, Commands):
                 self.finish(super().start(f"printf %s {shlex.quote(line[at : at + PIECE_BYTES])} >>{script}"))
             self.finish(super().start(f"echo >>{script}"))
         return super().start(f"sh {script}")
+
+    def finish(self, handle, seconds=60, check=True):
+        """As of every guest. An emulated Xen sometimes stands still, without using any CPU, until an interrupt comes that is not its timer's
+        ("Platform timer appears to have unexpectedly wrapped"). The console's is one."""
+        ident, since = handle
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > WAKES_S:
+            with contextlib.suppress(TimeoutError):
+                self.wait_line(lambda line: line.startswith(f"{ident}="), WAKES_S, since)
+                break
+            self.send("\n")
+        return super().finish(handle, max(left, 1), check)
 
     def create(self, name, app, line="", memory_mib=32, mac="00:16:3e:00:00:02", vif=True):
         """Starts a cell as a PVH domain with xl (tools/xen/cell), with one vif or several (`mac` is what that takes as VIF)."""
