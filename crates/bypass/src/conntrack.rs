@@ -189,6 +189,9 @@ fn put_update(message: &mut Message, update: Update) {
     if let Some(timeout_s) = update.timeout_s {
         message.put(CTA_TIMEOUT, &timeout_s.to_be_bytes());
     }
+    if update.state.is_none() && update.flags.is_none() {
+        return;
+    }
     message.nest(CTA_PROTOINFO, |info| {
         info.nest(CTA_PROTOINFO_TCP, |tcp| {
             if let Some(state) = update.state {

@@ -41,7 +41,7 @@ use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
@@ -78,6 +78,9 @@ const SCAN_REST: u64 = 4;
 const UNUSED: Duration = Duration::from_secs(60);
 /// How often such flows are looked for.
 const REAP: Duration = Duration::from_secs(15);
+/// How long after a connection was acknowledged it is looked at again: longer than a frame is in
+/// the kernel's hands.
+const CONFIRM: Duration = Duration::from_millis(100);
 /// How often TCP connections are looked at that rest.
 const SETTLE: Duration = Duration::from_secs(5);
 /// How long a controller may take to start.
@@ -628,6 +631,8 @@ fn glance(fds: &[BorrowedFd<'_>], longest: Duration) -> Result<(), AttachError> 
 /// Has connections' entries altered as the programs wish, until the place is gone.
 fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> Result<(), AttachError> {
     let mut beats = Beats::open(place)?;
+    // Connections that were acknowledged, and when that is to be confirmed.
+    let mut acknowledged: VecDeque<(u64, Connection)> = VecDeque::new();
     loop {
         beats.set(GRANTING, monotonic_ns())?;
         glance(&[wishes.as_fd()], GLANCE)?;
@@ -638,14 +643,22 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
             match wished(&wish) {
                 // The kernel has just set the timeout that goes with the flag.
                 Some((connection, Update::ACKNOWLEDGED)) => {
-                    if let Some(timeouts) = settle::Timeouts::read() {
-                        settle::acknowledge(conntrack, &connection, timeouts);
+                    if let Some(timeouts) = settle::Timeouts::read()
+                        && settle::acknowledge(conntrack, &connection, timeouts)
+                    {
+                        acknowledged.push_back((monotonic_ns() + CONFIRM.as_nanos() as u64, connection));
                     }
                 }
                 // One that closed meanwhile needs it no more; one that the kernel does not change
                 // is wished for again.
                 Some((connection, update)) => drop(conntrack.update(&connection, update)),
                 None => {}
+            }
+        }
+        let now_ns = monotonic_ns();
+        while let Some((_, connection)) = acknowledged.pop_front_if(|(due_ns, _)| *due_ns <= now_ns) {
+            if let Some(timeouts) = settle::Timeouts::read() {
+                settle::confirm(conntrack, &connection, timeouts);
             }
         }
     }

@@ -147,14 +147,31 @@ fn due(entry: Entry, is_acknowledged: [bool; 2], rested_s: u64, timeouts: Timeou
 }
 
 /// Ends the kernel's wait for an acknowledgement that it will not recognise, moments after the wait
-/// began.
-pub(crate) fn acknowledge(conntrack: &Conntrack, connection: &Connection, timeouts: Timeouts) {
+/// began. Whether it did: then [`confirm`] is due once no frame of before is under way.
+pub(crate) fn acknowledge(conntrack: &Conntrack, connection: &Connection, timeouts: Timeouts) -> bool {
+    let Ok(Some(entry)) = conntrack.entry(connection) else { return false };
+    // If it fails, it is wished for again.
+    due(entry, [true; 2], 0, timeouts).is_some_and(|update| conntrack.update(connection, update).is_ok())
+}
+
+/// Sets the timeout of a connection that was acknowledged once more, if a frame has undone it. The
+/// kernel sets the timeout before the flag, and chooses a frame's timeout by the flag some time
+/// before it sets that.
+pub(crate) fn confirm(conntrack: &Conntrack, connection: &Connection, timeouts: Timeouts) {
     if let Ok(Some(entry)) = conntrack.entry(connection)
-        && let Some(update) = due(entry, [true; 2], 0, timeouts)
+        && let Some(update) = undone(entry, timeouts)
     {
-        // If it fails, it is wished for again.
         let _ = conntrack.update(connection, update);
     }
+}
+
+/// What sets the timeout of an entry that was just acknowledged and has that of one that waits.
+fn undone(entry: Entry, Timeouts { established_s, unacknowledged_s }: Timeouts) -> Option<Update> {
+    let waits = entry.flags.iter().any(|flags| flags & UNACKNOWLEDGED != 0);
+    let is_short = u64::from(entry.timeout_s).abs_diff(unacknowledged_s) <= SLACK_S;
+    let timeout_s = u32::try_from(established_s).ok().filter(|_| established_s > unacknowledged_s);
+    let is_undone = entry.state == ESTABLISHED && !waits && is_short;
+    timeout_s.filter(|_| is_undone).map(|seconds| Update { timeout_s: Some(seconds), ..Update::default() })
 }
 
 /// Settles these connections. One that is gone, or that the kernel does not alter, is left as it
@@ -224,6 +241,21 @@ mod tests {
     fn an_entry_that_took_the_place_of_another_is_the_one_that_was_used_last() {
         let flows = [flow(false, 8, 1, 5, 5), flow(false, 9, 7, 10, 100), flow(true, 9, 6, 100, 10)];
         assert_eq!(standings(&flows)[0].connection.source_port, [0, 9]);
+    }
+
+    #[test]
+    fn a_timeout_that_a_frame_set_by_the_flag_of_before_is_set_again() {
+        let entry = |flags, timeout_s| Entry { state: ESTABLISHED, flags, timeout_s };
+        let again = Some(Update { timeout_s: Some(432_000), ..Update::default() });
+        assert_eq!(undone(entry([8, 8], 299), TIMEOUTS), again);
+        assert_eq!(undone(entry([8, 8], 431_999), TIMEOUTS), None);
+        // Data has come since, and the kernel waits for its acknowledgement.
+        assert_eq!(undone(entry([0x18, 8], 299), TIMEOUTS), None);
+        // A `ct timeout` of 100 s, and sysctls by which nothing waits for less long.
+        assert_eq!(undone(entry([8, 8], 100), TIMEOUTS), None);
+        let equal = Timeouts { established_s: 300, unacknowledged_s: 300 };
+        assert_eq!(undone(entry([8, 8], 299), equal), None);
+        assert_eq!(undone(Entry { state: 5, flags: [8, 8], timeout_s: 299 }, TIMEOUTS), None);
     }
 
     #[test]
