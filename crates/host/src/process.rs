@@ -118,8 +118,8 @@ pub fn liveness(pid: u32, started_ticks: u64) -> Liveness {
 pub fn has_gone(pid: u32, started_ticks: Option<u64>) -> bool {
     match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => {
-            let is_zombie = stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('Z'));
-            is_zombie || started_ticks.is_some_and(|ticks| start_ticks(pid).is_some_and(|now| now != ticks))
+            state_in(&stat) == Some('Z')
+                || started_ticks.is_some_and(|ticks| start_ticks(pid).is_some_and(|now| now != ticks))
         }
         Err(error) => {
             error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
@@ -127,10 +127,13 @@ pub fn has_gone(pid: u32, started_ticks: Option<u64>) -> bool {
     }
 }
 
-/// The state of a process's first thread, a letter of proc_pid_stat(5).
-fn state(pid: u32) -> Option<char> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+/// The state of a process's first thread in its /proc/PID/stat, a letter of proc_pid_stat(5).
+fn state_in(stat: &str) -> Option<char> {
     stat.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+fn state(pid: u32) -> Option<char> {
+    state_in(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
 /// Whether a process is stopped by a signal (state T); one that is traced is not.
