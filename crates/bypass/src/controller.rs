@@ -673,9 +673,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         };
         // One that comes late must not make its lock in a place that was removed.
         let Some(_held) = held.filter(|_| place.exists()) else { return Ok(()) };
-        let Some(mut lock) = place.controller_lock()? else { return Ok(()) };
-        // The lock is what counts; the number is for people.
-        let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
+        let Some(lock) = place.controller_lock()? else { return Ok(()) };
         lock
     };
     let mut beats = Beats::open(place)?;

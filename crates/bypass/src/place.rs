@@ -11,7 +11,7 @@
 //! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*, qdisc_*
 //! RUNTIME/bypass/ID.json      the owner record
 //! RUNTIME/bypass/ID.rules     which firewall rules judge each frame, as they were read last
-//! RUNTIME/bypass/ID.keeper        held by the controller while it runs
+//! RUNTIME/bypass/ID.keeper    held by the controller while it runs; its number
 //! RUNTIME/bypass/ID.capture   held by a capture while it runs
 //! ```
 
@@ -21,6 +21,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs::{self, File, TryLockError};
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -30,8 +31,6 @@ use std::time::{Duration, Instant};
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
 const VERSION: u32 = 6;
-/// For how long the controller's lock is tried: much longer than any process looks at it.
-const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for one other that attaches or detaches.
 const WAITING: Duration = Duration::from_secs(60);
 /// Of the time for one process that holds the lock, how many times so long the lock is waited for
@@ -477,21 +476,18 @@ impl Place {
         fs::rename(&new, &path).map_err(file(&path))
     }
 
-    /// The controller's lock: nothing where another controller holds it.
+    /// Makes this process the controller: its lock, which whoever finds it held finds with this
+    /// process's number. Nothing where another controller runs. The caller holds the place's lock.
     pub(crate) fn controller_lock(&self) -> Result<Option<File>, PlaceError> {
-        let path = self.beside("keeper");
-        let lock =
-            File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(file(&path))?;
-        let end = Instant::now() + GLANCING;
-        loop {
-            match lock.try_lock() {
-                Ok(()) => return Ok(Some(lock)),
-                // A process that checks whether there is a controller holds it for a moment too.
-                Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
-                Err(TryLockError::WouldBlock) => return Ok(None),
-                Err(TryLockError::Error(cause)) => return Err(file(&path)(cause)),
-            }
+        if self.controller_file().is_some() {
+            return Ok(None);
         }
+        // In the old file its number would still be the last one's when the lock is taken.
+        let (path, new) = (self.beside("keeper"), self.beside("new"));
+        let mut lock = File::create(&new).map_err(file(&new))?;
+        lock.lock().and_then(|()| writeln!(lock, "{}", std::process::id())).map_err(file(&new))?;
+        fs::rename(&new, &path).map_err(file(&path))?;
+        Ok(Some(lock))
     }
 
     /// The lock of the one capture that may run; else which process holds it.
@@ -529,12 +525,14 @@ impl Place {
 
     /// The controller's process, if one runs.
     pub fn controller(&self) -> Option<u32> {
-        let path = self.beside("keeper");
-        let lock = File::open(&path).ok()?;
-        match lock.try_lock_shared() {
-            Err(TryLockError::WouldBlock) => fs::read_to_string(&path).ok()?.trim().parse().ok(),
-            _ => None,
-        }
+        std::io::read_to_string(self.controller_file()?).ok()?.trim().parse().ok()
+    }
+
+    /// The file that the controller holds, if one runs. Others that look at the same moment share
+    /// the lock.
+    fn controller_file(&self) -> Option<File> {
+        let lock = File::open(self.beside("keeper")).ok()?;
+        matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)).then_some(lock)
     }
 
     /// Whether a process is a controller in this namespace: its number in a file may have become
@@ -643,21 +641,30 @@ mod tests {
     }
 
     #[test]
-    fn whoever_looks_for_the_controller_does_not_keep_it_from_its_lock() {
+    fn one_that_looks_for_the_controller_does_not_hinder_it_and_never_takes_the_last_one_for_it() {
+        const LAST: u32 = 1;
         let place = absent("glances");
         drop(place.lock().unwrap());
         let done = std::sync::atomic::AtomicBool::new(false);
+        let own = Some(std::process::id());
         std::thread::scope(|scope| {
-            for _ in 0..2 {
-                scope.spawn(|| {
-                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                        place.controller();
-                    }
-                });
+            let look = || {
+                let mut seen = BTreeSet::new();
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    seen.extend(place.controller());
+                }
+                seen
+            };
+            let looks = [scope.spawn(look), scope.spawn(look)];
+            for _ in 0..200 {
+                gone(fs::remove_file(place.beside("keeper"))).unwrap();
+                fs::write(place.beside("keeper"), format!("{LAST}\n")).unwrap();
+                let lock = place.controller_lock().unwrap();
+                assert!(lock.is_some() && place.controller() == own && place.controller_lock().unwrap().is_none());
             }
-            let refused = (0..200).filter(|_| place.controller_lock().unwrap().is_none()).count();
             done.store(true, std::sync::atomic::Ordering::Relaxed);
-            assert_eq!(refused, 0);
+            let seen = looks.map(|look| look.join().unwrap());
+            assert!(seen.iter().flatten().all(|&pid| Some(pid) == own), "{seen:?}");
         });
         fs::remove_dir_all(&place.root).unwrap();
     }
@@ -734,8 +741,10 @@ mod tests {
         let script = r#"exec 9<"$0"; flock 9; exec sleep 100"#;
         let mut child = std::process::Command::new("sh").args(["-c", script]).arg(&place.root).spawn().unwrap();
         let error = loop {
-            match place.lock_within(Duration::from_millis(1)) {
-                Err(error) => break error.to_string(),
+            match place.lock_within(Duration::from_millis(1)).map_err(|e| e.to_string()) {
+                // flock(1) has not ended yet.
+                Err(error) if error.contains("(flock)") => {}
+                Err(error) => break error,
                 Ok(_) => assert!(child.try_wait().unwrap().is_none(), "the lock's holder ended"),
             }
         };
