@@ -41,6 +41,7 @@ use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use std::cell::LazyCell;
 use std::collections::{HashMap, VecDeque};
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -639,11 +640,12 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
         if !place.exists() {
             return Ok(());
         }
+        let timeouts = LazyCell::new(settle::Timeouts::read);
         while let Some(wish) = wishes.next() {
             match wished(&wish) {
                 // The kernel has just set the timeout that goes with the flag.
                 Some((connection, Update::ACKNOWLEDGED)) => {
-                    if let Some(timeouts) = settle::Timeouts::read()
+                    if let Some(timeouts) = *timeouts
                         && settle::acknowledge(conntrack, &connection, timeouts)
                     {
                         acknowledged.push_back((monotonic_ns() + CONFIRM.as_nanos() as u64, connection));
@@ -657,7 +659,7 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
         }
         let now_ns = monotonic_ns();
         while let Some((_, connection)) = acknowledged.pop_front_if(|(due_ns, _)| *due_ns <= now_ns) {
-            if let Some(timeouts) = settle::Timeouts::read() {
+            if let Some(timeouts) = *timeouts {
                 settle::confirm(conntrack, &connection, timeouts);
             }
         }
