@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -120,7 +121,8 @@ def test_why_a_flow_is_not_taken_is_said():
         only = Measurement(h, "--seconds", "0.5", "--passed").during(send)
         assert {f["destination"] for f in only["flows"]} == {f"{B}:{dport}" for dport in (9, 10, 12)}
         text = h.cli("flows", "--seconds", "0.1").stdout
-        assert text.startswith("0 flows with frames in 0.1 s"), text
+        # How long it took in truth, which is more on a busy machine.
+        assert re.match(r"0 flows with frames in \d\.\d s\n", text), text
 
 
 def test_a_translated_flow_is_shown_as_it_came_in():
