@@ -146,9 +146,10 @@ def obeyed(name, change, size=20, prepared="", mode="tcx"):
         # turn would show depends on the clock.
         for turn in range(2):
             kernel, ours = outcomes(plain, size), outcomes(bypassed, size)
-            # With what the kernels say of errors that they did not send, or limited.
+            # With what the kernels say of errors that they did not send, or limited; that is long, so
+            # it comes first, as the runner shows the end.
             counted = [h.space.run("nstat", "-asz", "*Icmp*Out*").stdout for h in (plain, bypassed)] if kernel != ours else []
-            assert kernel == ours, "\n".join([f"{name}, {mode}, frames {turn} after it:", f"kernel {kernel}", f"bypass {ours}", *counted])
+            assert kernel == ours, "\n".join([*counted, f"{name}, {mode}, frames {turn} after it:", f"kernel {kernel}", f"bypass {ours}"])
         assert kernel != before, f"{name}: changes nothing"
 
 

@@ -105,13 +105,12 @@ class Talk6(Talk):
 
 def outlasts(talk, what):
     """Waits until its entry is that of an established connection."""
-    try:
-        until(what, talk.lasts)
-    except TimeoutError as error:
+    def seen():
         h = talk.h
         logs = [path.read_text() for path in h.folder.glob("run/bypass/*.log")]
-        seen = [talk.listing(), h.cli("flows", "--json").stdout, h.cli("status", "--json").stdout, *logs]
-        raise AssertionError("\n".join([f"{error}: sent {talk.a} and {talk.b}", *seen])) from None
+        return "\n".join([f"sent {talk.a} and {talk.b}", talk.listing(), h.cli("flows", "--json").stdout, h.cli("status", "--json").stdout, *logs])
+
+    until(what, talk.lasts, seen=seen)
 
 
 # Connections are tracked, and those of before are not translated.

@@ -90,10 +90,7 @@ class Prompt:
     def typed(self, text, expected):
         """Types more of the line, and waits until `expected` shows."""
         os.write(self.fd, text.encode())
-        try:
-            until(f"{expected} after {text!r}", lambda: expected in self.shown(), 20)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}; shown: {self.shown()!r}") from None
+        until(f"{expected} after {text!r}", lambda: expected in self.shown(), 20, seen=lambda: f"shown: {self.shown()!r}")
 
     def __enter__(self):
         return self

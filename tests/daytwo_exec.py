@@ -70,11 +70,11 @@ def standing(qga="yes", machine="microvm", attach="vhost-user", agent=True):
 
 def answers(fabric, console, is_right):
     """Waits for the agent's answer."""
-    try:
-        until("the agent", lambda: is_right(execute(fabric, "true")), PATIENCE_S)
-    except TimeoutError as error:
+    def seen():
         guest = console.run("ps | grep qemu-ga; cat /tmp/qga.log; grep . /sys/class/virtio-ports/*/name; ls -l /dev/vport*").text
-        raise AssertionError(f"{error}: {execute(fabric, 'true').stderr.decode()}\nin the guest:\n{guest}") from None
+        return f"{execute(fabric, 'true').stderr.decode()}\nin the guest:\n{guest}"
+
+    until("the agent", lambda: is_right(execute(fabric, "true")), PATIENCE_S, seen=seen)
 
 
 def execute(fabric, *words, flags=(), data=b"", seconds=PATIENCE_S):

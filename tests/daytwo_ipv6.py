@@ -226,10 +226,8 @@ def test_a_stock_client_that_configures_itself_asks_dhcpv6_for_the_rest():
         words = ["dhclient", "-6", "-S", "-d", "-v", "-lf", folder / "leases", "-pf", folder / "pid", "-sf", script, "client"]
         with Process(words, name="dhclient", netns=space) as client:
             said = lambda: (folder / "said").read_text() if (folder / "said").exists() else ""  # noqa: E731
-            try:
-                until("the name server and the domain, and no address", lambda: "::fd12:3456:789a:1::1:sixes.internal" in said(), 60)
-            except TimeoutError as error:
-                raise AssertionError(f"dhclient: {said()}\n{client.tail()}") from error
+            until("the name server and the domain, and no address", lambda: "::fd12:3456:789a:1::1:sixes.internal" in said(), 60,
+                  seen=lambda: f"dhclient: {said()}\n{client.tail()}")
         [network] = fabric.status()["networks"]
         assert network["counters"]["dhcp6_informations"] > before, network["counters"]
         assert not [lease for lease in network["leases"] if ":" in lease["ip"] and lease["mac"] == MAC["client"]], network["leases"]

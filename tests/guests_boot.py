@@ -57,10 +57,8 @@ def files(name, boot, machines, content):
 
 
 def says(fabric, machine, words, seconds):
-    try:
-        until(f"{words!r} on the console of {machine}", lambda: words in fabric.console(machine), seconds, every=0.2)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}\n{fabric.console(machine)[-3000:]}") from None
+    until(f"{words!r} on the console of {machine}", lambda: words in fabric.console(machine), seconds, every=0.2,
+          seen=lambda: fabric.console(machine)[-3000:])
 
 
 def count(fabric):

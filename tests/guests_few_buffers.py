@@ -101,10 +101,7 @@ def fetches(folder, server, net, number):
     script.write_text("\n".join([*lines, ":done", "sleep 600", ""]))
     with Guest(ipxe(), [net], machine="q35", memory_mib=128, initrd=script, name="ipxe") as guest:
         times = lambda: [at for address, at in server.asked if address == own]  # noqa: E731
-        try:
-            until("the fetches", lambda: len(times()) > FETCHES, 120)
-        except TimeoutError:
-            raise AssertionError(f"{len(times())} requests from {own}:\n{guest.tail()}") from None
+        until("the fetches", lambda: len(times()) > FETCHES, 120, seen=lambda: f"{len(times())} requests from {own}:\n{guest.tail()}")
         asked = times()
         return [later - earlier for earlier, later in zip(asked, asked[1:])]
 

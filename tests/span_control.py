@@ -93,12 +93,9 @@ learning = false
         return self.fabric.port("span")["details"]
 
     def knows(self, *others):
-        try:
-            until(f"{self.name} to know the members of {', '.join(o.name for o in others)}",
-                  lambda: all(o.mac() in self.remotes().get(o.name, {}) for o in others), PATIENCE_S, every=0.2)
-        except TimeoutError as error:
-            said = [f"{machine.name} says {machine.report()}, and its tombolo-span:\n{machine.span.tail()}" for machine in (self, *others)]
-            raise AssertionError("\n".join([str(error), *said])) from None
+        until(f"{self.name} to know the members of {', '.join(o.name for o in others)}",
+              lambda: all(o.mac() in self.remotes().get(o.name, {}) for o in others), PATIENCE_S, every=0.2,
+              seen=lambda: "\n".join(f"{m.name} says {m.report()}, and its tombolo-span:\n{m.span.tail()}" for m in (self, *others)))
 
     def follows(self, mac, before, after):
         """Waits until it knows of the one machine's member that the other one has it now. A machine that has none is not in the list."""

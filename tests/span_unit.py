@@ -141,10 +141,7 @@ class Service:
             found = self.states()
             return found if all(value(found[key]) if callable(value) else found[key] == value for key, value in expected.items()) else None
 
-        try:
-            return until(what, there, PATIENCE_S, every=0.2)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}\n{self.told()}") from None
+        return until(what, there, PATIENCE_S, every=0.2, seen=self.told)
 
 
 @timeout(300)

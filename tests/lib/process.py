@@ -36,16 +36,26 @@ def _prepare(parent, nice, moment):
     os.write(moment, struct.pack("d", time.monotonic()))
 
 
-def until(what, condition, seconds=PATIENCE_S, every=0.02):
-    """Calls `condition` until it returns something true, which is returned; raises TimeoutError naming `what`."""
+def until(what, condition, seconds=PATIENCE_S, every=0.02, seen=None):
+    """Calls `condition` until it returns something true, which is returned; raises TimeoutError naming `what`, with what `seen()`
+    gives then, as text: what a reader needs to find the cause."""
     deadline = time.monotonic() + seconds
     while True:
         result = condition()
         if result:
             return result
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds} s")
+            break
         time.sleep(every)
+    late = TimeoutError(f"{what}: not within {seconds} s")
+    if seen is None:
+        raise late
+    try:
+        text = seen()
+    except Exception as error:
+        # Neither what it was about is to be lost nor why nothing can be said of it.
+        raise late from error
+    raise TimeoutError(f"{late}\n{text}")
 
 
 def cpu_seconds(pid):
@@ -105,10 +115,7 @@ def until_idle(what, used_seconds, bound, span_s=1):
         shares.append(core_share(used_seconds, span_s))
         return shares[-1] < bound
 
-    try:
-        until(what, rests)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}: {', '.join(f'{100 * share:.2f} %' for share in shares[-9:])} of a core, expected under {100 * bound} %") from None
+    until(what, rests, seen=lambda: f"{', '.join(f'{100 * share:.2f} %' for share in shares[-9:])} of a core, expected under {100 * bound} %")
     print(f"{what}: {100 * shares[-1]:.2f} % of a core, after {len(shares)} spans")
 
 
