@@ -150,9 +150,13 @@ def run(name, test):
             # SIGTERM would run no cleanup of ours either; children die with their parent by
             # PDEATHSIG.
             os.kill(pid, signal.SIGKILL)
+        # Before it is reaped: then another runner would take them for those of a runner that was
+        # killed.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        left = remove_namespaces(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
-        left = reap_left() + remove_namespaces(pid)
+        left += reap_left() + remove_namespaces(pid)
         log.seek(0)
         text = log.read()
     if late:

@@ -40,6 +40,13 @@ def test_is_late():
         time.sleep(600)
 test_is_late.timeout_s = {seconds}
 """
+BOTH = """
+import subprocess
+from lib.netns import Namespace
+def test_leaves_both():
+    subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    note(str(Namespace().__enter__()))
+"""
 # Each waits for the other, so one after the other they would not end.
 TOGETHER = """
 def meet(own, other):
@@ -118,6 +125,15 @@ def test_namespaces_that_a_test_leaves_are_removed_and_told():
         names, there = spaces(folder)
         assert verdicts == {"leaves_one": ["FAIL"], "is_late": ["FAIL"]} and f"left behind: {names[0]}" in done.stdout, done.stdout
         assert len(names) == 2 and not there, there
+    # Also where another runner begins while a process that the test has left is waited for.
+    with scratch() as folder, scratch() as other:
+        first = subprocess.Popen([sys.executable, "-B", str(RUNNER), sample(folder, BOTH)], stdout=subprocess.PIPE, text=True)
+        until("the test to run", lambda: (Path(folder) / "notes").exists() and spaces(folder)[0])
+        [name], _ = spaces(folder)
+        until("its end", lambda: not Path("/proc", name.split("-")[0].removeprefix("tmb")).exists())
+        runner(sample(other, VERDICTS), "good")
+        said, _ = first.communicate(timeout=60)
+        assert f"left behind: {name}, sleep" in said, said
     # Of a runner that is killed the next one removes them.
     with scratch() as folder:
         # PR_SET_CHILD_SUBREAPER: the orphan comes to this process.
