@@ -152,6 +152,7 @@ def test_each_side_of_a_translation_is_captured_by_the_addresses_that_frames_hav
         h.rules(NAT)
         h.attach(words=(*LONG, "--mode", "tcx"))
         seen = source(forward(h, UDP, 4000, 5300)[1])
+        assert answer(h, UDP, 53, seen)
 
         def talk():
             for _ in range(3):
