@@ -454,12 +454,20 @@ impl Place {
         Ok(record)
     }
 
-    /// Writes the owner record, whole or not at all.
+    /// Puts a new file in the place of one, whole or not at all, once `fill` is done with it. The
+    /// caller holds the lock.
+    fn replace(&self, suffix: &str, fill: impl FnOnce(&mut File) -> std::io::Result<()>) -> Result<File, PlaceError> {
+        let (path, new) = (self.beside(suffix), self.beside("new"));
+        let mut made = File::create(&new).map_err(file(&new))?;
+        fill(&mut made).map_err(file(&new))?;
+        fs::rename(&new, &path).map_err(file(&path))?;
+        Ok(made)
+    }
+
+    /// Writes the owner record.
     pub(crate) fn write(&self, record: &PlaceRecord) -> Result<(), PlaceError> {
-        let (path, new) = (self.beside("json"), self.beside("new"));
-        let text = serde_json::to_string_pretty(record).expect("a record is plain data");
-        fs::write(&new, text).map_err(file(&new))?;
-        fs::rename(&new, &path).map_err(file(&path))
+        let text = serde_json::to_vec_pretty(record).expect("a record is plain data");
+        self.replace("json", |made| made.write_all(&text)).map(drop)
     }
 
     /// The ruleset as it was read last, if it was.
@@ -469,11 +477,12 @@ impl Place {
 
     /// Keeps that, or forgets it. The caller holds the lock.
     pub(crate) fn set_rules(&self, reading: Option<&Reading>) -> Result<(), PlaceError> {
-        let (path, new) = (self.beside("rules"), self.beside("new"));
-        let Some(reading) = reading else { return gone(fs::remove_file(&path)).map_err(file(&path)) };
+        let Some(reading) = reading else {
+            let path = self.beside("rules");
+            return gone(fs::remove_file(&path)).map_err(file(&path));
+        };
         let text = serde_json::to_vec(reading).expect("a reading is plain data");
-        fs::write(&new, text).map_err(file(&new))?;
-        fs::rename(&new, &path).map_err(file(&path))
+        self.replace("rules", |made| made.write_all(&text)).map(drop)
     }
 
     /// Makes this process the controller: its lock, which whoever finds it held finds with this
@@ -483,11 +492,8 @@ impl Place {
             return Ok(None);
         }
         // In the old file its number would still be the last one's when the lock is taken.
-        let (path, new) = (self.beside("keeper"), self.beside("new"));
-        let mut lock = File::create(&new).map_err(file(&new))?;
-        lock.lock().and_then(|()| writeln!(lock, "{}", std::process::id())).map_err(file(&new))?;
-        fs::rename(&new, &path).map_err(file(&path))?;
-        Ok(Some(lock))
+        let fill = |lock: &mut File| lock.lock().and_then(|()| writeln!(lock, "{}", std::process::id()));
+        self.replace("keeper", fill).map(Some)
     }
 
     /// The lock of the one capture that may run; else which process holds it.
